@@ -14,6 +14,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
+from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, SCROLLS_AT, SELECTED, SETTLED
 from agentfactory.tools.screens.sites import Site, site_of
 from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
@@ -30,52 +31,13 @@ _MOST_DIALOGS = 20
 _SCROLLED = 0.7
 """Part of what scrolls, so that nothing in it is passed by."""
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
-_SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 _LONGEST_TEXT = 2000
-_OPTIONS_AT = """([x, y]) => {
-  const found = document.elementFromPoint(x, y);
-  if (!(found instanceof HTMLSelectElement) || found.disabled) return null;
-  found.focus();
-  return [...found.options].map(option => option.label);
-}"""
-"""The menu of a <select> is a window of its own, which no screenshot shows."""
-_CHOOSE = """(text) => {
-  const menu = document.activeElement;
-  if (!(menu instanceof HTMLSelectElement)) return null;
-  const wanted = text.trim().toLowerCase();
-  const labels = [...menu.options].map(option => option.label.trim().toLowerCase());
-  const index = labels.includes(wanted) ? labels.indexOf(wanted) : labels.findIndex(label => label.startsWith(wanted));
-  if (index < 0) return false;
-  menu.selectedIndex = index;
-  for (const kind of ['input', 'change']) menu.dispatchEvent(new Event(kind, {bubbles: true}));
-  return true;
-}"""
-
+"""Characters that are typed at a time."""
 _COPIES, _CUTS, _PASTES = (
     {"control+c", "control+insert"},
     {"control+x", "shift+delete"},
     {"control+v", "control+shift+v", "shift+insert"},
 )
-_SELECTED = """() => {
-  const field = document.activeElement;
-  const isField = field instanceof HTMLTextAreaElement || field instanceof HTMLInputElement;
-  if (!isField || field.selectionStart === null) return String(getSelection());
-  return field.type === 'password' ? '' : field.value.slice(field.selectionStart, field.selectionEnd);
-}"""
-
-_SCROLLS_AT = """([x, y, across]) => {
-  let found = document.elementFromPoint(x, y);
-  for (; found && found !== document.body && found !== document.documentElement; found = found.parentElement) {
-    if (found instanceof HTMLIFrameElement) break;
-    const style = getComputedStyle(found), way = across ? style.overflowX : style.overflowY;
-    const more = across ? found.scrollWidth > found.clientWidth : found.scrollHeight > found.clientHeight;
-    if (more && (way === 'auto' || way === 'scroll')) break;
-  }
-  if (!found || found === document.body || found === document.documentElement) return [innerWidth, innerHeight];
-  return [Math.min(found.clientWidth, innerWidth), Math.min(found.clientHeight, innerHeight)];
-}"""
-"""Width and height in CSS pixels of what a wheel scrolls at a place: a part of the page, or all of it."""
-
 _browsers: Shared[Browser] = Shared()
 
 
@@ -174,7 +136,7 @@ class BaseScreen(Environment):
             text: The text.
         """
         async with self._care():
-            chosen = await self._page.evaluate(_CHOOSE, text)
+            chosen = await self._page.evaluate(CHOOSE, text)
             if chosen is False:
                 self._notes.append("The menu has no such entry.")
             if chosen is None:
@@ -310,7 +272,7 @@ class BaseScreen(Environment):
         if pressed in _PASTES:
             await keyboard.insert_text(self._clipboard)
         elif pressed in _COPIES | _CUTS:
-            if selected := await self._page.evaluate(_SELECTED):
+            if selected := await self._page.evaluate(SELECTED):
                 self._clipboard = str(selected)
                 if pressed in _CUTS:
                     await keyboard.press("Delete")
@@ -320,7 +282,7 @@ class BaseScreen(Environment):
     async def _press(self, x: float, y: float, count: int = 1) -> Any:
         """Click at a place in CSS pixels."""
         async with self._care():
-            menu = await self._page.evaluate(_OPTIONS_AT, [x, y])
+            menu = await self._page.evaluate(OPTIONS_AT, [x, y])
             await self._move(x, y)
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count)
@@ -343,7 +305,7 @@ class BaseScreen(Environment):
             if place is not None:
                 await self._move(*place)
             across, down = _STEPS[direction]
-            width, height = await self._page.evaluate(_SCROLLS_AT, [*self._mouse, across != 0])
+            width, height = await self._page.evaluate(SCROLLS_AT, [*self._mouse, across != 0])
             await self._page.mouse.wheel(across * width, down * height)
         return await self._after(*([] if place is None else [place]))
 
@@ -358,7 +320,7 @@ class BaseScreen(Environment):
         async with self._care():
             await self._page.wait_for_load_state("load")
             try:
-                await self._page.evaluate(_SETTLED)
+                await self._page.evaluate(SETTLED)
             except Exception as error:
                 if "navigation" not in str(error) and "context was destroyed" not in str(error):
                     raise
