@@ -128,14 +128,15 @@ docs: $(VENV)/.installed-dev
 
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
 # ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; a shop; ScienceWorld; the
-# tasks that `agentfactory new` writes. recipes/alfworld and the formats of gpt-oss and DeepSeek have no short form.
+# tasks that `agentfactory new` writes. recipes/alfworld, recipes/screens and the formats of gpt-oss and DeepSeek have no
+# short form.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 \
-		$(filter-out $(addprefix %/,learn_alfworld.py learn_own_formats.py learn_agents.py),$(wildcard \
-		tests/learn/learn_*.py)) $(ARGS)
+		$(filter-out $(addprefix %/,learn_alfworld.py learn_click.py learn_own_formats.py learn_agents.py),\
+		$(wildcard tests/learn/learn_*.py)) $(ARGS)
 
-# The same runs at full length, the formats of gpt-oss and DeepSeek, and recipes/alfworld on the engine that
-# `make alfworld` installs, compared with the numbers on the pages.
+# The same runs at full length, the formats of gpt-oss and DeepSeek, recipes/screens in Chromium, and recipes/alfworld on
+# the engine that `make alfworld` installs, compared with the numbers on the pages.
 learn-worlds: $(VENV)/.installed-dev alfworld
 	AGENTFACTORY_ALFWORLD_PYTHON=$(ALFWORLD_PYTHON) SEEDS="$(SEEDS)" LENGTH=full OMP_NUM_THREADS=1 $(PYTEST) -v \
 		--timeout 3600 $(filter-out %/learn_agents.py,$(wildcard tests/learn/learn_*.py)) $(ARGS)

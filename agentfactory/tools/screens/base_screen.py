@@ -15,6 +15,7 @@ from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
 from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
+from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, SCROLLS_AT, SELECTED, SETTLED
 from agentfactory.tools.screens.sites import Site, site_of
 from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
@@ -25,32 +26,20 @@ if TYPE_CHECKING:  # takes a while to import
 Direction = Literal["up", "down", "left", "right"]
 Button = Literal["left", "right", "middle"]
 _MOST_TABS = 5
+_USES = 100
+"""Chains on pages of ours that use a tab one after the other; its memory grows."""
 _MOST_DIALOGS = 20
 """Dialogs in one action; a page that opens more is broken."""
 _SCROLLED = 0.7
-"""Part of the screen."""
+"""Part of what scrolls, so that nothing in it is passed by."""
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
-_SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 _LONGEST_TEXT = 2000
-_OPTIONS_AT = """([x, y]) => {
-  const found = document.elementFromPoint(x, y);
-  if (!(found instanceof HTMLSelectElement) || found.disabled) return null;
-  found.focus();
-  return [...found.options].map(option => option.label);
-}"""
-"""The menu of a <select> is a window of its own, which no screenshot shows."""
-_CHOOSE = """(text) => {
-  const menu = document.activeElement;
-  if (!(menu instanceof HTMLSelectElement)) return null;
-  const wanted = text.trim().toLowerCase();
-  const labels = [...menu.options].map(option => option.label.trim().toLowerCase());
-  const index = labels.includes(wanted) ? labels.indexOf(wanted) : labels.findIndex(label => label.startsWith(wanted));
-  if (index < 0) return false;
-  menu.selectedIndex = index;
-  for (const kind of ['input', 'change']) menu.dispatchEvent(new Event(kind, {bubbles: true}));
-  return true;
-}"""
-
+"""Characters that are typed at a time."""
+_COPIES, _CUTS, _PASTES = (
+    {"control+c", "control+insert"},
+    {"control+x", "shift+delete"},
+    {"control+v", "control+shift+v", "shift+insert"},
+)
 _browsers: Shared[Browser] = Shared()
 
 
@@ -81,6 +70,12 @@ class BaseScreen(Environment):
         self._site: Site | None = None
         self._pages: list[Page] = []
         self._notes: list[str] = []
+        self._mouse = (0.0, 0.0)
+        self._clipboard = ""
+        self._acting = False
+        """Something is being done with the page, or was, and did not end."""
+        self._uses = 0
+        """Chains that have had the tab."""
         self._dialogs = 0
         self._fault: str | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -116,30 +111,24 @@ class BaseScreen(Environment):
             ValueError: the row names no page, or one that there is not.
             ToolInfrastructureError: Chromium does not start, or the page does not open.
         """
-        await self.release()
         self._view = ModelView.of(model_view)
-        self._site = site = site_of(page, miniwob, url, check, seed)
+        site = site_of(page, miniwob, url, check, seed)
+        if not (site.is_ours and self._may_be_used_again()):
+            await self._shut_tabs()
+        self._site, self._notes, self._dialogs, self._clipboard = site, [], 0, ""
+        self._state = {"done": False, "score": 0.0}
         if self._browser is None:
             self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
-        context, self._shut = await self._browser.context(
-            viewport={"width": self._width, "height": self._height},
-            device_scale_factor=self._scale,
-            accept_downloads=False,
-            service_workers="block",
-            locale="en-US",
-            timezone_id="UTC",
-            reduced_motion="reduce",
-        )
-        context.set_default_timeout(1000 * self._seconds)
-        context.on("page", self._opened)
-        async with self._care():
-            if site.files is not None:
-                await context.route(f"{site.origin}/**", self._serve)
-            first = await context.new_page()
-            await first.mouse.move(self._width / 2, self._height / 2)
-            await first.goto(site.address)
-            instruction = await first.evaluate(site.begin)
-        return [*([str(instruction)] if instruction else []), *await self._look()]
+        async with self._browser.opening:
+            if not self._pages:
+                await self._open_tab(self._browser, site)
+            async with self._care():
+                await self._move(self._width / 2, self._height / 2)
+                await self._page.goto(site.address)
+                begun = await self._page.evaluate(site.begin)
+            instruction = None if begun is None else str(begun)
+            self._uses += 1
+        return [*([instruction] if instruction else []), *await self._look()]
 
     @tool
     async def type(self, text: str) -> Any:
@@ -150,7 +139,7 @@ class BaseScreen(Environment):
         """
         async with self._care():
             frame, _ = await frame_with(self._page, FOCUSED)
-            chosen = await frame.evaluate(_CHOOSE, text)
+            chosen = await frame.evaluate(CHOOSE, text)
             if chosen is False:
                 self._notes.append("The menu has no such entry.")
             if chosen is None:
@@ -168,7 +157,7 @@ class BaseScreen(Environment):
         """
         async with self._care():
             try:
-                await self._page.keyboard.press(keys)
+                await self._press_keys(keys)
             except Exception as error:
                 if "Unknown key" not in str(error):
                     raise
@@ -213,17 +202,14 @@ class BaseScreen(Environment):
         return {"reward": score, "success": float(score >= 1)}
 
     async def release(self) -> None:
-        """Close the chain's tabs; cookies and storage are gone with them."""
-        shut, self._shut = self._shut, None
-        self._site = self._fault = None
-        self._pages, self._notes, self._dialogs = [], [], 0
-        self._state = {"done": False, "score": 0.0}
-        if shut is not None:
-            await shut()
+        """Close the chain's tabs; cookies and storage are gone with them. The tab of a page of ours, which keeps
+        nothing, is left for the next chain."""
+        if not self._may_be_used_again():
+            await self._shut_tabs()
 
     async def close(self) -> None:
         """Close what the instance has open; the last one ends Chromium."""
-        await self.release()
+        await self._shut_tabs()
         if self._browser is not None:
             self._browser = None
             last = _browsers.release(self._shared)
@@ -240,20 +226,69 @@ class BaseScreen(Environment):
             raise ToolInfrastructureError("the page has closed itself")
         return self._pages[-1]
 
+    def _may_be_used_again(self) -> bool:
+        """Return whether the next chain on a page of ours may have this chain's tab. A new one is a new process, which
+        would take most of the time of a reset."""
+        if self._site is None or not self._site.is_ours or self._fault is not None or self._acting:
+            return False
+        return self._uses < _USES and len(self._pages) == 1 and not self._page.is_closed()
+
+    async def _shut_tabs(self) -> None:
+        shut, self._shut = self._shut, None
+        self._site = self._fault = None
+        self._pages, self._acting, self._uses = [], False, 0
+        if shut is not None:
+            await shut()
+
+    async def _open_tab(self, browser: Browser, site: Site) -> None:
+        """Open a tab in a context of its own."""
+        context, self._shut = await browser.context(
+            viewport={"width": self._width, "height": self._height},
+            device_scale_factor=self._scale,
+            accept_downloads=False,
+            service_workers="block",
+            locale="en-US",
+            timezone_id="UTC",
+            reduced_motion="reduce",
+        )
+        context.set_default_timeout(1000 * self._seconds)
+        context.on("page", self._opened)
+        async with self._care():
+            if site.files is not None:
+                await context.route(f"{site.origin}/**", self._serve)
+            await context.new_page()
+
     async def _may_go_back(self) -> bool:
-        """Return whether there is a page before this one, other than the empty one that a tab begins with."""
+        """Return whether there is a page before this one, other than the empty one that a tab begins with, and those
+        of other chains."""
+        if self._site is None or self._site.is_ours:
+            return False
         session = await self._page.context.new_cdp_session(self._page)
         history = await session.send("Page.getNavigationHistory")
         await session.detach()
         index = history["currentIndex"]
         return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
 
+    async def _press_keys(self, keys: str) -> None:
+        """Press keys; what is copied is only pasted in the same chain, for Chromium has one clipboard for all."""
+        keyboard, pressed = self._page.keyboard, keys.lower()
+        if pressed in _PASTES:
+            await keyboard.insert_text(self._clipboard)
+        elif pressed in _COPIES | _CUTS:
+            frame, _ = await frame_with(self._page, FOCUSED)
+            if selected := await frame.evaluate(SELECTED):
+                self._clipboard = str(selected)
+                if pressed in _CUTS:
+                    await keyboard.press("Delete")
+        else:
+            await keyboard.press(keys)
+
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
         """Click at a place in CSS pixels."""
         async with self._care():
             frame, place = await frame_with(self._page, AT, (x, y))
-            menu = await frame.evaluate(_OPTIONS_AT, place) if button == "left" else None
-            await self._page.mouse.move(x, y)
+            menu = await frame.evaluate(OPTIONS_AT, place) if button == "left" else None
+            await self._move(x, y)
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count, button=button)
             else:
@@ -263,31 +298,39 @@ class BaseScreen(Environment):
 
     async def _point_at(self, place: tuple[float, float]) -> Any:
         async with self._care():
-            await self._page.mouse.move(*place)
+            await self._move(*place)
         return await self._after(place)
 
     async def _drag(self, start: tuple[float, float] | None, end: tuple[float, float]) -> Any:
         """Drag from a place, or from where the mouse is."""
         async with self._care():
-            mouse = self._page.mouse
             if start is not None:
-                await mouse.move(*start)
-            await mouse.down()
-            await mouse.move(*end, steps=5)
-            await mouse.up()
+                await self._move(*start)
+            await self._page.mouse.down()
+            await self._page.mouse.move(*end, steps=5)
+            await self._page.mouse.up()
+            self._mouse = end
         return await self._after(*([end] if start is None else [start, end]))
 
     async def _look_towards(self, direction: Direction, place: tuple[float, float] | None) -> Any:
+        """Scroll what is at a place, or where the mouse is, by so much that nothing in it is passed by."""
         across, down = _STEPS[direction]
-        return await self._wheel(across * self._width, down * self._height, place)
+        async with self._care():
+            width, height = await self._page.evaluate(SCROLLS_AT, [*(place or self._mouse), across != 0])
+        return await self._wheel(across * width, down * height, place)
 
     async def _wheel(self, across: float, down: float, place: tuple[float, float] | None) -> Any:
         """Turn the wheel by CSS pixels, at a place or where the mouse is."""
         async with self._care():
             if place is not None:
-                await self._page.mouse.move(*place)
+                await self._move(*place)
             await self._page.mouse.wheel(across, down)
         return await self._after(*([] if place is None else [place]))
+
+    async def _move(self, x: float, y: float) -> None:
+        """Move the mouse to a place in CSS pixels."""
+        await self._page.mouse.move(x, y)
+        self._mouse = (x, y)
 
     async def _after(self, *places: tuple[float, float]) -> Any:
         """Return what the screen shows after an action; end the chain if the task has ended. The info has the `places`
@@ -295,7 +338,7 @@ class BaseScreen(Environment):
         async with self._care():
             await self._page.wait_for_load_state("load")
             try:
-                await self._page.evaluate(_SETTLED)
+                await self._page.evaluate(SETTLED)
             except Exception as error:
                 if "navigation" not in str(error) and "context was destroyed" not in str(error):
                     raise
@@ -332,13 +375,18 @@ class BaseScreen(Environment):
     async def _care(self) -> AsyncIterator[None]:
         """Limit the time of what is done with the page, and name what became of it."""
         self._check()
+        self._acting = True
         try:
             async with asyncio.timeout(self._seconds):
                 yield
+            self._acting = False
         except TimeoutError:
             self._check()
             raise ToolInfrastructureError(f"the page did not answer within {self._seconds:g} s") from None
-        except (ValueError, ToolInfrastructureError):
+        except ValueError:
+            self._acting = False
+            raise
+        except ToolInfrastructureError:
             raise
         except Exception as error:
             self._check()

@@ -22,14 +22,30 @@ _CONTEXTS = 500
 _CARE_SECONDS = 15.0
 """How long Chromium may take to open or close a context; then it is told to end, and playwright kills it."""
 _START_SECONDS = 60.0
+_OPENING = max(4, os.cpu_count() or 1)
+"""Chains that open their page at the same time. More would share the processors, and their pages' time would run out
+while others are opened."""
 _NOWHERE = "http://127.0.0.1:9"
 """A proxy that does not exist."""
+_USELESS_FEATURES = (
+    "Translate",
+    # the address bar's popup, which nobody sees: a process for each window, with most of the time of opening one
+    "WebUIOmniboxPopup",
+    "WebUIOmniboxAimPopup",
+)
+_PLAYWRIGHT_DISABLES = (
+    *("AimEnabled", "AvoidCorsURLLoaderRestartOnRedirect", "AvoidUnnecessaryBeforeUnloadCheckSync"),
+    *("DestroyProfileOnBrowserClose", "HttpsFirstBalancedModeAutoEnable", "HttpsUpgrades", "LensOverlay"),
+    *("MediaRouter", "NetworkTimeServiceQuerying", "OptimizationHints", "PaintHolding", "PreconnectToSearch"),
+    "ThirdPartyStoragePartitioning",
+)
+"""Features that playwright disables by a flag, of which Chromium only heeds the last one: ours."""
 _FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
     # what does not go through the proxy goes nowhere
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--disable-features=Translate,OptimizationHints,MediaRouter",
+    f"--disable-features={','.join((*_USELESS_FEATURES, *_PLAYWRIGHT_DISABLES))}",
     # the same pixels on every machine
     "--font-render-hinting=none",
     "--disable-lcd-text",
@@ -53,6 +69,8 @@ class Browser:
     Args:
         executable: path of the program.
         allowed: patterns such as `https://en.wikipedia.org`, `*.example.org` or `localhost:8000`.
+
+    A chain holds `opening` from `context` on until its page is open.
     """
 
     def __init__(self, executable: str, allowed: Sequence[str]) -> None:
@@ -61,6 +79,7 @@ class Browser:
         self._playwright: Playwright | None = None
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
+        self.opening = asyncio.Semaphore(_OPENING)
 
     async def context(self, **settings: Any) -> tuple["BrowserContext", Callable[[], Any]]:
         """Return a new context, and what closes it.

@@ -24,6 +24,8 @@ class Site:
     state: str
     begin: str = "null"
     files: Path | None = None
+    is_ours: bool = False
+    """A page of ours, which keeps nothing and leads nowhere."""
 
     @property
     def origin(self) -> str:
@@ -43,7 +45,7 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
     if page is not None:
         if page not in PAGE_NAMES:
             raise ValueError(f"page: got {page!r}; there are {', '.join(PAGE_NAMES)}")
-        return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed})", PAGES)
+        return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed})", PAGES, is_ours=True)
     if miniwob is not None:
         return _miniwob(miniwob, seed)
     assert url is not None

@@ -17,19 +17,24 @@ CHOSEN = """([selector, index]) => {
   const box = document.querySelectorAll(selector)[index].getBoundingClientRect();
   return [(box.left + box.right) / 2, (box.top + box.bottom) / 2];
 }"""
+MOST_ACTIONS = 30
+"""Of a player; a slider takes 13."""
 
 
 class Player:
-    """Plays one chain."""
+    """Plays one chain, in MOST_ACTIONS at most."""
 
     def __init__(self, screen: Screen, instruction: str) -> None:
         self.screen, self.instruction = screen, instruction
         self.ended = False
+        self.actions = 0
 
     async def ask(self, script: str, argument: Any = None) -> Any:
         return await self.screen._page.evaluate(script, argument)
 
     async def do(self, action: Awaitable[Any]) -> None:
+        self.actions += 1
+        assert self.actions <= MOST_ACTIONS, self.instruction
         self.ended = isinstance(await action, Finish)
 
     async def click(self, selector: str, index: int = 0) -> None:
@@ -140,8 +145,8 @@ async def scroll(player: Player) -> None:
     wanted = player.told(r"Click (\w+)")
     edges = "() => { const box = document.querySelector('div').getBoundingClientRect(); return [box.top, box.bottom]; }"
     top, bottom = await player.ask(edges)
-    while not top < (await player.ask(NAMED, wanted))[1] < bottom:
-        await player.do(player.screen.scroll("down", 50, (top + bottom) / 2))
+    while not top < (place := (await player.ask(NAMED, wanted))[1]) < bottom:
+        await player.do(player.screen.scroll("down" if place > bottom else "up", 50, (top + bottom) / 2))
     await player.click_named(wanted)
 
 

@@ -1,6 +1,7 @@
 """Pages in a real Chromium: every task can be solved, and is not by itself; hostile pages are typed."""
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.screen import MarkedScreen, Screen
 from agentfactory.tools.screens.sites import PAGE_NAMES, screens_tasks
+from agentfactory.tools.screens.sites import PAGES as PAGES_FOLDER
 from agentfactory.tools.tool import Finish
 from tests.tools.screens.players import CHOSEN, NAMED, PLAYERS, Player
 
@@ -35,7 +37,7 @@ PAGES = {
     "/asks": "<body onclick='document.title = confirm(\"Sure?\")' style='height:100vh'>",
     "/downloads": f"<script>onclick = () => setInterval(() => location = '/file', 100)</script>{TALL}",
     "/tab": "<a href='/plain' target='_blank' style='position:fixed; inset:0'>a</a>",
-    "/tabs": "<body onclick='for (let n = 0; n < 30; n++) window.open(\"/plain\")' style='height:100vh'>",
+    "/tabs": "<body onclick='for (let n = 0; n < 12; n++) window.open(\"/plain\")' style='height:100vh'>",
     "/leaves": f"<script>onclick = () => location = 'http://elsewhere.test/'</script>{TALL}",
     "/outer": """<body style='margin:0'>
 <iframe src='/inner' style='position:absolute; left:40px; top:30px; width:150px; height:100px;
@@ -97,21 +99,26 @@ async def play(screen: Screen, page: str, seed: int) -> dict[str, float]:
     return screen.reward()
 
 
+async def do_nothing(screen: Screen, page: str, seed: int) -> dict[str, float]:
+    await screen.reset(page=page, seed=seed)
+    assert isinstance(await screen.done(), Finish)
+    return screen.reward()
+
+
 async def test_a_player_solves_every_page_and_one_that_does_nothing_solves_none(screen: Screen) -> None:
     assert set(PLAYERS) == set(PAGE_NAMES)
     for page in PAGE_NAMES:
         assert await play(screen, page, 0) == {"reward": 1.0, "success": 1.0}, page
-        await screen.reset(page=page, seed=0)
-        assert isinstance(await screen.done(), Finish)
-        assert screen.reward() == {"reward": 0.0, "success": 0.0}
+        assert await do_nothing(screen, page, 0) == {"reward": 0.0, "success": 0.0}, page
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGE_NAMES)
-async def test_a_player_solves_every_page_on_twenty_seeds(screen: Screen, page: str) -> None:
+async def test_a_player_solves_every_page_on_twenty_seeds_and_doing_nothing_none(screen: Screen, page: str) -> None:
     instructions = set()
     for seed in range(20):
         assert (await play(screen, page, seed))["success"] == 1, seed
+        assert (await do_nothing(screen, page, seed))["reward"] == 0, seed
         instructions.add((await screen.reset(page=page, seed=seed))[0])
     assert len(instructions) > 3
 
@@ -280,6 +287,64 @@ async def test_chains_share_nothing_and_reach_only_what_is_allowed(screen: Scree
             await other.reset(**at(server, "/plain"))
     finally:
         await other.close()
+
+
+async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None:
+    value = "() => document.querySelector('input').value"
+    other = Screen(**SIZE)
+    try:
+        for one in (screen, other):
+            await one.reset(page="login", seed=1)
+            await one.click(*await Player(one, "").ask(CHOSEN, ["input", 0]))
+        await screen.type("secret")
+        for keys, shown in (
+            ("Control+A", "secret"), ("Control+C", "secret"), ("End", "secret"), ("Control+V", "secretsecret"),
+            ("Control+A", "secretsecret"), ("Control+X", ""), ("Shift+Insert", "secretsecret"),
+        ):  # fmt: skip
+            await screen.key(keys)
+            assert await Player(screen, "").ask(value) == shown, keys
+        await other.key("Control+V")
+        assert await Player(other, "").ask(value) == ""
+        await screen.reset(page="login", seed=1)
+        await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
+        await screen.key("Control+V")
+        assert await Player(screen, "").ask(value) == ""
+    finally:
+        await other.close()
+
+
+async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
+    # what a tab could carry from one chain to the next
+    for file in PAGES_FOLDER.iterdir():
+        assert not re.search(r"cookie|Storage|indexedDB|location|history|open\(", file.read_text(encoding="utf-8")), (
+            file
+        )
+    opening = await screen.reset(page="form", seed=3)
+    tab = screen._page
+    await screen.click(40, 40)
+    await screen.type("left by another chain")
+    await screen.scroll("down", 100, 100)
+    await screen.release()
+    await screen.reset(page="login", seed=1)
+    await screen.release()
+    again = await screen.reset(page="form", seed=3)
+    assert screen._page is tab
+    assert again[0] == opening[0]
+    assert np.array_equal(again[1], opening[1])
+    assert (await screen.back())["observation"][0] == "There is no page before this one."
+    # an action that did not end, and any other address
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await screen.drag(20, 20, 200, 200)
+    await screen.release()
+    await screen.reset(page="form", seed=3)
+    assert tab.is_closed()
+    tab = screen._page
+    await screen.reset(**at(server, "/plain"))
+    assert tab.is_closed()
+    tab = screen._page
+    await screen.reset(page="form", seed=3)
+    assert tab.is_closed()
 
 
 async def test_bad_rows_are_refused(screen: Screen) -> None:

@@ -1,0 +1,21 @@
+"""What `make learn-worlds` runs: in a real Chromium a network with eyes learns to click what it is told."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.learn.runs import SEEDS, train
+
+RECIPE = str(REPOSITORY / "recipes" / "screens" / "click.yaml")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reinforcement_finds_out_that_the_named_box_pays(tmp_path: Path, seed: int) -> None:
+    summary = train(RECIPE, seed, tmp_path)
+    assert summary["greedy_before"] <= 0.25
+    assert summary["success_before"] <= 0.25
+    assert summary["greedy_after"] >= 0.80
+    assert summary["success_after"] >= 0.80
