@@ -156,11 +156,19 @@ def _keep(folder: Path, kept: Path, chain: str) -> None:
             if error.errno != errno.EXDEV:
                 raise
             removal.make_writable(folder)
-            _copy(folder, place)
+            _copy_as_it_is(folder, place)
     except OSError as error:
         told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
         tell(logger, f"keep_workspaces {kept}", told)
     remove_folder(folder)
+
+
+def _copy_as_it_is(folder: Path, place: Path) -> None:
+    """Copy a chain's folder to another file system, with links, pipes and the holes of files. Raises OSError."""
+    done = subprocess.run(["cp", "--archive", "--", folder, place], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        remove_folder(place)
+        raise OSError((done.stderr.splitlines() or ["cp failed"])[0])
 
 
 def remove_folder(folder: Path) -> None:
