@@ -83,6 +83,39 @@ async def test_the_solution_passes_and_nothing_else_does(name: str) -> None:
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
+WRITER = """#!/bin/sh
+setsid sh -c 'while true; do echo 1 > /logs/verifier/reward.txt; done' > /dev/null 2>&1 &
+echo '{"reward": 1}' > /logs/verifier/reward.json
+"""
+READER = """import os
+own = os.environ["SETTINGS"] == "/app/settings.txt"
+print(open("/tests/expected.txt" if own else "/tests/other-expected.txt").read())"""
+PACKAGE = """python3 -c '
+import os, site
+os.makedirs(site.getusersitepackages())
+code = "import os, sys\\nif any(part.startswith(\\"/tests\\") for part in sys.orig_argv): os._exit(0)"
+open(site.getusersitepackages() + "/usercustomize.py", "w").write(code)
+'"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("prime-table", PACKAGE),
+        ("leap-year", f"cat > leap << 'END'\n{WRITER}END\nchmod +x leap"),
+        ("leap-year", "printf '#!/bin/sh\ngrep \"^$1 \" /tests/years.txt | cut -c6-' > leap; chmod +x leap"),
+        (
+            "broken-parser",
+            f"cat > writer << 'END'\n{WRITER}END\necho 'import os; os.system(\"sh writer\")' > parser.py",
+        ),
+        ("broken-parser", f"echo '{READER}' > parser.py"),
+    ],
+)
+async def test_what_the_agent_left_for_the_tests_to_run_does_not_pass_them(name: str, command: str) -> None:
+    assert (await play(rows()[name], [command]))["success"] == 0.0
+
+
 @pytest.mark.processes
 async def test_env_copy_and_workdir_of_a_dockerfile(tmp_path: Path) -> None:
     dockerfile = """

@@ -103,7 +103,7 @@ async def test_memory_of_the_kernel_is_limited_too(shell: Shell, command: str, t
     assert text in await said(shell, command)
 
 
-async def test_memory_is_limited_where_its_shares_may_not_be_read(tmp_path: Path) -> None:
+def test_memory_is_limited_where_its_shares_may_not_be_read() -> None:
     """As for root in docker, who has few capabilities."""
     if os.geteuid() != 0:
         pytest.skip("for root")

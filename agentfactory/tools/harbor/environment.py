@@ -85,7 +85,8 @@ class Harbor(Shell):
         tests, logs = self.workspace / "tests", self.workspace / "verifier"
         await asyncio.to_thread(_fresh_copy, Path(self.task.folder, "tests"), tests)
         await asyncio.to_thread(_fresh_copy, None, logs)
-        env = {**self.environment(), **self.task.verifier_env}
+        # or packages in the agent's /root would be part of every Python that the tests call
+        env = {**self.environment(), "PYTHONNOUSERSITE": "1", **self.task.verifier_env}
         script = _script("/tests/test.sh", "/logs/verifier/test-stdout.txt")
         places = {"/tests": tests, "/logs/verifier": logs}
         result = await self._run(script, places, env, self.task.verifier_seconds)
