@@ -107,7 +107,7 @@ open(site.getusersitepackages() + "/usercustomize.py", "w").write(code)
         ("leap-year", "printf '#!/bin/sh\ngrep \"^$1 \" /tests/years.txt | cut -c6-' > leap; chmod +x leap"),
         (
             "broken-parser",
-            f"cat > writer << 'END'\n{WRITER}END\necho 'import os; os.system(\"sh writer\")' > parser.py",
+            f"cat > writer << 'END'\n{WRITER}END\necho 'import os; os.system(\"sh w\")' > parser.py",
         ),
         ("broken-parser", f"echo '{READER}' > parser.py"),
     ],

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.sandbox import program
+from agentfactory.tools.sandbox import process, program
 from agentfactory.tools.shell import Shell
 from agentfactory.tools.toolset import open_toolset
 from tests.waiting import until
@@ -76,6 +77,17 @@ async def test_what_a_command_cannot_do(shell: Shell, command: str, text: str) -
     shell._seconds = 5.0 if "wait" in command else 20.0
     assert text in await said(shell, command)
     assert await said(shell, "echo on") == "on", "the next one works"
+
+
+async def test_a_command_that_ends_before_its_process_is_known(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_init = process._read_init
+
+    def late(descriptor: int) -> int | None:
+        time.sleep(0.3)  # as on a busy machine
+        return read_init(descriptor)
+
+    monkeypatch.setattr(process, "_read_init", late)
+    assert await said(shell, "echo quick; exit 3") == "quick\n[exit status 3]"
 
 
 PAGE_TABLES = """python3 -c '

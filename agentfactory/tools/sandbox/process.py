@@ -299,6 +299,7 @@ def _filled_file(content: bytes) -> int:
 def _read_init(descriptor: int) -> int | None:
     """Return the process number that bwrap reports; None if it ended without one."""
     text = b""
-    while b"}" not in text and (piece := os.read(descriptor, 4096)):
+    # no byte further: of a program that has ended already, the exit status is next
+    while b"}" not in text and (piece := os.read(descriptor, 1)):
         text += piece
     return json.loads(text)["child-pid"] if text.strip() else None
