@@ -74,7 +74,7 @@ def test_groups_survive_their_files_as_arrays(tmp_path: Path) -> None:
 def test_what_utf8_cannot_express_is_replaced(tmp_path: Path) -> None:
     said = group("g")
     said.trajectories[0].messages = [{"role": "user", "content": "\ud800 é"}]
-    said.trajectories[1].error, said.trajectories[1].metrics = "no \udfff plan", {"x": math.nan}
+    said.trajectories[1].error = "no \udfff plan"
     append_group(tmp_path / "a.jsonl", said)
     (saved,) = read_groups(str(tmp_path / "a.jsonl"))
     assert (saved.trajectories[0].messages[0]["content"], saved.trajectories[1].error) == ("? é", "no ? plan")
