@@ -148,6 +148,8 @@ while True:
     assert shell.workspace is not None
     monkeypatch.setattr(program, "_LEAST_FREE", (shutil.disk_usage(shell.workspace).free - (256 << 20), 1.0))
     assert re.search(r"the disk of its files has less than \d+ MiB left", await said(shell, hidden))
+    monkeypatch.setattr(program, "_LEAST_FREE", (1 << 60, 1.0))
+    assert await said(shell, "rm -f big; ls") == "(no output)", "a short command, such as one that makes room, works"
 
 
 async def test_a_command_that_takes_too_long_and_one_that_is_cancelled(shell: Shell) -> None:

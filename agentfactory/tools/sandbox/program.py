@@ -192,12 +192,12 @@ def _sockets(pid: int) -> int:
 
 async def _free_space(folders: list[Path]) -> str:
     while True:
+        await asyncio.sleep(_DISK_SECONDS)  # who has left too much may remove it
         for folder in folders:
             space = os.statvfs(folder)
             least = min(_LEAST_FREE[0], int(_LEAST_FREE[1] * space.f_blocks * space.f_frsize))
             if space.f_bavail * space.f_frsize < least:
                 return f"the disk of its files has less than {least >> 20} MiB left"
-        await asyncio.sleep(_DISK_SECONDS)
 
 
 async def _disk(folders: list[Path], most: int) -> str:
