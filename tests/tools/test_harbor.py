@@ -219,6 +219,10 @@ REWARDS = {
     "echo 1.0 > /logs/verifier/reward.txt; exit 1": {"reward": 1.0, "success": 1.0},
     "echo nan > /logs/verifier/reward.txt": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "echo '[1]' > /logs/verifier/reward.json": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
+    "printf 1%0400d > /logs/verifier/reward.json": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
+    "head -c 100000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json": (
+        {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
+    ),
     "ln -s /etc/hostname /logs/verifier/reward.txt": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "true": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "echo 1 > /logs/verifier/reward.txt; sleep 60": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
@@ -230,6 +234,16 @@ REWARDS = {
 async def test_the_reward_is_what_the_tests_wrote(tmp_path: Path, script: str) -> None:
     files = {"tests/test.sh": f"#!/bin/bash\n{script}\n", "task.toml": "[verifier]\ntimeout_sec = 2\n"}
     assert await play(rows(make(tmp_path, **files))["a-task"]) == REWARDS[script]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["chmod 000 . /app", "rm -rf /app/src", "mv /app/src x; ln -s /no/such /app/src"])
+async def test_an_agent_cannot_keep_the_tests_from_judging_it(tmp_path: Path, command: str) -> None:
+    """A chain that cannot be judged would be dropped, instead of having no reward."""
+    dockerfile = "FROM ubuntu:24.04\nCOPY a.txt /app/\nWORKDIR /app/src\n"
+    row = rows(make(tmp_path, dockerfile, **{"environment/a.txt": "a"}))["a-task"]
+    assert row["harbor"]["writable"][0] == "/app"
+    assert await play(row, [command]) == {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
 
 
 @pytest.mark.processes

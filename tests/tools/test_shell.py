@@ -79,6 +79,12 @@ async def test_what_a_command_cannot_do(shell: Shell, command: str, text: str) -
     assert await said(shell, "echo on") == "on", "the next one works"
 
 
+async def test_a_folder_that_a_command_has_closed_can_be_opened_again(shell: Shell) -> None:
+    assert await said(shell, "chmod 000 .") == "(no output)"
+    assert await said(shell, "chmod 700 /workspace; pwd") == "/workspace cannot be entered; this begins in /\n/"
+    assert await said(shell, "pwd; env | grep PWD") == "/workspace\nPWD=/workspace"
+
+
 async def test_a_command_that_ends_before_its_process_is_known(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     read_init = process._read_init
 

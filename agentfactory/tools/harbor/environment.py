@@ -206,7 +206,7 @@ def _rewards(logs: Path) -> dict[str, float] | None:
         with os.fdopen(descriptor, "rb") as file:
             try:
                 found = read(file.read(_MOST_BYTES).decode())
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError, OverflowError, RecursionError):
                 return None
         if not all(math.isfinite(value) for value in found.values()):
             return None
