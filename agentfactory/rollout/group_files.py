@@ -7,6 +7,7 @@ The line's `arrays` gives the `offset` and `length` of its record in bytes, and 
 alone. Lines of version 0.1, and lines written by hand, have the streams themselves, as lists; they are read as well.
 """
 
+import json
 import math
 import os
 import struct
@@ -82,7 +83,16 @@ def encode_group(group: Group, offset: int = 0) -> EncodedGroup:
     record = save(arrays) if arrays else b""
     if record:
         line["arrays"] = {"offset": offset, "length": len(record), "crc32": zlib.crc32(record)}
-    return EncodedGroup(msgspec.json.encode(line, enc_hook=_plain), record)
+    return EncodedGroup(_json(line), record)
+
+
+def _json(line: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(line, enc_hook=_plain)
+    except UnicodeEncodeError:
+        # an agent may say lone surrogates, which JSON can express by escapes and UTF-8 cannot: they are replaced
+        text = json.dumps(msgspec.to_builtins(line, enc_hook=_plain), ensure_ascii=False).encode("utf-8", "replace")
+        return msgspec.json.encode(from_json(text))
 
 
 def decode_group(line: bytes, record: bytes) -> Group:

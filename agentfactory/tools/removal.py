@@ -5,47 +5,36 @@ It needs nothing but the standard library, because a small process runs it (`wor
 
 import os
 import shutil
-import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove a folder with everything in it, read-only folders too. Return what is left, with the reasons."""
-    if _remove(folder):
-        make_writable(folder)
-        return _remove(folder)
-    return []
+    """Remove a folder with everything in it, read-only folders too, however deep. Return what is left, with the
+    reasons."""
+    if _removed(folder):
+        return []
+    make_writable(folder)
+    left = subprocess.run(["rm", "-rf", "--", folder], capture_output=True, text=True, errors="replace", check=False)
+    return left.stderr.splitlines()
 
 
 def make_writable(folder: Path) -> None:
-    """Let the owner list and change `folder` and every folder in it; those of another owner stay as they are."""
-    _open(folder)
-    for path, folders, _ in os.walk(folder):
-        for name in folders:
-            _open(Path(path) / name)
+    """Let the owner list and change `folder` and everything in it; what belongs to another owner stays as it is."""
+    # no links are followed
+    subprocess.run(["chmod", "-R", "u+rwX", "--", folder], capture_output=True, check=False)
 
 
-def _open(folder: Path) -> None:
+def _removed(folder: Path) -> bool:
     try:
-        mode = folder.lstat().st_mode
-        if stat.S_ISDIR(mode) and mode & stat.S_IRWXU != stat.S_IRWXU:
-            folder.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
-    except OSError:
-        return  # of another owner, or gone: what cannot be removed is reported
-
-
-def _remove(folder: Path) -> list[str]:
-    left: list[str] = []
-
-    def note(function: object, path: str, error: object) -> None:
-        reason = error[1] if isinstance(error, tuple) else error
-        if not isinstance(reason, FileNotFoundError):
-            left.append(f"{path}: {getattr(reason, 'strerror', None) or reason}")
-
-    shutil.rmtree(folder, onerror=note)
-    return left
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return not os.path.lexists(folder)
+    except (OSError, RecursionError):  # a folder that is locked, or a very deep one
+        return False
+    return True
 
 
 if __name__ == "__main__":

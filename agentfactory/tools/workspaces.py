@@ -179,7 +179,7 @@ def _keep(folder: Path, place: Path) -> None:
             if error.errno != errno.EXDEV:
                 raise
             removal.make_writable(folder)
-            _copy(folder, place)
+            _copy_as_it_is(folder, place)
     except OSError as error:
         _tell_lost(place.name, place.parent, error)
     remove_folder(folder)
@@ -188,6 +188,15 @@ def _keep(folder: Path, place: Path) -> None:
 def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
     told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
     tell(logger, f"keep_workspaces {kept}", told)
+
+
+def _copy_as_it_is(folder: Path, place: Path) -> None:
+    """Copy a chain's folder to another file system, with links, pipes and the holes of files. Raises OSError."""
+    command = ["cp", "--archive", "--no-target-directory", "--", folder, place]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        remove_folder(place)
+        raise OSError((done.stderr.splitlines() or ["cp failed"])[0])
 
 
 def remove_folder(folder: Path) -> None:

@@ -217,6 +217,30 @@ async def test_a_limit_ends_it_and_types_the_chain(
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
+FLOOD = """
+import os, select, socket
+from urllib.parse import urlsplit
+from openai import OpenAI
+
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+connections = [socket.create_connection((url.hostname, url.port)) for _ in range(400)]
+closed = set()
+while select.select(connections, [], [], 2)[0]:
+    closed |= {one for one in connections if select.select([one], [], [], 0)[0]}
+    connections = [one for one in connections if one not in closed]
+print(len(connections), "open", len(closed), "closed")
+for one in connections:
+    one.close()
+messages = [{"role": "user", "content": "go"}]
+print(OpenAI().chat.completions.create(model="m", messages=messages).choices[0].message.content)
+"""
+
+
+async def test_a_program_cannot_take_all_open_files_of_the_worker(tmp_path: Path) -> None:
+    trajectory = await play(tmp_path, FLOOD, ["tea"])
+    assert (trajectory.error, trajectory.result) == (None, "256 open 144 closed\ntea")
+
+
 async def test_a_program_that_takes_all_its_turns_is_ended(tmp_path: Path) -> None:
     endless = AGENT.replace("range(2)", "range(100)").replace("model=", "max_tokens=9, model=")
     fields = {"rollout": {"max_turns": 2, "timeout_seconds": 60.0}}

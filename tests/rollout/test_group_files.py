@@ -71,6 +71,16 @@ def test_groups_survive_their_files_as_arrays(tmp_path: Path) -> None:
     assert all(getattr(one, name).dtype == kind for one in rows_of(saved) for name, kind in kinds.items())
 
 
+def test_what_utf8_cannot_express_is_replaced(tmp_path: Path) -> None:
+    said = group("g")
+    said.trajectories[0].messages = [{"role": "user", "content": "\ud800 é"}]
+    said.trajectories[1].error = "no \udfff plan"
+    append_group(tmp_path / "a.jsonl", said)
+    (saved,) = read_groups(str(tmp_path / "a.jsonl"))
+    assert (saved.trajectories[0].messages[0]["content"], saved.trajectories[1].error) == ("? é", "no ? plan")
+    assert rows_of([saved])[0].token_ids.tolist() == [99, 150_000, 7]  # type: ignore[attr-defined]
+
+
 def test_a_line_says_everything_but_the_streams_and_where_these_are(tmp_path: Path) -> None:
     write_groups(tmp_path / "a.jsonl", [group("g0"), group("g1")])
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]

@@ -83,6 +83,39 @@ async def test_the_solution_passes_and_nothing_else_does(name: str) -> None:
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
+WRITER = """#!/bin/sh
+setsid sh -c 'while true; do echo 1 > /logs/verifier/reward.txt; done' > /dev/null 2>&1 &
+echo '{"reward": 1}' > /logs/verifier/reward.json
+"""
+READER = """import os
+own = os.environ["SETTINGS"] == "/app/settings.txt"
+print(open("/tests/expected.txt" if own else "/tests/other-expected.txt").read())"""
+PACKAGE = """python3 -c '
+import os, site
+os.makedirs(site.getusersitepackages())
+code = "import os, sys\\nif any(part.startswith(\\"/tests\\") for part in sys.orig_argv): os._exit(0)"
+open(site.getusersitepackages() + "/usercustomize.py", "w").write(code)
+'"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("prime-table", PACKAGE),
+        ("leap-year", f"cat > leap << 'END'\n{WRITER}END\nchmod +x leap"),
+        ("leap-year", "printf '#!/bin/sh\ngrep \"^$1 \" /tests/years.txt | cut -c6-' > leap; chmod +x leap"),
+        (
+            "broken-parser",
+            f"cat > writer << 'END'\n{WRITER}END\necho 'import os; os.system(\"sh w\")' > parser.py",
+        ),
+        ("broken-parser", f"echo '{READER}' > parser.py"),
+    ],
+)
+async def test_what_the_agent_left_for_the_tests_to_run_does_not_pass_them(name: str, command: str) -> None:
+    assert (await play(rows()[name], [command]))["success"] == 0.0
+
+
 @pytest.mark.processes
 async def test_env_copy_and_workdir_of_a_dockerfile(tmp_path: Path) -> None:
     dockerfile = """
@@ -186,6 +219,10 @@ REWARDS = {
     "echo 1.0 > /logs/verifier/reward.txt; exit 1": {"reward": 1.0, "success": 1.0},
     "echo nan > /logs/verifier/reward.txt": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "echo '[1]' > /logs/verifier/reward.json": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
+    "printf 1%0400d > /logs/verifier/reward.json": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
+    "head -c 100000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json": (
+        {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
+    ),
     "ln -s /etc/hostname /logs/verifier/reward.txt": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "true": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "echo 1 > /logs/verifier/reward.txt; sleep 60": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
@@ -197,6 +234,16 @@ REWARDS = {
 async def test_the_reward_is_what_the_tests_wrote(tmp_path: Path, script: str) -> None:
     files = {"tests/test.sh": f"#!/bin/bash\n{script}\n", "task.toml": "[verifier]\ntimeout_sec = 2\n"}
     assert await play(rows(make(tmp_path, **files))["a-task"]) == REWARDS[script]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["chmod 000 . /app", "rm -rf /app/src", "mv /app/src x; ln -s /no/such /app/src"])
+async def test_an_agent_cannot_keep_the_tests_from_judging_it(tmp_path: Path, command: str) -> None:
+    """A chain that cannot be judged would be dropped, instead of having no reward."""
+    dockerfile = "FROM ubuntu:24.04\nCOPY a.txt /app/\nWORKDIR /app/src\n"
+    row = rows(make(tmp_path, dockerfile, **{"environment/a.txt": "a"}))["a-task"]
+    assert row["harbor"]["writable"][0] == "/app"
+    assert await play(row, [command]) == {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
 
 
 @pytest.mark.processes

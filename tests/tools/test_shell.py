@@ -2,6 +2,11 @@
 
 import asyncio
 import os
+import re
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import pytest
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.sandbox import process, program
 from agentfactory.tools.shell import Shell
 from agentfactory.tools.toolset import open_toolset
 from tests.waiting import until
@@ -71,6 +77,85 @@ async def test_what_a_command_cannot_do(shell: Shell, command: str, text: str) -
     shell._seconds = 5.0 if "wait" in command else 20.0
     assert text in await said(shell, command)
     assert await said(shell, "echo on") == "on", "the next one works"
+
+
+async def test_a_folder_that_a_command_has_closed_can_be_opened_again(shell: Shell) -> None:
+    assert await said(shell, "chmod 000 .") == "(no output)"
+    assert await said(shell, "chmod 700 /workspace; pwd") == "/workspace cannot be entered; this begins in /\n/"
+    assert await said(shell, "pwd; env | grep PWD") == "/workspace\nPWD=/workspace"
+
+
+async def test_a_command_that_ends_before_its_process_is_known(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_init = process._read_init
+
+    def late(descriptor: int) -> int | None:
+        time.sleep(0.3)  # as on a busy machine
+        return read_init(descriptor)
+
+    monkeypatch.setattr(process, "_read_init", late)
+    assert await said(shell, "echo quick; exit 3") == "quick\n[exit status 3]"
+
+
+PAGE_TABLES = """python3 -c '
+import mmap  # 0x4000 is MAP_NORESERVE
+size = 256 << 30
+pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, mmap.PROT_READ)
+for at in range(0, size, 2 << 20): pages[at]
+'"""
+SOCKETS = """python3 -c '
+import os, socket
+os.fork()
+kept = [socket.socketpair() for _ in range(2000)]
+input()
+' < /dev/zero"""
+EMPTY_FILES = """python3 -c '
+for number in range(10 ** 6): open(f"/dev/shm/{number}", "w").close()
+'"""
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [(PAGE_TABLES, "more than 200 MiB"), (EMPTY_FILES, "more than 200 MiB"), (SOCKETS, "more than 4096 sockets")],
+)
+async def test_memory_of_the_kernel_is_limited_too(shell: Shell, command: str, text: str) -> None:
+    assert text in await said(shell, command)
+
+
+def test_memory_is_limited_where_its_shares_may_not_be_read() -> None:
+    """As for root in docker, who has few capabilities."""
+    if os.geteuid() != 0:
+        pytest.skip("for root")
+    script = """
+import asyncio
+from agentfactory.tools.shell import Shell
+async def main():
+    shell = Shell(memory_mb=100)
+    await shell.reset()
+    print(await shell.shell("python3 -c 'import time; kept = bytearray(300 << 20); time.sleep(60)'"))
+    await shell.close()
+asyncio.run(main())
+"""
+    few = "-all,+chown,+dac_override,+fowner,+kill,+setgid,+setuid,+setpcap,+sys_chroot,+mknod"
+    command = ["setpriv", "--bounding-set", few, sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "more than 100 MiB" in done.stdout
+
+
+async def test_what_no_measure_finds_does_not_fill_the_disk(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = """python3 -c '
+import os
+kept = []
+while True:
+    kept.append(open("big", "wb"))
+    kept[-1].write(bytes(4 << 20))
+    kept[-1].flush()
+    os.unlink("big")
+'"""
+    assert shell.workspace is not None
+    monkeypatch.setattr(program, "_LEAST_FREE", (shutil.disk_usage(shell.workspace).free - (256 << 20), 1.0))
+    assert re.search(r"the disk of its files has less than \d+ MiB left", await said(shell, hidden))
+    monkeypatch.setattr(program, "_LEAST_FREE", (1 << 60, 1.0))
+    assert await said(shell, "rm -f big; ls") == "(no output)", "a short command, such as one that makes room, works"
 
 
 async def test_a_command_that_takes_too_long_and_one_that_is_cancelled(shell: Shell) -> None:

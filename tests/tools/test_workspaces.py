@@ -3,10 +3,12 @@
 import asyncio
 import os
 import re
+import stat
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -137,6 +139,30 @@ def test_read_only_folders_are_removed(tmp_path: Path) -> None:
     command = [*as_user, sys.executable, "-c", code, str(tmp_path / "chain")]
     said = subprocess.run(command, cwd=Path(removal.__file__).parent, capture_output=True, text=True, check=True).stdout
     assert (said, (tmp_path / "chain").exists()) == ("[]\n", False)
+
+
+def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
+    script = "import os\nfor _ in range(1500): os.mkdir('folder'); os.chdir('folder')\nos.chmod('.', 0)"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    (tmp_path / "link").symlink_to(Path.home())
+    assert removal.remove(tmp_path) == []
+    assert (tmp_path.exists(), Path.home().exists()) == (False, True)
+
+
+async def test_what_a_chain_leaves_is_kept_as_it_is_on_another_disk() -> None:
+    """A file that is nearly all hole does not become a large one, and a pipe stops nothing."""
+    params = StdioServerParameters(command="c", cwd="${chain}")
+    with TemporaryDirectory(dir="/dev/shm") as other:
+        async with ChainProgram(params, None, Path(other)).running(lambda: "a") as one:
+            folder = Path(str(one.cwd))
+            assert folder.stat().st_dev != Path(other).stat().st_dev
+            with (folder / "hole").open("wb") as file:
+                file.truncate(1 << 40)
+            os.mkfifo(folder / "pipe")
+            (folder / "link").symlink_to("/etc")
+        kept = Path(other, "a")
+        assert ((kept / "hole").stat().st_size, (kept / "hole").stat().st_blocks) == (1 << 40, 0)
+        assert (stat.S_ISFIFO((kept / "pipe").stat().st_mode), (kept / "link").readlink()) == (True, Path("/etc"))
 
 
 @pytest.mark.parametrize(

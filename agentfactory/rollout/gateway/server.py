@@ -5,10 +5,10 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from aiohttp import web
 
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 PING_SECONDS = 10.0
 """How often a stream says that the turn is not there yet: many clients give up on a silent one."""
+MOST_CONNECTIONS = 256
+"""Connections at a time of one sandbox."""
 _MOST_BYTES = 1 << 28
 """Longest request: one with many images."""
 
@@ -84,6 +86,43 @@ class Endpoint:
         }
 
 
+class _Places:
+    """Bounds the connections to one listening socket; a further one is closed at once. Whoever is at the other end may
+    be hostile, and each takes one of the open files that all chains of a process share."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+
+    def take(self, protocol: asyncio.Protocol) -> asyncio.BaseProtocol:
+        """Return the protocol of a new connection."""
+        if not self._free:
+            return _Refusing()
+        self._free -= 1
+        return cast(asyncio.BaseProtocol, _Leaving(protocol, self._give_back))
+
+    def _give_back(self) -> None:
+        self._free += 1
+
+
+class _Refusing(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).abort()
+
+
+class _Leaving:
+    """A protocol that tells when its connection is lost."""
+
+    def __init__(self, protocol: asyncio.Protocol, left: Callable[[], None]) -> None:
+        self._protocol, self._left = protocol, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol, name)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._left()
+        self._protocol.connection_lost(error)
+
+
 class Gateway:
     """Answers the requests of all chains of a process at a loopback port (0: a free one); use it as an async context
     manager. `routes` are further ones."""
@@ -114,12 +153,17 @@ class Gateway:
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
         """Answer at a listening socket too, such as one in the network of a sandbox, as long as the context lasts."""
-        site = web.SockSite(self._runner, listener, backlog=1024)
-        await site.start()
+        places = _Places(MOST_CONNECTIONS)
+
+        def protocol() -> asyncio.BaseProtocol:
+            assert self._runner.server is not None
+            return places.take(self._runner.server())
+
+        server = await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=MOST_CONNECTIONS)
         try:
             yield
         finally:
-            await site.stop()
+            server.close()
 
     @contextmanager
     def serving(self, chain: Asking, key: str | None = None) -> Iterator[Endpoint]:

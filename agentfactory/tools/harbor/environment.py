@@ -85,7 +85,8 @@ class Harbor(Shell):
         tests, logs = self.workspace / "tests", self.workspace / "verifier"
         await in_folder_thread(_fresh_copy, Path(self.task.folder, "tests"), tests)
         await in_folder_thread(_fresh_copy, None, logs)
-        env = {**self.environment(), **self.task.verifier_env}
+        # or packages in the agent's /root would be part of every Python that the tests call
+        env = {**self.environment(), "PYTHONNOUSERSITE": "1", **self.task.verifier_env}
         script = _script("/tests/test.sh", "/logs/verifier/test-stdout.txt")
         places = {"/tests": tests, "/logs/verifier": logs}
         result = await self._run(script, places, env, self.task.verifier_seconds)
@@ -205,7 +206,7 @@ def _rewards(logs: Path) -> dict[str, float] | None:
         with os.fdopen(descriptor, "rb") as file:
             try:
                 found = read(file.read(_MOST_BYTES).decode())
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError, OverflowError, RecursionError):
                 return None
         if not all(math.isfinite(value) for value in found.values()):
             return None

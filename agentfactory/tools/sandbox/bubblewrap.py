@@ -100,7 +100,7 @@ def program_command(
     arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(memory_mb << 20), "--tmpfs", "/dev/shm"]
     if "/tmp" not in view.folders:
         arguments += ["--size", str(memory_mb << 20), "--tmpfs", "/tmp"]
-    return [*arguments, *view.of_the_rest(), "--chdir", view.start, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
+    return [*arguments, *view.of_the_rest(), "--chdir", "/", "--remount-ro", "/dev", "--remount-ro", "/", "--"]
 
 
 def _apart(bwrap: str, seccomp: int, env: Mapping[str, str], user: int = 1000) -> list[str]:

@@ -133,7 +133,7 @@ def _start_program(
     def arguments(status: int, seccomp: int) -> list[str]:
         prefix = bubblewrap.program_command(bwrap, view, env, limits.memory_mb, seccomp, status)
         # the token stands where the reaper looks for it, and is the shell's name for itself
-        return [*prefix, *enter, "/bin/sh", "-c", _limited(limits), _TOKEN, *command]
+        return [*prefix, *enter, "/bin/sh", "-c", _limited(limits), _TOKEN, view.start, *command]
 
     try:
         passed = () if port is None else (theirs.fileno(),)
@@ -149,12 +149,15 @@ def _start_program(
 
 
 def _limited(limits: ProgramLimits) -> str:
-    """Return the shell's program that sets limits and becomes the command. Shells differ in what -p and -u mean; files
-    are counted in blocks of 512 bytes. Processes are counted in the sandbox's own user namespace, so this is set
-    inside."""
+    """Return the shell's program that sets limits and becomes the command, in the folder that is named first. If an
+    earlier command has removed or closed that one, the command begins in /, where it can mend this.
+
+    Shells differ in what -p and -u mean; files are counted in blocks of 512 bytes. Processes are counted in the
+    sandbox's own user namespace, so this is set inside."""
     return (
         f"ulimit -p {limits.processes} 2>/dev/null || ulimit -u {limits.processes} || exit 125; "
         f"ulimit -n 4096; ulimit -c 0; ulimit -f {limits.disk_mb << 11}; "
+        'cd "$1" 2>/dev/null || echo "$1 cannot be entered; this begins in /" >&2; shift; unset OLDPWD; '
         'command -v "$1" >/dev/null || { echo "$1 cannot be started: No such file or directory" >&2; exit 127; }; '
         'exec "$@"'
     )
@@ -299,6 +302,7 @@ def _filled_file(content: bytes) -> int:
 def _read_init(descriptor: int) -> int | None:
     """Return the process number that bwrap reports; None if it ended without one."""
     text = b""
-    while b"}" not in text and (piece := os.read(descriptor, 4096)):
+    # no byte further: of a program that has ended already, the exit status is next
+    while b"}" not in text and (piece := os.read(descriptor, 1)):
         text += piece
     return json.loads(text)["child-pid"] if text.strip() else None

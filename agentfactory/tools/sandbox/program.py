@@ -3,6 +3,7 @@
 import array
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,6 +27,17 @@ of a core."""
 _watched = set[object]()
 """The programs whose disk is looked at."""
 _MOST_FILES = 1_000_000
+_LEAST_FREE = 1 << 30, 0.05
+"""What a file system keeps free: so many bytes, or this share of it if that is less. Files that are deleted but open,
+or in folders that this process may not enter, are in no measured size."""
+_FILE_IN_MEMORY_KB = 1
+"""What the kernel needs for a file of a tmpfs, even an empty one."""
+_MOST_SOCKETS = 4096
+"""Unread data of sockets is memory of the kernel, about 200 KiB each."""
+
+_SIZES = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
+_SHARES = re.compile(rb"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+)", re.MULTILINE)
+"""Memory of a process, in KiB: of its own pages, and its share of those that others have, too."""
 
 Listening = Callable[[socket.socket], AbstractAsyncContextManager[None]]
 """What answers at a listening socket, as long as its context lasts."""
@@ -115,7 +127,9 @@ async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
 
 async def _supervised(started: SandboxProcess, view: View, limits: ProgramLimits, seconds: float | None) -> str | None:
     """Wait until the program ends. Return why it has to be ended, if it does not end itself."""
-    watches = [_memory(started, limits.memory_mb), _disk(list(view.folders.values()), limits.disk_mb)]
+    folders = list(view.folders.values())
+    in_memory = [place for place in ("/dev/shm", "/tmp") if place not in view.folders]
+    watches = [_memory(started, limits.memory_mb, in_memory), _disk(folders, limits.disk_mb), _free_space(folders)]
     if seconds is not None:
         watches.append(_clock(seconds))
     tasks = [asyncio.create_task(watch) for watch in watches]
@@ -134,29 +148,71 @@ async def _clock(seconds: float) -> str:
     return f"it ran for more than {seconds:g} s"
 
 
-async def _memory(started: SandboxProcess, most: int) -> str:
+async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> str:
+    """`in_memory`: the places inside whose files are in memory."""
     while True:
         await asyncio.sleep(_MEMORY_SECONDS)
-        if started.init is None or _resident(started.init, "status", ("RssAnon", "RssShmem")) <= most << 10:
+        if started.init is None:
             continue
+        files = sum(_files_at(f"/proc/{started.init}/root{place}") for place in in_memory) * _FILE_IN_MEMORY_KB
         # memory that processes share, as after a fork, counts once
-        if _resident(started.init, "smaps_rollup", ("Pss_Anon", "Pss_Shmem")) > most << 10:
-            return f"it took more than {most} MiB of memory"
+        if any(files + _resident(started.init, shared_once) <= most << 10 for shared_once in (False, True)):
+            if _sockets(started.init) > _MOST_SOCKETS:
+                return f"it had more than {_MOST_SOCKETS} sockets"
+            continue
+        return f"it took more than {most} MiB of memory"
 
 
-def _resident(root: int, file: str, names: tuple[str, ...]) -> int:
-    """Return the sum of these fields, in KiB, of the file in /proc, over the process `root` and all below it."""
+def _resident(root: int, shared_once: bool) -> int:
+    """Return the memory of the process `root` and all below it, in KiB, page tables included. `shared_once`: memory
+    that several have is divided among them, which takes longer to find out."""
     total, waiting = 0, [root]
     while waiting:
         pid = waiting.pop()
         with suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with suppress(OSError):
-                    waiting += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
-            for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-                if line.partition(":")[0] in names:
-                    total += int(line.split()[1])
+                    waiting += map(int, _content(f"/proc/{pid}/task/{thread}/children").split())
+            found = _SIZES.findall(_content(f"/proc/{pid}/status"))
+            if shared_once:
+                # not for everyone to read: root without capabilities, as in docker, may not
+                with suppress(PermissionError):
+                    tables = [(name, size) for name, size in found if name == b"VmPTE"]
+                    found = tables + _SHARES.findall(_content(f"/proc/{pid}/smaps_rollup"))
+            total += sum(int(size) for _, size in found)
     return total
+
+
+def _content(file: str) -> bytes:
+    with open(file, "rb", buffering=0) as opened:
+        return opened.read()
+
+
+def _files_at(place: str) -> int:
+    """Return the number of files on a file system; 0 if this process may not look there, or it is gone."""
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return 0
+    return found.f_files - found.f_ffree
+
+
+def _sockets(pid: int) -> int:
+    """Return the number of sockets in the network of a process."""
+    try:
+        return int(_content(f"/proc/{pid}/net/sockstat").split()[2])  # sockets: used N
+    except OSError:
+        return 0
+
+
+async def _free_space(folders: list[Path]) -> str:
+    while True:
+        await asyncio.sleep(_DISK_SECONDS)  # who has left too much may remove it
+        for folder in folders:
+            space = os.statvfs(folder)
+            least = min(_LEAST_FREE[0], int(_LEAST_FREE[1] * space.f_blocks * space.f_frsize))
+            if space.f_bavail * space.f_frsize < least:
+                return f"the disk of its files has less than {least >> 20} MiB left"
 
 
 async def _disk(folders: list[Path], most: int) -> str:
