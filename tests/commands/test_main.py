@@ -78,6 +78,8 @@ BROKEN = {
         ["tools=[]", "rollout.agent={command: [no-agent, '${task.question}']}"],
         ["command line: rollout.agent.command.0", "no program 'no-agent'", "fix: install it"],
     ),
+    "no address": ({}, ["mcp_servers.a.url=localhost:8000"], ["mcp_servers.a.url", "'localhost:8000'", "http://127"]),
+    "a model's folder without a model": ({}, [], ["model.path", "model has no config.json", "fix: name a folder"]),
     "a command that is a text": (
         {},
         ["tools=[]", "rollout.agent={command: sh run.sh}"],
