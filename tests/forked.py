@@ -145,10 +145,10 @@ def start_ranks(program: str, *arguments: str, log: Path, strategy: str, count: 
     ]
 
 
-def start_engine(model: Path, *flags: str, log: Path) -> tuple[Forked, str]:
+def start_engine(model: Path, *flags: str, log: Path, **environment: str) -> tuple[Forked, str]:
     """An embedded engine on `model` and, once it is ready, its address. The log may be that of an earlier one."""
     said = len(log.read_text()) if log.exists() else 0
-    engine = Forked(ENGINE, str(model), "--port", "0", *flags, log=log)
+    engine = Forked(ENGINE, str(model), "--port", "0", *flags, log=log, **environment)
     deadline = time.monotonic() + READY_WITHIN
     while True:
         text = log.read_text()[said:] if log.exists() else ""

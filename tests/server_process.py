@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,18 +14,29 @@ from agentfactory.rollout import serving
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.tools import parent_watch
+from tests.forked import start_engine
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 """A Python that has vLLM: `make test-vllm` names it."""
 
+EMBEDDED = "agentfactory.rollout.embedded"
 _START_SECONDS = 300.0
 
 
 @contextmanager
 def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = None) -> Iterator[str]:
-    """The address of a server that `recipe` describes; its log is `folder`/server.log."""
+    """The address of a server that `recipe` describes; its log is `folder`/server.log. An embedded engine is forked,
+    which spares the seconds of its imports."""
     command = serving.server_command(RolloutRecipe.model_validate(recipe), weight_transfer=weight_transfer)
     log = folder / "server.log"
+    if EMBEDDED in command:
+        model, *flags = command[command.index(EMBEDDED) + 1 :]
+        engine, url = start_engine(Path(model), *flags, log=log, HF_HUB_OFFLINE="1")
+        try:
+            yield url
+        finally:
+            engine.kill(signal.SIGTERM)
+        return
     env = {**os.environ, **parent_watch.environment(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from agentfactory.launching.conclusion import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.plan import RunPlan, StagePlan, State, plan_run
@@ -12,9 +13,11 @@ from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.server_process import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared
+from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.serving import address_fault, outside_fault
 from agentfactory.tools.disk import DiskError
+from agentfactory.tools.errors import SettingError
 
 Say = Callable[[str], None]
 
@@ -50,6 +53,9 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                 raise taken
             if (taken := outside_fault(stage.recipe)) is not None:
                 raise taken
+            if (model := Path(stage.recipe.model.path)).is_dir() and not (model / "config.json").is_file():
+                problem = f"{display(model)} has no config.json"
+                raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with Children() as children:

@@ -293,7 +293,11 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}, not a section", fix
         case "list_type":
             given = error["input"]
-            written = ", ".join(given.split() if keys[-1] == "command" else [given]) if isinstance(given, str) else ""
+            written = (
+                ", ".join(given.split() if keys[-1] in ("command", "args") else [given])
+                if isinstance(given, str)
+                else ""
+            )
             return name, f"got {got}, not a list", f"write [{written}]" if written else "write a list"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes where it looks like something else"

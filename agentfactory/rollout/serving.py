@@ -74,8 +74,7 @@ def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
     agent = recipe.rollout.agent
     if agent is None or agent.outside is None:
         return None
-    problem = _listening_problem("127.0.0.1", agent.outside.port)
-    if problem is None:
+    if (problem := _listening_problem("127.0.0.1", agent.outside.port)) is None:
         return None
     return SettingError("rollout.agent.outside.port", problem, "name a free port, and tell the programs")
 

@@ -123,6 +123,8 @@ class McpServerConfig(Section):
         given = [name for name in ways if getattr(self, name)]
         if len(given) != 1:
             raise SettingError("", f"got {given or 'none'}", f"give exactly one of {', '.join(ways)}")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise SettingError("url", f"got {self.url!r}", "write an address such as http://127.0.0.1:8000/mcp")
         way = given[0]
         if self.type is not None and way != ("command" if self.type == "stdio" else "url"):
             raise SettingError("type", f"got {self.type!r} with {way}", "remove it")

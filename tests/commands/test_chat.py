@@ -29,6 +29,7 @@ from tests.vision_models import make_vision_model
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.extended
 def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None:
     typed, log, errors = (tmp_path / name for name in ("typed", "log", "errors"))
     typed.write_text("\nthank you\n/quit\n/new\nHello there")

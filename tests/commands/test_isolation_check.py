@@ -21,6 +21,7 @@ def check(servers: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
     return status, captured.out + captured.err
 
 
+@pytest.mark.extended
 def test_a_leak_is_found_and_its_remedy_works(
     stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

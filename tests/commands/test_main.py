@@ -79,6 +79,18 @@ BROKEN = {
         ["tools=[]", "rollout.agent={command: [no-agent, '${task.question}']}"],
         ["command line: rollout.agent.command.0", "no program 'no-agent'", "fix: install it"],
     ),
+    "no address": ({}, ["mcp_servers.a.url=localhost:8000"], ["mcp_servers.a.url", "'localhost:8000'", "http://127"]),
+    "a model's folder without a model": ({}, [], ["model.path", "model has no config.json", "fix: name a folder"]),
+    "a command that is a text": (
+        {},
+        ["tools=[]", "rollout.agent={command: sh run.sh}"],
+        ["rollout.agent.command", "not a list", "fix: write [sh, run.sh]"],
+    ),
+    "a script of an agent that is not there": (
+        {},
+        ["tools=[]", "rollout.agent={command: [sh, '${here}/nope.sh']}"],
+        ["rollout.agent.command.1", "nope.sh: no such file", "fix: name an existing script"],
+    ),
     "a field of no row for an agent": (
         {},
         ["tools=[]", "rollout.agent={command: [sh, '${task.qestion}']}"],

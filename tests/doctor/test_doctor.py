@@ -241,6 +241,7 @@ def test_a_server_of_another_model(project: Path) -> None:
     assert "serves Other/Model" in findings[0].text
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_a_python_without_vllm(project: Path, agentfactory: Command) -> None:
     result = agentfactory("doctor", "recipe.yaml", "server.engine=vllm", f"server.python={sys.executable}")

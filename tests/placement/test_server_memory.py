@@ -51,6 +51,9 @@ LATENT = {
 """Of DeepSeek V3's attention and experts."""
 
 
+DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.extended)]
+
+
 def plan(
     config: PreTrainedConfig, device: str = "cuda", lora: Any = None, served: Any = None, **server: Any
 ) -> ServerMemory:
@@ -70,7 +73,7 @@ LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.ar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("length", "sequences", "prompts"), [(250, 32, SHORT), (8192, 4, LONG)])
 def test_the_embedded_engine_takes_what_is_planned(
     length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
@@ -210,7 +213,7 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
     windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 100}
     check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 8192, 4, LONG, dtype)

@@ -89,6 +89,7 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
     assert sum(rewards) / len(rewards) < 0.25
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
     prepare(tmp_path, 0)

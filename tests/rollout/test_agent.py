@@ -203,13 +203,17 @@ class Needy(Agent):
 class Right(Agent):
     async def generate(self, turn):
         return await turn.sample("So ")
+
+async def yielding(client, task):
+    yield "an answer"
 """
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("number", "agents.py:number is not an agent; fix: write `class int.*Agent"),
+        ("number", "agents.py:number is not an agent but .*; fix: name an async function, or a class of Agent"),
+        ("yielding", "agents.py:yielding yields; fix: return"),
         ("Plain", "Plain is not an agent; fix: write `class Plain"),
         ("Sync", "generate has another signature; fix: write `async def generate"),
         ("Awaited", "parse has another signature; fix: write `def parse"),

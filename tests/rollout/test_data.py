@@ -42,6 +42,11 @@ def test_columns_and_limit(tmp_path: Path) -> None:
         ("[\n{]", {}, r"data\.path: .*t\.json:2 is not JSON: .* at column 2; fix: correct it"),
         ("[1]", {}, "row 1 .* is a int"),
         ('[{"question": "a"}, {"text": "b"}]', {}, "row 2 .* neither 'question' nor 'messages'.*text.*; fix: rename"),
+        ('[{"question": null}]', {}, "row 1 .* neither 'question' nor 'messages'"),
+        ('[{"messages": "hi"}]', {}, r"row 1 .*: messages: got 'hi', not a list of {role: \.\.\., content"),
+        ('[{"messages": [{"from": "human", "value": "hi"}]}]', {}, r"messages\.0: got .*'from'.*, not {role: "),
+        ('[{"messages": [{"role": "usr", "content": "hi"}]}]', {}, r"messages\.0\.role: got 'usr', not one of .*user"),
+        ('[{"messages": [{"role": "user", "content": 5}]}]', {}, r"messages\.0\.content: got 5, not text"),
         ('[{"question": "a"}]', {"answer": "solution"}, "data.columns.answer: row 1 .* no field 'solution'"),
     ],
 )

@@ -1,8 +1,6 @@
 """Rounded weights: equal to torch's own fake quantisation, and what a server does that computes with them."""
 
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from agentfactory.rollout.connection import authorization
 from agentfactory.rollout.embedded.quantization import FULL_WEIGHTS, quantize
 from agentfactory.rollout.embedded.request import UnsupportedModel
 from tests.conftest import embedded_server
+from tests.forked import ENGINE, Forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
 
@@ -174,7 +173,6 @@ def test_what_it_does_not_do_is_said(
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": stored, "bits": 4} if stored else {}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "agentfactory.rollout.embedded", str(tmp_path), "--port", "0", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert said in done.stderr
+    engine = Forked(ENGINE, str(tmp_path), "--port", "0", *flags, log=tmp_path / "log")
+    assert engine.wait() == 2
+    assert said in engine.log.read_text()

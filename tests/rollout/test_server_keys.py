@@ -104,6 +104,7 @@ CHANGED = (
 )
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> None:
     # as `nobody` if we may; any process without the key is a stranger

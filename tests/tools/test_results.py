@@ -130,10 +130,14 @@ def test_parts_of_the_sdk() -> None:
     assert content_of(result_of([block, Audio(data=b"x", format="wav"), "b"])) == "a\n[audio/wav audio]\nb"
 
 
+async def nap() -> None: ...
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
         (object(), "a tool returns text, JSON, an image, or a list with images, and not object"),
+        (nap(), "a tool returns a coroutine: write `async def`, and `await`"),
         ({"observation": object()}, "and not object"),
         ({"observation": "a", "info": object()}, "and not object"),
         ([[PIL.Image.new("L", (1, 1))]], "and not Image"),

@@ -274,6 +274,7 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytes
         bubblewrap.find_bwrap.cache_clear()
 
 
+@pytest.mark.extended
 async def test_bubblewrap_of_pypi_serves_where_the_system_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Pa
     assert not any(Path(folder).exists() for folder in folders)
 
 
+@pytest.mark.extended
 async def test_git_with_a_repository_of_the_chain(stateful: dict[str, Any], tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     name = ["-c", "user.name=n", "-c", "user.email=e"]
@@ -138,6 +139,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.extended
 async def test_a_killed_worker_leaves_no_folder_and_no_process(stateful: dict[str, Any], tmp_path: Path) -> None:
     program = stateful["filesystem"]
     recipe = recipe_of(files={**program, "args": [*program["args"], "${chain}"]}).model_dump_json()

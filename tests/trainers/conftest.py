@@ -67,7 +67,7 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_recipe(model_folder: Path) -> Callable[..., TrainRecipe]:
     """`make_recipe(lora={...}, **train)`: a recipe for `model_folder` in float32."""
 

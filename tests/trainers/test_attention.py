@@ -167,6 +167,7 @@ def test_a_mask_takes_no_memory_of_length_by_length() -> None:
     assert largest < 2**20
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.usefixtures("clean_dynamo")
 def test_ragged_lines_are_compiled_once(

@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.numbers
 
 PROMPT, OPEN, CLOSE, GOOD, BAD = [5, 6, 7], 11, 12, 21, 22
 BATCHES = 40
+TRAIN: dict[str, Any] = {"learning_rate": 1e-3, "batch_size": 1}
 
 
 def row_of(*said: int) -> Row:
@@ -44,8 +47,10 @@ def chains(number: int, draw: random.Random, off: float, on_purpose: bool) -> Gr
     return Group(f"g{number}", {}, made)
 
 
-def learn_the_format(learner: Learner) -> None:
-    """Until all but a few in a thousand calls begin as they should."""
+@pytest.fixture(scope="module")
+def learned(make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator) -> list[dict[str, Any]]:
+    """The state of a learner that all but a few in a thousand times begins a call as it should."""
+    learner = Learner(make_recipe(**TRAIN), accelerator)
     rows: list[TrainingRow] = [row for a in (GOOD, BAD) if (row := training_row(row_of(OPEN, a, CLOSE)))]
 
     def loss(index: int, part: object, logprob: torch.Tensor, entropy: torch.Tensor) -> object:
@@ -53,6 +58,7 @@ def learn_the_format(learner: Learner) -> None:
 
     for _ in range(60):
         learner.update(learner.deal(rows), loss)  # type: ignore[arg-type]
+    return [part.state_dict() for part in (learner.model, learner.optimizer, learner.schedule)]
 
 
 def off_format(learner: Learner) -> float:
@@ -63,10 +69,11 @@ def off_format(learner: Learner) -> float:
     return 1 - torch.tensor(scored.streams["proximal"][0]).exp().item()
 
 
-def train(recipe: TrainRecipe, accelerator: Accelerator, on_purpose: bool) -> float:
+def train(recipe: TrainRecipe, accelerator: Accelerator, learned: list[dict[str, Any]], on_purpose: bool) -> float:
     """The probability of a broken turn, mean over the second half of the run."""
     learner, draw = Learner(recipe, accelerator), random.Random(0)
-    learn_the_format(learner)
+    for part, state in zip((learner.model, learner.optimizer, learner.schedule), deepcopy(learned), strict=True):
+        part.load_state_dict(state)
     lost = [off_format(learner)]
     assert lost[0] < 0.02
     for number in range(BATCHES):
@@ -84,11 +91,11 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, on_purpose: bool) -> fl
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "gspo", "reinforce_pp"])
 def test_a_broken_format_that_succeeds_does_not_spread(
-    make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator, algorithm: str
+    make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator, learned: list[dict[str, Any]], algorithm: str
 ) -> None:
-    settings = {"algorithm": algorithm, "learning_rate": 1e-3, "batch_size": 1}
-    whole = train(make_recipe(**settings), accelerator, on_purpose=False)
-    assert train(make_recipe(**settings), accelerator, on_purpose=True) < 1.1 * whole
+    settings = {**TRAIN, "algorithm": algorithm}
+    whole = train(make_recipe(**settings), accelerator, learned, on_purpose=False)
+    assert train(make_recipe(**settings), accelerator, learned, on_purpose=True) < 1.1 * whole
     # and without the rule it does: this test can fail
     as_others = make_recipe(**settings, advantage={"malformed_turns": "like_others"})
-    assert train(as_others, accelerator, on_purpose=True) > 1.5 * whole
+    assert train(as_others, accelerator, learned, on_purpose=True) > 1.5 * whole

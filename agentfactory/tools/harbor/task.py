@@ -1,5 +1,6 @@
 """One task in Harbor's format: its files, checked, and what they ask for."""
 
+import difflib
 import os
 import re
 import tomllib
@@ -30,6 +31,15 @@ _UNSUPPORTED = {
     "verifier": ("environment", "collect"),
 }
 """Fields that ask for what a sandbox does not have."""
+_OF_A_TASK = ("task.toml", "instruction.md")
+"""A folder with one of these is a task."""
+_HONOURED = {
+    "agent": ("timeout_sec", "user"),
+    "verifier": ("timeout_sec", "env", "user", "environment_mode"),
+    "environment": ("memory_mb", "storage_mb", "workdir", "env", "docker_image", "os"),
+    "solution": ("env",),
+}
+"""Fields that have an effect here. Others may be Harbor's, and are left alone unless they look like one of these."""
 _CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
@@ -84,7 +94,8 @@ def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dic
     """
     if not folder.is_dir():
         raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a folder for each task")
-    found = [folder] if (folder / "task.toml").is_file() else sorted(path.parent for path in folder.glob("*/task.toml"))
+    is_task = any((folder / name).is_file() for name in _OF_A_TASK)
+    found = [folder] if is_task else sorted({path.parent for name in _OF_A_TASK for path in folder.glob(f"*/{name}")})
     if not found:
         raise SettingError(f"{field}.folder", f"no folder in {folder} has a task.toml", "name a folder of Harbor tasks")
     return [_row(path, images, field) for path in found]
@@ -195,6 +206,11 @@ class _Reader:
             if name not in _SECTIONS:
                 fix = "split it into tasks of one step" if name == "steps" else "remove it"
                 raise self.error("task.toml", f"{name} is not supported", fix)
+        for section, names in _HONOURED.items():
+            for name in self.section(section).keys() - {*names}:
+                if meant := difflib.get_close_matches(name, names, 1, cutoff=0.85):
+                    problem = f"{section}.{name}: there is no such field"
+                    raise self.error("task.toml", problem, f"did you mean {section}.{meant[0]}?")
         for section, names in _UNSUPPORTED.items():
             for name in names:
                 if self.section(section).get(name):
@@ -218,8 +234,9 @@ class _Reader:
         if image and not (self.folder / "environment" / "Dockerfile").exists():
             return Dockerfile(image=str(image))
         name = "environment/Dockerfile"
+        text = self.text(name)
         try:
-            return parse(self.text(name))
+            return parse(text)
         except Unsupported as error:
             raise self.error(f"{name}, line {error.line}", error.problem, error.fix) from None
         except ValueError as error:

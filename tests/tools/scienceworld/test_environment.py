@@ -45,6 +45,7 @@ def paths(jvms: Jvms) -> dict[str, list[str]]:
     return {task: gold_path(jvms, task, variation) for task, variation in QUICK.items()}
 
 
+@pytest.mark.extended
 @asynccontextmanager
 async def laboratory(**options: Any) -> AsyncIterator[Toolset]:
     """The tools of a recipe with the environment."""
@@ -209,6 +210,7 @@ async def test_a_killed_java_process_loses_its_chains_only(paths: dict[str, list
     assert java_processes() == others
 
 
+@pytest.mark.extended
 async def test_a_java_process_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jvm_module, "_ANSWER_SECONDS", 5.0)
     others = java_processes()
