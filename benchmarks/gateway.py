@@ -8,10 +8,12 @@ that has ended, or none, is answered.
 Latency: the gateway, the programs that play the chains, and the server are three processes, and all chains are open. A
 request's latency is its time at the program less the time that the server held it.
 
-- alone: one request at a time, so that none waits for another: the gateway's own time, after that of HTTP.
+- alone: one request at a time, so that none waits for another: the gateway's own time, after that of HTTP. Here `cpu`
+  is the CPU time that the gateway's process takes for a request, which does not depend on what else the machine does.
 - N a second: the server holds each for half of the time that a turn of a chain takes, and the program waits as long on
   average before the next. Requests wait for each other, here and in the other processes; `lag` is by how much a sleep
-  of 5 ms in the gateway's event loop takes longer, and `busy` the share of a core that its process takes.
+  of 5 ms in the gateway's event loop takes longer, `busy` the share of a core that its process takes, and `starved` the
+  share of the time in which it waits for a core that others have.
 - direct: the same requests from the same program to the server itself, without a gateway.
 
 The clients are bare aiohttp: SDKs take several milliseconds of their own.
@@ -176,10 +178,13 @@ def serve(pipe: Connection, delay: float) -> None:
 
 def play_elsewhere(pipe: Connection, url: str, count: int, period: float, through: bool) -> None:
     """Be the programs that play `count` chains, through the gateway at `url`, or on the server there. A turn takes half
-    of `period` on average until it is asked for; 0: one request at a time. The pipe gets the seconds of each."""
+    of `period` on average until it is asked for; 0: one request at a time. The pipe gets the seconds of each,
+    and, one at a time, the seconds of CPU that the process which started this one took for it."""
 
-    async def run() -> Held:
+    async def run() -> tuple[Held, Held]:
         seconds: Held = {}
+        cpu_seconds: Held = {}
+        gateway = (~os.getppid() << 3) | 2  # the clock of its CPU time
         tokenizer = make_tokenizer(TEMPLATE)
         alone = asyncio.Lock()
         opened = asyncio.Barrier(count)
@@ -197,8 +202,9 @@ def play_elsewhere(pipe: Connection, url: str, count: int, period: float, throug
                 answer = await post(*request)
             else:
                 async with alone:
-                    start = time.perf_counter()
+                    start, cpu_start = time.perf_counter(), time.clock_gettime(gateway)
                     answer = await post(*request)
+                    cpu_seconds[turn] = time.clock_gettime(gateway) - cpu_start
             seconds[turn] = time.perf_counter() - start
             return answer
 
@@ -230,9 +236,14 @@ def play_elsewhere(pipe: Connection, url: str, count: int, period: float, throug
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(None)) as session:
             await asyncio.gather(*(chain(session) if through else direct(session, i) for i in range(count)))
-        return seconds
+        return seconds, cpu_seconds
 
     pipe.send(asyncio.run(run()))
+
+
+def starved() -> float:
+    """Return for how many seconds this process's main thread has waited for a core."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 @asynccontextmanager
@@ -269,13 +280,14 @@ async def latency(count: int, rate: float) -> dict[str, float]:
     async with process(serve, period / 2) as server:
         url = await asyncio.to_thread(server.recv)
 
-        async def added(at: str, through: bool) -> list[float]:
+        async def added(at: str, through: bool) -> tuple[list[float], list[float]]:
             async with process(play_elsewhere, at, count, period, through) as programs:
-                seconds: Held = await asyncio.to_thread(programs.recv)
+                seconds, cpu_seconds = await asyncio.to_thread(programs.recv)
             server.send("held")
             held: Held = await asyncio.to_thread(server.recv)
             assert len(seconds) == count * TURNS
-            return sorted(1000 * (seconds[turn] - held[turn]) for turn in seconds)
+            latencies = sorted(1000 * (seconds[turn] - held[turn]) for turn in seconds)
+            return latencies, sorted(1000 * spent for spent in cpu_seconds.values())
 
         async with gateway_of(url, count) as runner:
             collect_rarely()
@@ -284,12 +296,13 @@ async def latency(count: int, rate: float) -> dict[str, float]:
                 *(runner.run(f"c{i}", task, Sampling("p", 1.0, f"{i}")) for i, task in enumerate(tasks))
             )
             watching = asyncio.create_task(watch())
-            start, cpu_start = time.perf_counter(), time.process_time()
-            through = await added(runner.gateway.url, True)
-            figures["busy"] = (time.process_time() - cpu_start) / (time.perf_counter() - start)
+            start, cpu_start, starved_start = time.perf_counter(), time.process_time(), starved()
+            through, spent = await added(runner.gateway.url, True)
+            wall = time.perf_counter() - start
+            figures |= {"busy": (time.process_time() - cpu_start) / wall, "starved": (starved() - starved_start) / wall}
             watching.cancel()
             assert all(len(chain.rows) == 1 and chain.turns == TURNS for chain in await chains)
-        direct = await added(url, False)
+        direct, _ = await added(url, False)
     lags.sort()
     for share in (50, 99):
         at, lag = int(len(through) * share / 100), lags[int(len(lags) * share / 100)]
@@ -297,6 +310,7 @@ async def latency(count: int, rate: float) -> dict[str, float]:
             f"p{share}_ms": through[at],
             f"direct_p{share}_ms": direct[at],
             f"lag_p{share}_ms": 1000 * lag,
+            **({f"cpu_p{share}_ms": spent[at]} if spent else {}),
         }
     return figures
 
