@@ -192,7 +192,7 @@ def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
 
 def _copy_as_it_is(folder: Path, place: Path) -> None:
     """Copy a chain's folder to another file system, with links, pipes and the holes of files. Raises OSError."""
-    command = ["cp", "--archive", "--no-target-directory", "--", folder, place]
+    command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         remove_folder(place)

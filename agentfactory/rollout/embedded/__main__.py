@@ -137,7 +137,7 @@ def _decoder(model: str) -> Decode | None:
         return None
     if tokenizer.is_fast:  # without the wrapper around it, which takes as long again
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-    return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def main() -> None:
