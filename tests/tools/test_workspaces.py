@@ -153,7 +153,9 @@ async def test_what_a_chain_leaves_is_kept_as_it_is_on_another_disk() -> None:
     """A file that is nearly all hole does not become a large one, and a pipe stops nothing."""
     params = StdioServerParameters(command="c", cwd="${chain}")
     with TemporaryDirectory(dir="/dev/shm") as other:
-        async with ChainProgram(params, None, Path(other)).running(lambda: "a") as one:
+        program = ChainProgram(params, None, Path(other))
+        place = program.place("a")
+        async with program.running(lambda: place) as one:
             folder = Path(str(one.cwd))
             assert folder.stat().st_dev != Path(other).stat().st_dev
             with (folder / "hole").open("wb") as file:
