@@ -135,7 +135,7 @@ def _decoder(model: str) -> Decode | None:
         tokenizer = load_tokenizer(model)
     except SettingError:
         return None
-    decode: Any = tokenizer.decode
+    decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     if tokenizer.is_fast:  # without the wrapper around it, which takes as long again
         decode = tokenizer.backend_tokenizer.decode
     return partial(decode, skip_special_tokens=False)
