@@ -135,9 +135,10 @@ def _decoder(model: str) -> Decode | None:
         tokenizer = load_tokenizer(model)
     except SettingError:
         return None
+    decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     if tokenizer.is_fast:  # without the wrapper around it, which takes as long again
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        decode = tokenizer.backend_tokenizer.decode
+    return partial(decode, skip_special_tokens=False)
 
 
 def main() -> None:
