@@ -32,6 +32,7 @@ gui_r1, screen_spot, screen_spot_pro = (
     load_object(f"tasks.py:{name}", FOLDER) for name in ("gui_r1", "screen_spot", "screen_spot_pro")
 )
 KINDS = {"qwen3-vl-4b-grounding-lora-24gb": "qwen3_vl", "qwen2.5-vl-7b-grounding-full-8gpu": "qwen2_5_vl"}
+BROWSERS = {"qwen3-vl-4b-browser-lora-24gb": "qwen3_vl", "qwen2.5-vl-7b-browser-full-8gpu": "qwen2_5_vl"}
 chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium")
 
 # ---- data
@@ -298,8 +299,9 @@ async def test_each_action_does_what_it_says(browser: Any) -> None:
 @pytest.mark.processes
 @pytest.mark.extended
 @chromium
-async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(tmp_path: Path) -> None:
-    recipe = small("qwen3-vl-4b-browser-lora-24gb", tmp_path, "qwen3_vl")
+@pytest.mark.parametrize("name", BROWSERS)
+async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(name: str, tmp_path: Path) -> None:
+    recipe = small(name, tmp_path, BROWSERS[name])
     assert {task["seed"] for task in load_tasks(recipe.data)}.isdisjoint(
         task["seed"] for task in load_tasks(recipe.eval.data)
     )
@@ -312,7 +314,10 @@ async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(tmp_path: Path) ->
         )
     finally:
         await looks.close()
-    place = [round((left + right) / 2 / 160 * 1000), round((top + bottom) / 2 / 210 * 1000)]
+    view = view_of(recipe.model.path, load_vision(recipe.model.path, None, 300_000))
+    assert view is not None
+    # the picture has four times the page's pixels
+    place = [round(number) for number in view.from_pixels([2 * (left + right), 2 * (top + bottom)], (640, 840))]
     texts = [call(action="wait", time=0.2), call(action="left_click", coordinate=place)]
     task = {"question": "", "miniwob": "click-test", "seed": 1}
     chain = await chain_of(recipe, FOLDER, task, texts, tmp_path / "seen")

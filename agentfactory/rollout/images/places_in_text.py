@@ -6,7 +6,7 @@ from typing import Any
 
 from agentfactory.rollout.images.parts import parts_of
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.images.coordinates import ModelView
+from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.decode import size_of
 
 MARK = "<bbox>"
@@ -24,6 +24,7 @@ def state_places(
 ) -> dict[str, Any]:
     """Return a row of `section` with each MARK in its text replaced by one of `objects.bbox`, in order: a box or a
     point in pixels of the image with the number that `objects.image_id` has at the same place, or else of the first.
+    With `objects.bbox_type: norm1` they are shares of the image's sides.
 
     Raises SettingError, with the number of the `row`, if there are more or fewer marks than places, or one is no box or
     point of an image of the row; and if it is not known how the `model` states places.
@@ -48,24 +49,28 @@ def unknown_way(model: str, who: str) -> SettingError:
 
 def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
     objects, images = task["objects"], task.get("images") or []
-    places = objects["bbox"]
+    places, kind = objects["bbox"], objects.get("bbox_type") or "real"
+    if kind not in ("real", "norm1"):
+        raise ValueError(f"objects.bbox_type is {kind!r}; it is real for pixels, or norm1 for shares from 0 to 1")
     numbers = objects.get("image_id") or [0] * len(places)
     if len(numbers) != len(places):
         raise ValueError(f"objects.image_id has {len(numbers)} numbers, and objects.bbox {len(places)} places")
-    said = [_said(place, number, images, view) for place, number in zip(places, numbers, strict=True)]
+    given = ModelView(Coordinates.PIXELS if kind == "real" else Coordinates.RELATIVE1)
+    said = [_said(place, number, images, given, view) for place, number in zip(places, numbers, strict=True)]
     if (marks := sum(map(_count, _texts(task)))) != len(said):
         raise ValueError(f"objects.bbox has {len(said)} places, and its text has {MARK} {marks} times")
     field = _field(task)
     return {**task, field: _filled(task[field], iter(said))}
 
 
-def _said(place: Any, number: Any, images: list[Any], view: ModelView) -> str:
+def _said(place: Any, number: Any, images: list[Any], given: ModelView, view: ModelView) -> str:
     ends = place if isinstance(place, list) else ()
     if len(ends) not in (2, 4) or not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         raise ValueError(f"objects.bbox has {place!r}; a box is [left, top, right, bottom], and a point [x, y]")
     if type(number) is not int or not 0 <= number < len(images):
         raise ValueError(f"objects.image_id has {number!r}, and the row {len(images)} images, numbered from 0")
-    return str(view.stated(ends, size_of(images[number])))
+    size = size_of(images[number])
+    return str(view.stated(given.to_pixels(ends, size), size))
 
 
 def _filled(value: Any, said: Iterator[str]) -> Any:

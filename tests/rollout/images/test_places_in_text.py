@@ -39,6 +39,8 @@ def said(row: dict[str, Any], coordinates: str = "relative1000") -> Any:
 )
 def test_a_place_is_stated_as_the_model_does(coordinates: str, box: str, point: str) -> None:
     assert said(ROW, coordinates)["question"] == f"Is {box} larger than {point}?"
+    shares = {"bbox": [[0.25, 0.5, 0.5, 0.75], [0.25, 0.8]], "bbox_type": "norm1", "image_id": [0, 1]}
+    assert said({**ROW, "objects": shares}, coordinates)["question"] == f"Is {box} larger than {point}?"
     parts = [{"type": "text", "text": "Is <bbox>"}, {"type": "image"}, {"type": "text", "text": "at <bbox>?"}]
     conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": "No, at <bbox>."}]
     row = {**ROW, "messages": conversation, "objects": {"bbox": [[100, 150, 200, 225]] * 3, "image_id": None}}
@@ -59,6 +61,10 @@ def test_a_text_without_places_stays() -> None:
         ({"question": "<bbox>"}, "objects.bbox has 2 places, and its text has <bbox> 1 times"),
         ({"objects": {"bbox": [[1, 2], [1, 2, 3]]}}, r"objects.bbox has \[1, 2, 3\]; a box is \[left"),
         ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0, 2]}}, "has 2, and the row 2 images, numbered from 0"),
+        (
+            {"objects": {"bbox": [[1, 2], [1, 2]], "bbox_type": "norm1000"}},
+            "objects.bbox_type is 'norm1000'; it is real",
+        ),
         ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0]}}, "has 1 numbers, and objects.bbox 2 places"),
     ],
 )
