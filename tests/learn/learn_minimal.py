@@ -16,7 +16,7 @@ SCRIPT = REPOSITORY / "examples" / "minimal_rl.py"
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_loop_in_one_file_learns(tmp_path: Path, seed: int) -> None:
-    steps, rise = (50, 0.6) if FULL else (15, 0.1)
+    steps, rise = (50, 0.6) if FULL else (15, 0.2)
     command = [sys.executable, SCRIPT, "--output", "run", "--seed", seed, "--steps", steps]
     done = subprocess.run([*map(str, command)], check=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
