@@ -2,12 +2,9 @@
 
 import asyncio
 import base64
-import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -30,6 +27,7 @@ from transformers import (
 )
 
 from agentfactory.rollout.connection import authorization
+from tests.forked import ENGINE, Forked, start_engine
 from tests.server_process import busy
 
 SIZES: dict[str, Any] = {
@@ -60,25 +58,14 @@ def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
 
 
 class Running:
-    """A server process and what a client does with it."""
+    """A server and what a client does with it."""
 
-    def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, model: Path, *flags: str, **environment: str) -> None:
         self.model = model
-        command = [sys.executable, "-m", "agentfactory.rollout.embedded", str(model), "--port", "0", *flags]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        )
-
-    def wait(self) -> "Running":
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("ready http://127.0.0.1:"), line
-        self.url = line.split()[1]
-        return self
+        self.process, self.url = start_engine(model, *flags, log=model.with_suffix(".log"), **environment)
 
     def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(10)
+        return self.process.kill(signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +75,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running,
     qwen3 = Running(make_model(folder / "qwen3"), *flags, "--max-num-seqs", "12")
     # a cache of 125 MiB, of which the tests touch little
     flags += ("--max-num-seqs", "512")
-    llama = Running(make_model(folder / "llama", "llama"), *flags, "--api-key-env", "TEST_KEY", env={"TEST_KEY": KEY})
-    yield qwen3.wait(), llama.wait()
+    llama = Running(make_model(folder / "llama", "llama"), *flags, "--api-key-env", "TEST_KEY", TEST_KEY=KEY)
+    yield qwen3, llama
     assert qwen3.stop() == 0
     assert llama.stop() == 0
 
@@ -593,14 +580,12 @@ async def test_api_key_guards_everything_but_health(servers: tuple[Running, Runn
             await stranger.get("/health")
 
 
-@pytest.mark.extended
 @pytest.mark.processes
 def test_start_up_errors(servers: tuple[Running, Running], tmp_path: Path) -> None:
     def fails(*flags: str) -> str:
-        command = [sys.executable, "-m", "agentfactory.rollout.embedded", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-        assert done.returncode == 2
-        return done.stderr.strip().splitlines()[-1]
+        engine = Forked(ENGINE, *flags, log=tmp_path / "log", HF_HUB_OFFLINE="1")
+        assert engine.wait() == 2
+        return engine.log.read_text().strip().splitlines()[-1]
 
     model = str(servers[0].model)
     with socket.socket() as taken:

@@ -14,7 +14,7 @@ from agentfactory.rollout.connection import authorization, lacking_key
 from agentfactory.rollout.server_keys import find_key, key_file, key_folder, pinned, published_key
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.server_control import ServerControl
-from tests.rollout.test_embedded_server import Running, make_model
+from tests.rollout.test_embedded_server import make_model
 
 
 @pytest.fixture
@@ -115,22 +115,26 @@ def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> 
 
     def ask(path: str) -> str:
         given = [] if path in (*READ, "/health") else ["--data", "{}"]
-        return run(
-            "curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, server.url + path
-        ).stdout
+        return run("curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, url + path).stdout
 
-    server = Running(make_model(tmp_path / "model"), "--max-model-len", "64", "--max-num-seqs", "2").wait()
+    # not forked: its arguments are looked at
+    command = [sys.executable, "-m", "agentfactory.rollout.embedded", str(make_model(tmp_path / "model"))]
+    command += ["--port", "0", "--max-model-len", "64", "--max-num-seqs", "2"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    url = server.stdout.readline().removeprefix("ready ").split()[0]
     try:
         assert ask("/health") == "{}200"
         assert {path: ask(path) for path in (*READ, *CHANGED)} == dict.fromkeys(
             (*READ, *CHANGED), '{"error": "Unauthorized"}401'
         )
-        file = key_file("127.0.0.1", int(server.url.rpartition(":")[2]))
+        file = key_file("127.0.0.1", int(url.rpartition(":")[2]))
         key = file.read_text()
-        assert find_key(server.url) == key
+        assert find_key(url) == key
         if stranger is not None:
             assert "Permission denied" in run("cat", str(file)).stderr
         assert key not in run("ps", "-eww", "-o", "args").stdout
     finally:
-        assert server.stop() == 0
+        server.terminate()
+        assert server.wait(10) == 0
     assert not file.exists()

@@ -124,7 +124,7 @@ async def test_a_server_without_counts_is_left_alone(caplog: pytest.LogCaptureFi
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model = make_model(tmp_path_factory.mktemp("stalls") / "model")
-    running = Running(model, "--max-model-len", "64", "--max-num-seqs", "4").wait()
+    running = Running(model, "--max-model-len", "64", "--max-num-seqs", "4")
     yield running
     running.stop()
 
