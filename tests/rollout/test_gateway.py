@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -232,6 +233,30 @@ async def test_what_cannot_be_answered_is_refused_with_the_reason(
     trajectory, chains = await play(tmp_path, [], run)
     assert problem in (trajectory.result or trajectory.error or "")
     assert (chains.server.requests, trajectory.outcome) == ([], Outcome.COMPLETED)
+
+
+async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once(tmp_path: Path) -> None:
+    huge, deep = "x" * 10_000_000, "[" * 100_000 + "]" * 100_000
+    nested = '{"a":' * 900 + "1" + "}" * 900
+    call = f'{{"id": "c", "type": "function", "function": {{"name": "f", "arguments": "{huge}"}}}}'
+    bodies = {
+        f'{{"messages": [{{"role": "user", "content": "{huge}"}}]}}': "characters",
+        f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}, {{"role": "user", "content": "go"}}]}}': (
+            "characters"
+        ),
+        f'{{"messages": {deep}}}': "no JSON",
+        '{"messages": [{"role": "user", "content": "go"}], "tools": '
+        f'[{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}]}}': "messages: ",
+    }
+
+    async def run(endpoint: Endpoint) -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.key}"}) as session:
+            for body, problem in bodies.items():
+                async with session.post(f"{endpoint.url}/chat/completions", data=body) as response:
+                    assert (response.status, problem in await response.text()) == (400, True)
+
+    trajectory, chains = await play(tmp_path, [], run)
+    assert (chains.server.requests, trajectory.error) == ([], None)
 
 
 async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

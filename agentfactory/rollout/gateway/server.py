@@ -230,7 +230,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     """Return the JSON object that a request has as its body. Raises Refusal."""
     try:
         body = json.loads(await request.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(400, "invalid_request", "the request is no JSON object")
