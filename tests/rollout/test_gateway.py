@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -257,6 +258,28 @@ async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once
 
     trajectory, chains = await play(tmp_path, [], run)
     assert (chains.server.requests, trajectory.error) == ([], None)
+
+
+async def test_few_requests_of_a_chain_are_received_at_a_time(tmp_path: Path) -> None:
+    async def run(endpoint: Endpoint) -> None:
+        async def send(body: bytes, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(endpoint.url).port)
+            head = f"Host: x\r\nAuthorization: Bearer {endpoint.key}\r\nContent-Length: {length}\r\n\r\n"
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + head.encode() + body)
+            await writer.drain()
+            return reader, writer
+
+        slow = [await send(b"{", 1000) for _ in range(4)]
+        reader, writer = await send(b"{}", 2)
+        answer = asyncio.create_task(reader.readline())
+        assert not (await asyncio.wait([answer], timeout=0.5))[0]
+        slow[0][1].close()
+        assert b" 400 " in await answer
+        for _, one in (*slow[1:], (reader, writer)):
+            one.close()
+
+    trajectory, _ = await play(tmp_path, [], run)
+    assert trajectory.error is None
 
 
 async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
