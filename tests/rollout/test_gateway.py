@@ -4,7 +4,9 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -232,6 +234,52 @@ async def test_what_cannot_be_answered_is_refused_with_the_reason(
     trajectory, chains = await play(tmp_path, [], run)
     assert problem in (trajectory.result or trajectory.error or "")
     assert (chains.server.requests, trajectory.outcome) == ([], Outcome.COMPLETED)
+
+
+async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once(tmp_path: Path) -> None:
+    huge, deep = "x" * 10_000_000, "[" * 100_000 + "]" * 100_000
+    nested = '{"a":' * 900 + "1" + "}" * 900
+    call = f'{{"id": "c", "type": "function", "function": {{"name": "f", "arguments": "{huge}"}}}}'
+    bodies = {
+        f'{{"messages": [{{"role": "user", "content": "{huge}"}}]}}': "characters",
+        f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}, {{"role": "user", "content": "go"}}]}}': (
+            "characters"
+        ),
+        f'{{"messages": {deep}}}': "no JSON",
+        '{"messages": [{"role": "user", "content": "go"}], "tools": '
+        f'[{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}]}}': "messages: ",
+    }
+
+    async def run(endpoint: Endpoint) -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.key}"}) as session:
+            for body, problem in bodies.items():
+                async with session.post(f"{endpoint.url}/chat/completions", data=body) as response:
+                    assert (response.status, problem in await response.text()) == (400, True)
+
+    trajectory, chains = await play(tmp_path, [], run)
+    assert (chains.server.requests, trajectory.error) == ([], None)
+
+
+async def test_few_requests_of_a_chain_are_received_at_a_time(tmp_path: Path) -> None:
+    async def run(endpoint: Endpoint) -> None:
+        async def send(body: bytes, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(endpoint.url).port)
+            head = f"Host: x\r\nAuthorization: Bearer {endpoint.key}\r\nContent-Length: {length}\r\n\r\n"
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + head.encode() + body)
+            await writer.drain()
+            return reader, writer
+
+        slow = [await send(b"{", 1000) for _ in range(4)]
+        reader, writer = await send(b"{}", 2)
+        answer = asyncio.create_task(reader.readline())
+        assert not (await asyncio.wait([answer], timeout=0.5))[0]
+        slow[0][1].close()
+        assert b" 400 " in await answer
+        for _, one in (*slow[1:], (reader, writer)):
+            one.close()
+
+    trajectory, _ = await play(tmp_path, [], run)
+    assert trajectory.error is None
 
 
 async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -124,6 +124,10 @@ async def test_a_foreign_key_gives_nothing(tmp_path: Path) -> None:
         running = [begin(chains, name) for name in ("c0", "c1")]
         for wrong in ("", "chain-x", TOKEN + "x"):
             assert (await program.post("/tasks", wrong))[0] == 401
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(program.url.rpartition(":")[2]))
+        writer.write(b"POST /tasks HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 0\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
         first, second = [await program.take() for _ in running]
         assert {first["chain"], second["chain"]} == {"c0", "c1"}
         for key in ("", "none", TOKEN):

@@ -143,7 +143,7 @@ class OutsideAgent(ClientAgent):
 
     async def _give(self, request: web.Request) -> web.Response:
         """Answer a request for a task: with one, or after a while with status 204."""
-        if not hmac.compare_digest(key_of(request).encode(), self._token):
+        if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
             raise Refusal(401, "invalid_token", f"tasks are given for the token that is in {self._config.token_env}")
         asker = _Asker(asyncio.Event(), asyncio.get_running_loop().create_future())
         self._askers.put_nowait(asker)

@@ -23,6 +23,8 @@ MOST_CONNECTIONS = 256
 """Connections at a time of one sandbox."""
 _MOST_BYTES = 1 << 28
 """Longest request: one with many images."""
+_MOST_BODIES = 4
+"""Requests of a chain that are received at a time; others wait, and a hostile program does not fill the memory."""
 
 
 class Api(Protocol):
@@ -131,6 +133,7 @@ class Gateway:
         self._port = port
         self._routes = routes
         self._chains: dict[str, Asking] = {}
+        self._reading: dict[str, asyncio.Semaphore] = {}
         self.url = ""
         """Its address, once it is open."""
 
@@ -170,10 +173,11 @@ class Gateway:
         """Answer the requests of a chain, whose key (by default a random one) ends with the context."""
         key = key or f"chain-{secrets.token_urlsafe(24)}"
         self._chains[key] = chain
+        self._reading[key] = asyncio.Semaphore(_MOST_BODIES)
         try:
             yield Endpoint(f"{self.url}/v1", self.url, key)
         finally:
-            del self._chains[key]
+            del self._chains[key], self._reading[key]
 
     def chain_of(self, request: web.Request) -> Asking:
         """Return the chain that a request names by its key. Raises Refusal."""
@@ -181,10 +185,15 @@ class Gateway:
             raise foreign_key()
         return chain
 
+    async def body(self, request: web.Request) -> dict[str, Any]:
+        """Return the JSON object that a chain's request has as its body. Raises Refusal."""
+        async with self._reading[key_of(request)]:
+            return await body_of(request)
+
     async def _count(self, request: web.Request) -> web.Response:
         try:
             chain = self.chain_of(request)
-            asked = _read(messages, await body_of(request), chain)
+            asked = _read(messages, await self.body(request), chain)
             return web.json_response({"input_tokens": await chain.count(asked)})
         except Refusal as refusal:
             return web.json_response(messages.error(refusal), status=refusal.status)
@@ -214,7 +223,7 @@ def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             chain = gateway.chain_of(request)
-            asked = _read(api, await body_of(request), chain)
+            asked = _read(api, await gateway.body(request), chain)
             asked = replace(asked, session=request.headers.get("x-session-id", ""))
             sampling = await chain.admit(asked)
             if asked.stream:
@@ -230,7 +239,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     """Return the JSON object that a request has as its body. Raises Refusal."""
     try:
         body = json.loads(await request.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(400, "invalid_request", "the request is no JSON object")

@@ -26,6 +26,8 @@ from agentfactory.tools.notices import tell
 logger = logging.getLogger(__name__)
 
 _PAGE = "docs/own-agents.md"
+_MOST_CHARACTERS = 64
+"""Characters per token of a conversation that is not even rendered. No text has so many."""
 
 
 class AskedTurns(Episode):
@@ -70,10 +72,14 @@ class AskedTurns(Episode):
         return len((await self._plan(asked)).ids)
 
     async def _plan(self, asked: Asked) -> Plan:
-        messages = await self._seen(asked.messages)
         try:
+            characters = sum(map(_characters, [*asked.messages, *(spec.to_openai() for spec in asked.specs)]))
+            # a hundred megabytes would keep all chains of the process waiting while they are rendered
+            if characters > _MOST_CHARACTERS * self.config.max_total_tokens:
+                raise self._overflow(f"{characters} characters")
+            messages = await self._seen(asked.messages)
             return self.tree.plan(messages, asked.specs, asked.session)
-        except (RenderError, TypeError, ValueError) as error:
+        except (RenderError, TypeError, ValueError, RecursionError) as error:
             raise wrong(f"messages: {error}") from error
 
     async def _sample(self, asked: Asked, plan: Plan, most: int) -> list[Said]:
@@ -198,3 +204,17 @@ class AskedTurns(Episode):
             text = content_text(message.get("content")) or str(message.get("tool_calls"))
             told = f"an agent sends back an assistant message that was not sampled: {text[:80]!r}; it is context"
             tell(logger, "assistant messages of agents", told, see=_PAGE)
+
+
+def _characters(value: Any) -> int:
+    """Return the length of all texts in a message or a tool, without its images."""
+    match value:
+        case str():
+            return len(value)
+        case list():
+            return sum(map(_characters, value))
+        case {"type": "image_url"}:
+            return 0
+        case dict():
+            return sum(map(_characters, value.values())) + len(value)
+    return 1
