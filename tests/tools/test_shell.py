@@ -85,6 +85,10 @@ async def test_a_folder_that_a_command_has_closed_can_be_opened_again(shell: She
     assert await said(shell, "pwd; env | grep PWD") == "/workspace\nPWD=/workspace"
 
 
+def test_files_of_the_machine_are_none_of_a_sandbox_that_has_not_left_its_root() -> None:
+    assert program._files_at("/", "/tmp") == 0
+
+
 async def test_a_command_that_ends_before_its_process_is_known(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     read_init = process._read_init
 

@@ -154,7 +154,7 @@ async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> s
         await asyncio.sleep(_MEMORY_SECONDS)
         if started.init is None:
             continue
-        files = sum(_files_at(f"/proc/{started.init}/root{place}") for place in in_memory) * _FILE_IN_MEMORY_KB
+        files = sum(_files_at(f"/proc/{started.init}/root", place) for place in in_memory) * _FILE_IN_MEMORY_KB
         # memory that processes share, as after a fork, counts once
         if any(files + _resident(started.init, shared_once) <= most << 10 for shared_once in (False, True)):
             if _sockets(started.init) > _MOST_SOCKETS:
@@ -188,10 +188,12 @@ def _content(file: str) -> bytes:
         return opened.read()
 
 
-def _files_at(place: str) -> int:
-    """Return the number of files on a file system; 0 if this process may not look there, or it is gone."""
+def _files_at(root: str, place: str) -> int:
+    """Return the number of files on a sandbox's file system; 0 if this process may not look there, or it is gone."""
     try:
-        found = os.statvfs(place)
+        if os.stat(root).st_dev == os.stat("/").st_dev:  # bwrap has not left the machine's root yet
+            return 0
+        found = os.statvfs(root + place)
     except OSError:
         return 0
     return found.f_files - found.f_ffree
