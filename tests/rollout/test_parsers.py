@@ -652,3 +652,18 @@ def test_references_that_name_no_parser(tmp_path: Path) -> None:
         load_parser("mine.py:Mine", tmp_path)
     with pytest.raises(ValueError, match=r"rollout\.parser: .*there is no file"):
         load_parser("none.py:Mine", tmp_path)
+
+
+def test_calls_of_phi4_may_be_without_their_list() -> None:
+    calls = [("search", {"query": "rain"}), ("look", {})]
+    text = "".join(
+        "<|tool_call|>" + json.dumps({"name": name, "arguments": given}) + "<|/tool_call|>" for name, given in calls
+    )
+    assert load_parser("phi4").parse(text, []).calls == calls
+    # the others were trained with a list
+    lone = '{"name": "search", "arguments": {"query": "rain"}}'
+    for name, written in (("granite", f"<|tool_call|>{lone}"), ("nemotron", f"<TOOLCALL>{lone}</TOOLCALL>")):
+        found = load_parser(name).parse(written, [])
+        assert not found.calls
+        assert found.error is not None
+        assert "expected a JSON list of calls" in found.error

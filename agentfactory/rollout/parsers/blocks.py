@@ -70,17 +70,19 @@ def read_call_object(call: object, *keys: str) -> Call:
 
 class JsonList(NativeParser):
     """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list. A format
-    sets the two tags; `CLOSE` may be empty. A single call may be without the list."""
+    sets the two tags; `CLOSE` may be empty."""
 
     OPEN: ClassVar[str]
     CLOSE: ClassVar[str]
+    LONE: ClassVar[bool] = False
+    """Whether a call may be without the list."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser."""
 
         def read_list(position: int) -> tuple[list[Call], int]:
             value, end = read_json(text, skip_space(text, position))
-            if isinstance(value, dict):
+            if self.LONE and isinstance(value, dict):
                 value = [value]
             if not isinstance(value, list):
                 raise ValueError(f"expected a JSON list of calls, not {KINDS[type(value)]}")

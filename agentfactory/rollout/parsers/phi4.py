@@ -5,9 +5,10 @@ from agentfactory.rollout.parsers.blocks import JsonList
 
 
 class Phi4(JsonList):
-    """`<|tool_call|>[{"name": "search", "arguments": {"query": "rain"}}]<|/tool_call|>`."""
+    """`<|tool_call|>[{"name": "search", "arguments": {"query": "rain"}}]<|/tool_call|>`. llama.cpp's template for it
+    writes each call on its own, without the list."""
 
-    OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
+    OPEN, CLOSE, LONE = "<|tool_call|>", "<|/tool_call|>", True
     marks = ("<|tool_call|>", "<|/tool_call|>")
 
 
