@@ -57,7 +57,7 @@ def test_a_template_that_drops_reasoning_is_trained(habit: Path, tmp_path: Path)
     stopped = 0
     for chain in chains:
         for row, start, end in chain.turn_spans():
-            count = renderer.stopped(chain.rows[row].token_ids[start:end])
+            count = renderer.stopped(list(chain.rows[row].token_ids[start:end]))
             assert count in (None, end - start)
             stopped += count is not None
     assert stopped > len(chains)
