@@ -125,7 +125,8 @@ def test_the_first_prompt_is_shown(project: Path) -> None:
     assert "rollout.parser: got 'mistral', and the chat template writes tool calls in a format that" in said
     assert "use rollout.parser=hermes" in said
     # what a chain meets at its beginning
-    (project / "tasks.jsonl").write_text('{"messages": [{"role": "user"}], "answer": "2"}\n')
+    refuses = "{{ raise_exception('no sums') if messages[0].content == '1 + 1?' }}"
+    make_tokenizer(refuses + trl_template("qwen2_5")).save_pretrained(project / "model")
     assert "refuses the conversation" in the_problem(doctor_recipe.check_format(load()))
 
 

@@ -445,6 +445,7 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     first = load_recipe("recipe.yaml", ["name=first"])
     assert isinstance(first, Recipe)
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
+    (project / "model" / "config.json").write_text("{}")
     before = sorted(project.rglob("*"))
     with pytest.raises(SettingError, match=said):
         launcher.train(whole, False, None, print)
