@@ -17,10 +17,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended]
 PREPARE = """
 def make(folder, seed):
     (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     (folder / "talks.jsonl").write_text(f'{{"question": "seed {seed}"}}')
 
 def bad(folder, seed):
     (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     (folder / "talks.jsonl").write_text('{"words": "no question"}')
 
 def leave(folder, seed):
@@ -61,6 +63,7 @@ for step in range(first + 1, recipe.train.steps + 1):
             sizes = {"metrics.jsonl": folder.metrics.stat().st_size}
             info = {"step": step, "recipe": yaml.safe_load(recipe.to_yaml()), "files": sizes}
             (aside / "trainer_state.json").write_text(json.dumps(info))
+            (aside / "config.json").write_text("{}")
     if step == recipe.train.checkpoint_every + 1 > 1 and os.environ.get("CRASH"):
         raise ValueError("crashed")
 assert os.environ["OMP_WAIT_POLICY"] == "passive"
