@@ -10,7 +10,7 @@ from agentfactory.launching.plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
 from agentfactory.launching.resume import rewind
-from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError, check_free
+from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.server_process import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.composition import display
@@ -53,7 +53,9 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                 raise taken
             if (taken := outside_fault(stage.recipe)) is not None:
                 raise taken
-            if (model := Path(stage.recipe.model.path)).is_dir() and not (model / "config.json").is_file():
+            model = Path(stage.recipe.model.path)
+            # what an adapter's folder lacks, the trainer tells
+            if model.is_dir() and not any((model / name).is_file() for name in ("config.json", ADAPTER)):
                 problem = f"{display(model)} has no config.json"
                 raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
         folder = _open_folder(plan, overwrite, resume, hold)

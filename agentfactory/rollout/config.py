@@ -111,7 +111,7 @@ class DataConfig(Section):
     def _has_one_origin(self) -> "DataConfig":
         given = [name for name in ("path", "source", "harbor") if getattr(self, name) is not None]
         if len(given) != 1:
-            got = " and ".join(f"{name}={getattr(self, name)}" for name in given) or "neither path nor source"
+            got = " and ".join(f"{name}={getattr(self, name)}" for name in given) or "no path, source or harbor"
             fix = "give one: path, a file of rows, source, FILE.py:NAME, or harbor, a folder (and null for the others)"
             raise SettingError("", f"got {got}", fix)
         if self.options and self.source is None:

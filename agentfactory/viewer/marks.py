@@ -114,7 +114,7 @@ def _places_told(info: Any) -> list[Place]:
 
 
 def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordinates) -> list[Place]:
-    """Return the places in the arguments of a call, in the image at an address. None if they are pixels of a full size
+    """Return the places in the arguments of a call, in the image at an address; none if they are pixels of a full size
     that is not known."""
     [(_, given)] = calls_of({"tool_calls": [call]})
     if not isinstance(given, dict) or coordinates is Coordinates.PIXELS:

@@ -262,6 +262,12 @@ async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("AGENTFACTORY_TOKEN")
     with pytest.raises(SettingError, match=r"outside\.token_env: the variable AGENTFACTORY_TOKEN is not set"):
         OutsideAgent(OutsideConfig())
+    monkeypatch.setenv("AGENTFACTORY_TOKEN", TOKEN)
+    agent = OutsideAgent(OutsideConfig(fields=["question", "secrets"]))
+    with pytest.raises(
+        SettingError, match=r"outside\.fields\.1: .*row 2 of data has no secrets .*; fix: write secret$"
+    ):
+        agent.check_rows([{"question": "", "secrets": ""}, {"question": "", "secret": ""}], "data")
     assert RolloutConfig(agent="outside").agent == AgentConfig(outside=OutsideConfig())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one of name, command and outside"):
         AgentConfig(name="x.py:run", outside=OutsideConfig())

@@ -1,6 +1,7 @@
 """Agents that keep their own loop: what they get for a chain, and a function that is one."""
 
 import asyncio
+import difflib
 import inspect
 import json
 import logging
@@ -17,7 +18,7 @@ from typing import Any, Self
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.server import Endpoint, Gateway
 from agentfactory.rollout.timeline import Timeline
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.limits import ChainLimits
 from agentfactory.tools.messages import (
     Content,
@@ -104,6 +105,17 @@ class Visit:
     judged: bool
     listening: Listening | None = None
     """Answers at a further socket as `endpoint` does."""
+
+
+def missing_field(
+    field: str, given: str, name: str, task: Task, number: int, section: str, write: str = "{}"
+) -> SettingError:
+    """Return the error for a setting that names a field `name` which a row of `section` lacks; `write` is how the
+    setting would name another one."""
+    close = difflib.get_close_matches(name, task, 1)
+    fix = f"give every row this field, or rename one by {section}.columns"
+    problem = f"got {short(given)}, and row {number} of {section} has no {name} but {', '.join(task)}"
+    return SettingError(field, problem, f"write {write.format(close[0])}" if close else fix)
 
 
 class ClientAgent(ABC):

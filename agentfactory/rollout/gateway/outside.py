@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -12,8 +12,9 @@ from typing import Any, Self
 from aiohttp import web
 
 from agentfactory.rollout.config import OutsideConfig
+from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway import chat_completions
-from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit
+from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.asked import Refusal, wrong
 from agentfactory.rollout.gateway.server import Gateway, body_of, foreign_key, key_of
 from agentfactory.tools.errors import SettingError
@@ -72,10 +73,12 @@ class OutsideAgent(ClientAgent):
         self._taken: dict[str, _Taken] = {}
         """Key -> its chain."""
 
-    @property
-    def needed(self) -> dict[str, str]:
+    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
         """See ClientAgent."""
-        return dict.fromkeys(self._config.fields or [], f"{_FIELD}.fields")
+        for place, name in enumerate(self._config.fields or []):
+            for number, task in enumerate(tasks, 1):
+                if name not in task:
+                    raise missing_field(f"{_FIELD}.fields.{place}", name, name, task, number, section)
 
     def gateway(self) -> Gateway:
         """See ClientAgent."""

@@ -1,7 +1,6 @@
 """Programs as agents: a process for each chain, in a folder of its own, which finds the model by its environment."""
 
 import asyncio
-import difflib
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from mcp.client.stdio import get_default_environment
 
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit
+from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit, missing_field
 from agentfactory.tools import keeper
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
@@ -32,7 +31,7 @@ _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
 _KEPT = 65536
-"""How much of a program's output is kept, from its end."""
+"""How much of a program's output is kept: in the sandbox its beginning and its end, otherwise its end."""
 _CHUNK = 8192
 
 
@@ -82,10 +81,7 @@ class ProgramAgent(ClientAgent):
             for number, task in enumerate(tasks, 1):
                 for name in _FIELD.findall(text):
                     if name not in task:
-                        close, has = difflib.get_close_matches(name, task, 1), ", ".join(task)
-                        rename = f"give every row this field, or rename one by {section}.columns"
-                        problem = f"got {short(text)}, and row {number} of {section} has no {name} but {has}"
-                        raise SettingError(field, problem, f"write ${{task.{close[0]}}}" if close else rename)
+                        raise missing_field(field, text, name, task, number, section, write="${{task.{}}}")
                 if bare := [name for name in _BARE.findall(text) if name in task]:
                     problem = f"got {short(text)}: ${{{bare[0]}}} stands for nothing"
                     raise SettingError(field, problem, f"write ${{task.{bare[0]}}}")
