@@ -56,7 +56,8 @@ def build_index(
 
     It is written to `folder`.building, and renamed when it is whole. A build that was killed is resumed after its last
     commit if it is started again with the same `corpus` and `language`: the passages before that are skipped. Memory
-    does not grow with the number of passages.
+    does not grow with the number of passages. Of passages with equal scores, a search returns the earlier ones first in
+    an index of up to 100,000; in a larger one their order may differ between two builds.
 
     Args:
         corpus: names what `passages` yields, to resume only with the same; "": a killed build starts anew.
@@ -120,12 +121,16 @@ def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callab
     # every passage is one document, so the index itself knows how far its last commit was
     number = index.searcher().num_docs
     progress(number)
-    writer = index.writer(_HEAP_BYTES)
+    # several threads would take the first passages in any order, and that decides between equal scores in a search
+    writer = index.writer(_HEAP_BYTES, num_threads=1 if number < _COMMIT_PASSAGES else 0)
     for passage in islice(passages, number, None):
         writer.add_document(_document(number, passage))
         number += 1
         if number % _COMMIT_PASSAGES == 0:
             writer.commit()
+            if number == _COMMIT_PASSAGES:
+                writer.wait_merging_threads()
+                writer = index.writer(_HEAP_BYTES)
         if number % 1000 == 0:
             progress(number)
     writer.commit()

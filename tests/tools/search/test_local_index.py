@@ -102,6 +102,11 @@ def test_words_have_stems_only_in_their_language(tmp_path: Path) -> None:
         build_index([], tmp_path / "k", language="klingon")
 
 
+def test_of_passages_with_equal_scores_the_earlier_ones_come_first(tmp_path: Path) -> None:
+    build_index((Passage(str(number), "the same text") for number in range(3000)), tmp_path / "index")
+    assert _ids(LocalIndex(tmp_path / "index"), "same", 50) == [str(number) for number in range(50)]
+
+
 def test_an_index_is_searched_by_many_threads(plays: LocalIndex) -> None:
     expected = _ids(plays, "tragedy about a wager")
     wrong: list[object] = []
