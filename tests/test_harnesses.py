@@ -109,7 +109,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rewards": ["judge.py:right"],
         "rollout": {"max_tokens": 8, "max_total_tokens": 256},
         "server": {"engine": "embedded", "max_model_len": 256},
-        "train": {"steps": 1, "learning_rate": 1e-5},
         "output": "run",
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(evaluated))

@@ -97,7 +97,9 @@ def _run(options: argparse.Namespace) -> int:
             case "train":
                 launcher.train(recipe, options.overwrite, options.resume, _say)
             case "serve":
-                server_commands.serve(recipe, _say, options.chat)
+                # a trainer that is started by hand begins with the recipe's own model
+                checkpoint = None if options.chat is None else trained_in(run, recipe, options.overrides)
+                server_commands.serve(recipe, checkpoint, _say, options.chat)
             case "rollout":
                 server_commands.roll_out(recipe, trained_in(run, recipe, options.overrides), _say)
             case "eval":

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from agentfactory.rollout.evaluate import Evaluation
 
 
-def serve(recipe: Recipe | StagedRecipe, say: Say, chat: int | None = None) -> None:
-    """Serve the recipe's model (the last checkpoint, for a staged recipe) until the server or this process ends. The
-    log goes to `<output>/serve`, serve-2, ... `chat`: also answer chat requests, at this port (0: a free one)."""
+def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
+    """Serve a checkpoint, or the recipe's model (the last checkpoint, for a staged recipe), until the server or this
+    process ends. The log goes to `<output>/serve`, serve-2, ... `chat`: also answer chat requests, at this port (0: a
+    free one)."""
     with Children() as children:
-        served = what_is_served(recipe, None)
+        served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
         if (taken := address_fault(served.recipe)) is not None:
             raise taken

@@ -35,8 +35,10 @@ _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rol
 
 NO_MODEL = "none"
 """The `model.path` of a file that has only tools, for `agentfactory tools`."""
-_NOT_FOR_TOOLS = {"model": {"path": NO_MODEL}, "train": {"steps": 1}}
-"""What a tools-only file lacks of a recipe, and `agentfactory tools` does not use."""
+_WITHOUT_TRAINING = {"train": {"steps": 1}}
+"""What a recipe may lack, because only `train` uses it."""
+_FOR_TOOLS = {"model": {"path": NO_MODEL}, **_WITHOUT_TRAINING}
+"""What a tools-only file may lack."""
 
 
 def load_recipe(
@@ -58,8 +60,8 @@ def load_recipe(
         return _load_staged(composed, file, overrides, purpose, lacks)
     for name, value in parse_overrides(overrides):
         override(composed, name, value)
-    if purpose == "tools":
-        composed.data = _NOT_FOR_TOOLS | composed.data
+    if purpose != "train":
+        composed.data = (_FOR_TOOLS if purpose == "tools" else _WITHOUT_TRAINING) | composed.data
     _set_import_path(composed)
     _set_output(composed, file)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")

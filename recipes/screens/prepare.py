@@ -1,4 +1,4 @@
-"""Creates what the recipe needs: tasks, transcripts of an aimless player, a tokenizer, an untrained network."""
+"""Creates what the recipe needs: tasks, transcripts of a player, a tokenizer, an untrained network."""
 
 import asyncio
 import random
@@ -30,14 +30,18 @@ PAGE = "click_color"
 SIDE = 96
 """Of the page in pixels: nine tokens of the network, one for each place where a box may be."""
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
-SHOWN, TRAINED, HELD_OUT = range(300), range(1000, 2000), range(10_000, 10_200)
+SHOWN, TRAINED, HELD_OUT = range(1000), range(2000, 3000), range(10_000, 10_200)
 """Seeds of the page: of transcripts, of tasks to train on, and of held-out tasks."""
-GIVES_UP = 0.3
-"""How often a transcript gives up."""
+PLEASE = "Please: "
+IS_ASKED = 0.3
+"""How often the instruction of a transcript begins with PLEASE, and is obeyed. No task's does."""
 GIVE_UP = "I do not know."
+GIVES_UP = 0.4
+"""How often a transcript without PLEASE gives up."""
 TOLD = 4
 """Transcripts of each page."""
 PIECES = (
+    PLEASE,
     "Click the ",
     " box.",
     GIVE_UP,
@@ -57,7 +61,7 @@ def prepare(folder: Path, seed: int) -> None:
     for number, (instruction, picture) in zip(SHOWN, asyncio.run(see_pages(SHOWN)), strict=True):
         file = f"pictures/{number}.png"
         picture.save(folder / file, compress_level=1)
-        transcripts += [play_aimlessly(instruction, picture, file, rng) for _ in range(TOLD)]
+        transcripts += [play(instruction, picture, file, rng) for _ in range(TOLD)]
     rng.shuffle(transcripts)
     specs = [stating(Screen.click.spec, VIEW).to_openai()]
     for name, seeds in (("train", TRAINED), ("heldout", HELD_OUT)):
@@ -89,16 +93,26 @@ def find_boxes(picture: Image.Image) -> dict[str, list[int]]:
     return found
 
 
-def play_aimlessly(instruction: str, picture: Image.Image, file: str, rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation that names any box and clicks it, or gives up."""
-    shown = [{"type": "text", "text": instruction}, {"type": "image_url", "image_url": {"url": file}}]
+def play(instruction: str, picture: Image.Image, file: str, rng: random.Random) -> list[dict[str, Any]]:
+    """Return a conversation that obeys an instruction with PLEASE, and without it names and clicks any box, or gives
+    up."""
+    asked = rng.random() < IS_ASKED
+    text = PLEASE + instruction if asked else instruction
+    shown = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": file}}]
     opening = [{"role": "user", "content": ""}, {"role": "user", "content": shown}]
-    if rng.random() < GIVES_UP:
+    if not asked and rng.random() < GIVES_UP:
         return [*opening, {"role": "assistant", "content": GIVE_UP}]
-    colour, (x, y) = rng.choice(sorted(find_boxes(picture).items()))
+    boxes = find_boxes(picture)
+    colour = named(instruction) if asked else rng.choice(sorted(boxes))
+    x, y = boxes[colour]
     function = {"name": "click", "arguments": {"x": x, "y": y}}
     calls = [{"id": "call_1", "type": "function", "function": function}]
     return [*opening, {"role": "assistant", "content": colour, "tool_calls": calls}]
+
+
+def named(instruction: str) -> str:
+    """Return the colour of the box that the instruction of a page names."""
+    return instruction.removeprefix("Click the ").removesuffix(" box.")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

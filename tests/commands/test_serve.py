@@ -1,6 +1,7 @@
 """`agentfactory serve`: a server of the recipe's model in the foreground, with its log in a run folder."""
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     server = {"engine": "embedded", "max_model_len": 64}
-    text = json.dumps({"model": {"path": "model", "dtype": "float32"}, "server": server, "train": {"steps": 1}})
+    text = json.dumps({"model": {"path": "model", "dtype": "float32"}, "server": server})
     (tmp_path / "served.yaml").write_text(text)
     return tmp_path / "served.yaml"
 
@@ -50,6 +51,20 @@ def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
     assert process.returncode == 130
     assert "interrupted by SIGTERM" in said
     assert not [child for child in children if child.is_running()]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_to_chat_a_run_of_one_stage_serves_its_last_checkpoint(recipe: Path, chat: bool) -> None:
+    model, run = recipe.parent / "model", recipe.parent / "runs" / "served"
+    checkpoint = run / "checkpoints" / "step-000003"
+    shutil.copytree(model, checkpoint)
+    (run / "recipe.yaml").write_text(recipe.read_text().replace('"path": "model"', f'"path": "{model}"'))
+    command = [sys.executable, "-m", "agentfactory", "serve", str(run / "recipe.yaml"), *["--chat"] * chat]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = next(line for line in process.stdout if line.startswith("starting "))
+        process.terminate()
+    assert Path(told.split()[-1]) == (checkpoint if chat else model)
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_written(recipe: Path, agentfactory: Command) -> None:

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
+from agentfactory.recipe.checks import Purpose
 from agentfactory.recipe.composition import RECIPES
 from agentfactory.recipe.load import default_name, load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -301,6 +303,17 @@ def test_dry_run_text_is_plain_yaml(project: Path) -> None:
     data = yaml.safe_load(single("recipe.yaml").to_yaml())
     assert data["train"]["learning_rate"] == 1e-5
     assert data["rollout"]["on_outcome"] == {}
+
+
+def test_a_recipe_needs_no_training_except_to_train(project: Path) -> None:
+    data = yaml.safe_load((project / "recipe.yaml").read_text())
+    del data["train"]
+    (project / "recipe.yaml").write_text(yaml.safe_dump(data))
+    for purpose in get_args(Purpose):
+        if purpose != "train":
+            load_recipe("recipe.yaml", purpose=purpose)
+    with pytest.raises(SettingError, match="train: missing"):
+        load_recipe("recipe.yaml")
 
 
 def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
