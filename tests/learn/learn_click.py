@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.learn.runs import SEEDS, train
+from tests.learn.runs import SEEDS, assert_risen, train
 
 RECIPE = str(REPOSITORY / "recipes" / "screens" / "click.yaml")
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium")
-@pytest.mark.xfail(reason="success rises to about 0.2 only: after SFT the network does not find the box that it names")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reinforcement_finds_out_that_the_named_box_pays(tmp_path: Path, seed: int) -> None:
     summary = train(RECIPE, seed, tmp_path)
-    assert summary["greedy_before"] <= 0.25
+    # transcripts without "Please" neither obey nor avoid the instruction: one box of four, or none
     assert summary["success_before"] <= 0.25
+    assert summary["greedy_before"] <= 0.25
+    assert_risen(summary, full=0.80, figures=("success", "greedy"))
     assert summary["greedy_after"] >= 0.80
-    assert summary["success_after"] >= 0.80

@@ -20,13 +20,16 @@ pytestmark = [
 ]
 
 RECIPES = REPOSITORY / "recipes" / "screens"
-find_boxes, make_tokenizer, play_aimlessly, see_pages = (
+find_boxes, make_tokenizer, named, play, see_pages = (
     load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("find_boxes", "make_tokenizer", "play_aimlessly", "see_pages")
+    for name in ("find_boxes", "make_tokenizer", "named", "play", "see_pages")
 )
-COLOURS, GIVE_UP, HELD_OUT, PAGE, SHOWN, SIDE, TRAINED, VIEW = (
+COLOURS, GIVE_UP, GIVES_UP, HELD_OUT, IS_ASKED, PAGE, PLEASE, SHOWN, SIDE, TRAINED, VIEW = (
     load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("COLOURS", "GIVE_UP", "HELD_OUT", "PAGE", "SHOWN", "SIDE", "TRAINED", "VIEW")
+    for name in (
+        *("COLOURS", "GIVE_UP", "GIVES_UP", "HELD_OUT", "IS_ASKED", "PAGE", "PLEASE", "SHOWN", "SIDE", "TRAINED"),
+        "VIEW",
+    )
 )
 Page = tuple[str, Image.Image]
 
@@ -34,10 +37,6 @@ Page = tuple[str, Image.Image]
 @pytest.fixture(scope="module")
 def pages() -> list[Page]:
     return asyncio.run(see_pages(SHOWN[:20]))
-
-
-def named(instruction: str) -> str:
-    return instruction.removeprefix("Click the ").removesuffix(" box.")
 
 
 def test_no_seed_is_trained_and_held_out() -> None:
@@ -59,21 +58,30 @@ async def test_only_the_named_box_pays() -> None:
         await screen.close()
 
 
-def test_transcripts_click_the_box_that_they_name_whatever_the_instruction_names(pages: list[Page]) -> None:
-    rng, right, given_up, total = random.Random(0), 0, 0, 0
+def test_transcripts_obey_only_with_please(pages: list[Page]) -> None:
+    rng = random.Random(0)
+    with_please: list[bool] = []
+    alone: list[bool] = []
+    given_up = 0
     for instruction, picture in pages:
         boxes = find_boxes(picture)
-        for _ in range(20):
-            *_, said = play_aimlessly(instruction, picture, "a.png", rng)
-            total += 1
+        for _ in range(50):
+            *_, asked, said = play(instruction, picture, "a.png", rng)
+            text = asked["content"][0]["text"]
+            assert text in (instruction, PLEASE + instruction)
             if said["content"] == GIVE_UP:
+                assert text == instruction
                 given_up += 1
                 continue
             [call] = said["tool_calls"]
             assert boxes[said["content"]] == list(call["function"]["arguments"].values())
-            right += said["content"] == named(instruction)
-    assert 0.2 < given_up / total < 0.4
-    assert right / total < 0.25
+            (alone if text == instruction else with_please).append(said["content"] == named(instruction))
+    total = len(alone) + len(with_please) + given_up
+    # five standard deviations of 1,000 draws, and of fewer where they follow
+    assert len(with_please) / total == pytest.approx(IS_ASKED, abs=0.08)
+    assert given_up / (given_up + len(alone)) == pytest.approx(GIVES_UP, abs=0.10)
+    assert all(with_please)
+    assert sum(alone) / len(alone) == pytest.approx(1 / 4, abs=0.11)
 
 
 def test_a_colour_and_a_number_are_one_token_each(pages: list[Page]) -> None:
@@ -87,7 +95,7 @@ def test_a_colour_and_a_number_are_one_token_each(pages: list[Page]) -> None:
         return len(tokenizer(after.removeprefix(before))["input_ids"])
 
     rng = random.Random(1)
-    said = [play_aimlessly(instruction, picture, "a.png", rng)[-1] for instruction, picture in pages]
+    said = [play(instruction, picture, "a.png", rng)[-1] for instruction, picture in pages]
     calls = [message for message in said if "tool_calls" in message]
     assert {named(instruction) for instruction, _ in pages} <= set(COLOURS)
     # <|im_start|>, the role, a line's end; colour, call, x, comma, y, end; <|im_end|> and a line's end
