@@ -337,7 +337,12 @@ async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenize
     async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **settings) as (runner, _):
         trajectory = await run_one(runner)
     assert trajectory.outcome is Outcome.TIMEOUT
-    told = [(str(one.activity), one.turn, one.name) for one in trajectory.timeline]
+    # on a busy machine the calls of later turns wait for milliseconds, too
+    told = [
+        (str(one.activity), one.turn, one.name)
+        for one in trajectory.timeline
+        if one.activity != "wait" or one.turn == 0
+    ]
     assert told == [
         ("setup", None, ""),
         ("model", 0, ""),

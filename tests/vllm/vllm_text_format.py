@@ -17,7 +17,7 @@ from tests.rollout.test_stop_strings import DROPS, KEEPS, learn_habit, play_habi
 from tests.server_process import VLLM_PYTHON, serve
 
 STEPS = 3
-CHAINS = 200
+CHAINS = 200 if runs.FULL else 40
 
 
 @pytest.fixture(scope="module")
