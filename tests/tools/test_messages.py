@@ -33,7 +33,7 @@ def test_verdicts(verdict: Any, reward: EnvironmentReward) -> None:
         (-1e308, "it returned -1e[+]308 for reward; it has to be a finite number between -1e[+]12 and 1e[+]12"),
         ({"reward": 1, "turn_rewards": [1e13]}, "it returned 10000000000000.0 for turn_rewards"),
         ({"reward": 1, "flops": 1e31}, "it returned 1e[+]31 for flops; .* between -1e[+]30 and 1e[+]30"),
-        ({"reward": 1, **{f"m{i}": 1 for i in range(101)}}, "it returned 101 numbers beside the reward; return 100 at"),
+        ({"reward": 1, **{f"m{i}": 1 for i in range(101)}}, "it returned 101 numbers beside the reward; "),
         ({"reward": 1, "m" * 101: 1}, "a metric called 'm{100}'; its name has to be of 1 to 100 printable"),
         ({"reward": 1, "": 1}, "a metric called ''"),
         ({"reward": 1, "a\ud800": 1}, r"a metric called 'a.ud800'"),
@@ -61,8 +61,8 @@ def test_sums() -> None:
 def test_sums_keep_to_the_limits() -> None:
     """Or the mean of a group would overflow, and end the run."""
     for total, other, problem in [
-        (EnvironmentReward(9e11), EnvironmentReward(9e11), "all rewards of the chain together returned 1800000000000.0 for reward"),
-        (EnvironmentReward(0, {}, [9e11]), EnvironmentReward(0, {}, [9e11]), "together returned 1800000000000.0 for turn_rew"),
+        (EnvironmentReward(9e11), EnvironmentReward(9e11), "rewards of the chain together returned 18.* for reward"),
+        (EnvironmentReward(0, {}, [9e11]), EnvironmentReward(0, {}, [9e11]), "together returned 18.* for turn_rew"),
         (
             EnvironmentReward(0, {f"a{i}": 1.0 for i in range(60)}),
             EnvironmentReward(0, {f"b{i}": 1.0 for i in range(60)}),
