@@ -242,6 +242,7 @@ async def test_a_wrong_report_is_told_and_can_be_corrected(tmp_path: Path) -> No
             ({"reward": {"success": 1}}, "without `reward`"),
             ({"score": 1}, "score: unknown; use reward, answer, error"),
             ({"reward": 1, "answer": 3}, "answer: got 3; use a text"),
+            ({"reward": 1, "answer": "x" * 1_000_001}, "answer: has 1000001 characters; use 1000000 at most"),
             ({"reward": 1, "error": "broken"}, "a chain that failed has none"),
         ]
         for report, problem in reports:

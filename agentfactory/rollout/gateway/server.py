@@ -248,7 +248,11 @@ def _handler(gateway: Gateway, api: Api) -> Any:
 async def body_of(request: web.Request) -> dict[str, Any]:
     """Return the JSON object that a request has as its body. Raises Refusal."""
     try:
-        body = json.loads(await request.read())
+        content = await request.read()
+    except web.RequestPayloadError as error:
+        raise Refusal(400, "invalid_request", f"the request's body cannot be read: {error}") from None
+    try:
+        body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
