@@ -80,6 +80,7 @@ def mixed(groups, batch_rewards): return []
 def alone(batch_rewards): return []
 async def waits(rewards): return []
 def words(rewards): return ["a", "b"]
+def huge(rewards): return [10**400 for _ in rewards]
 def per_chain(groups): return [0.0, 1.0]
 def raises(rewards): return {}["zz"]
 def leaves(rewards): raise SystemExit(0)
@@ -139,7 +140,7 @@ def test_a_function_that_does_not_fit_is_refused(files: Path, settings: dict[str
     assert refused.value.field.startswith("train.advantage.")
 
 
-@pytest.mark.parametrize("name", ["short", "wide", "none", "words", "per_chain"])
+@pytest.mark.parametrize("name", ["short", "wide", "none", "words", "huge", "per_chain"])
 def test_a_result_of_another_shape_is_refused(files: Path, name: str) -> None:
     (files / "own.py").write_text(OWN)
     with pytest.raises(SettingError, match=rf"train\.advantage\.estimator: own\.py:{name} .*return"):

@@ -102,6 +102,15 @@ class EnvironmentRewardError(ToolInfrastructureError):
     """An environment failed to judge a chain, or returned something that is not a reward."""
 
 
+LARGEST_REWARD = 1e12
+"""Squares of rewards are added up in float32, over batches and gradients."""
+LARGEST_METRIC = 1e30
+MOST_METRICS = 100
+"""Metrics of one chain: each is a column of metrics.jsonl, of trackers and of the viewer."""
+LONGEST_NAME = 100
+_TOGETHER = "all rewards of the chain together"
+
+
 @dataclass
 class EnvironmentReward:
     """An environment's judgement of a finished chain: its reward, and further named numbers (such as `success`)."""
@@ -116,19 +125,23 @@ class EnvironmentReward:
     def parse(cls, verdict: Any, speaker: str) -> "EnvironmentReward":
         """Create it from a number, or a dict with `reward`, optional `turn_rewards` (a list), and further numbers.
 
-        Raises TypeError, which names `speaker`, for anything else and for numbers that are not finite.
+        Raises TypeError, which names `speaker`, for anything else, and for more than the limits above allow.
         """
         if not isinstance(verdict, dict):
-            return cls(_finite(verdict, speaker, "reward"))
+            return cls(_number(verdict, speaker, "reward", LARGEST_REWARD))
         if "reward" not in verdict:
-            raise TypeError(f"{speaker} returned a dict without `reward`: {verdict!r}")
+            raise TypeError(f"{speaker} returned a dict without `reward`: {verdict!r:.200}")
         rest = dict(verdict)
         turns = rest.pop("turn_rewards", None)
         if turns is not None and not isinstance(turns, (list, tuple)):
-            raise TypeError(f"{speaker} returned {turns!r} for turn_rewards; it has to be a list of numbers")
-        numbers = {str(key): _finite(value, speaker, key) for key, value in rest.items()}
-        by_turn = None if turns is None else [_finite(value, speaker, "turn_rewards") for value in turns]
-        return cls(numbers.pop("reward"), numbers, by_turn)
+            raise TypeError(f"{speaker} returned {turns!r:.200} for turn_rewards; it has to be a list of numbers")
+        reward = _number(rest.pop("reward"), speaker, "reward", LARGEST_REWARD)
+        _check_count(rest, speaker)
+        metrics = {_name(key, speaker): _number(value, speaker, key, LARGEST_METRIC) for key, value in rest.items()}
+        by_turn = (
+            None if turns is None else [_number(value, speaker, "turn_rewards", LARGEST_REWARD) for value in turns]
+        )
+        return cls(reward, metrics, by_turn)
 
     def to_json(self) -> dict[str, Any]:
         """Return the inverse of `parse`."""
@@ -138,21 +151,40 @@ class EnvironmentReward:
     def add(self, other: "EnvironmentReward") -> None:
         """Add up the rewards, including those of each turn, and take over the metrics.
 
-        Raises ValueError if both have turn rewards for different numbers of turns.
+        Raises ValueError if both have turn rewards for different numbers of turns; TypeError if together they are more
+        than the limits above allow.
         """
-        self.reward += other.reward
+        self.reward = _number(self.reward + other.reward, _TOGETHER, "reward", LARGEST_REWARD)
         self.metrics |= other.metrics
+        _check_count(self.metrics, _TOGETHER)
         if self.turn_rewards is None or other.turn_rewards is None:
             self.turn_rewards = other.turn_rewards if self.turn_rewards is None else self.turn_rewards
         else:
             self.turn_rewards = [a + b for a, b in zip(self.turn_rewards, other.turn_rewards, strict=True)]
+        for value in self.turn_rewards or []:
+            _number(value, _TOGETHER, "turn_rewards", LARGEST_REWARD)
 
 
-def _finite(value: Any, speaker: str, key: str) -> float:
+def _number(value: Any, speaker: str, key: Any, largest: float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise TypeError(f"{speaker} returned {value!r} for {key}; it has to be a finite number")
+    if not abs(number) <= largest:
+        problem = f"{speaker} returned {value!r:.200} for {key!s:.200}"
+        raise TypeError(f"{problem}; it has to be a finite number between {-largest:g} and {largest:g}")
     return number
+
+
+def _name(key: Any, speaker: str) -> str:
+    name = str(key)
+    if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        problem = f"{speaker} returned a metric called {name[:LONGEST_NAME]!r}"
+        raise TypeError(f"{problem}; its name has to be of 1 to {LONGEST_NAME} printable characters")
+    return name
+
+
+def _check_count(metrics: dict[Any, Any], speaker: str) -> None:
+    if len(metrics) > MOST_METRICS:
+        problem = f"{speaker} returned {len(metrics)} numbers beside the reward"
+        raise TypeError(f"{problem}; return {MOST_METRICS} at most, under names that do not change with the chain")

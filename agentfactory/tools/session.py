@@ -210,6 +210,8 @@ class ToolSession:
                 raise EnvironmentRewardError(
                     f"environment {name}: its turn_rewards are not as many as another's"
                 ) from error
+            except TypeError as error:
+                raise EnvironmentRewardError(f"environment {name}: {error}") from error
         return total
 
     async def begin(self, task: dict[str, Any]) -> None:

@@ -315,7 +315,7 @@ class Estimator:
         try:
             advantages = [[float(value) for value in chain] for chain in found]
             fits = [len(values) for values in advantages] == [chain.tokens for chain in chains]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             fits = False
         if not fits:
             problem = f"{self._told} returned {short(found)}"
@@ -327,7 +327,7 @@ class Estimator:
         found = self._function(rewards=rewards, batch_rewards=batch_rewards)
         try:
             numbers = [float(value) for value in found]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             numbers = []
         if len(numbers) != len(rewards):
             problem = f"{self._told} returned {short(found)} for a group of {len(rewards)} chains"

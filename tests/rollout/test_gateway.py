@@ -238,6 +238,7 @@ async def test_what_cannot_be_answered_is_refused_with_the_reason(
 
 async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once(tmp_path: Path) -> None:
     huge, deep = "x" * 10_000_000, "[" * 100_000 + "]" * 100_000
+    go = '{"messages": [{"role": "user", "content": "go"}], '
     nested = '{"a":' * 900 + "1" + "}" * 900
     call = f'{{"id": "c", "type": "function", "function": {{"name": "f", "arguments": "{huge}"}}}}'
     bodies = {
@@ -246,6 +247,8 @@ async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once
             "characters"
         ),
         f'{{"messages": {deep}}}': "no JSON",
+        f'{go}"stop": "\\ud800"}}': "stop: ",
+        f'{go}"stop": {json.dumps(["x" * i for i in range(1, 100)])}}}': "stop: got 99 texts",
         '{"messages": [{"role": "user", "content": "go"}], "tools": '
         f'[{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}]}}': "messages: ",
     }
@@ -255,6 +258,9 @@ async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once
             for body, problem in bodies.items():
                 async with session.post(f"{endpoint.url}/chat/completions", data=body) as response:
                     assert (response.status, problem in await response.text()) == (400, True)
+            squeezed = {"Content-Encoding": "gzip"}
+            async with session.post(f"{endpoint.url}/chat/completions", data=b"{}", headers=squeezed) as response:
+                assert (response.status, "cannot be read" in await response.text()) == (400, True)
 
     trajectory, chains = await play(tmp_path, [], run)
     assert (chains.server.requests, trajectory.error) == ([], None)

@@ -14,8 +14,12 @@ import openai
 import psutil
 import pytest
 
+from agentfactory.rollout.chain_runner import begin
 from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.gateway.episode import GatewayEpisode
 from agentfactory.rollout.gateway.program import ProgramAgent
+from agentfactory.rollout.gateway.runner import GatewayRunner
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools import workspaces
 from agentfactory.tools.errors import SettingError
@@ -239,6 +243,39 @@ print(OpenAI().chat.completions.create(model="m", messages=messages).choices[0].
 async def test_a_program_cannot_take_all_open_files_of_the_worker(tmp_path: Path) -> None:
     trajectory = await play(tmp_path, FLOOD, ["tea"])
     assert (trajectory.error, trajectory.result) == (None, "256 open 144 closed\ntea")
+
+
+FOREIGN = """
+import os, sys
+import openai
+
+messages = [{"role": "user", "content": "go"}]
+for arguments in ({"api_key": sys.argv[1]}, {"api_key": os.environ["OPENAI_API_KEY"]}):
+    for ask in (lambda c: c.chat.completions.create(model="m", messages=messages), lambda c: c.models.list()):
+        try:
+            ask(openai.OpenAI(max_retries=0, **arguments))
+            print("answered", end=" ")
+        except openai.AuthenticationError:
+            print("refused", end=" ")
+"""
+
+
+async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Path) -> None:
+    """Also one that the program has come by: here the row gives it."""
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "agent.py").write_text(FOREIGN)
+    given = sandboxed_python(openai, "agent.py", "${task.key}")
+    agent = ProgramAgent(AgentConfig(**given, workspace=str(tmp_path / "template")), tmp_path)
+    async with scripted_chains(tmp_path, ["tea", "other"], agent=agent, source=REWARD) as chains:
+        assert isinstance(chains.runner, GatewayRunner)
+        other = chains.runner.episode(begin("other"), {"question": "go"}, Sampling("policy", 1.0, seed="s"))
+        assert isinstance(other, GatewayEpisode)
+        with chains.runner.gateway.serving(other) as endpoint:
+            trajectory = await chains.run(key=endpoint.key)
+            assert trajectory.result == "refused refused answered answered"
+            assert len(chains.server.requests) == 1
+            async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+                assert [model.id async for model in client.models.list()] == ["policy"], "it was good outside"
 
 
 async def test_a_program_that_takes_all_its_turns_is_ended(tmp_path: Path) -> None:

@@ -473,8 +473,8 @@ def rank(predictions, trajectories): return [0.0 for _ in predictions]
     ("name", "fault"),
     [
         ("raises", "raises raised KeyError: 'lft'"),
-        ("nan", "nan returned nan for reward; it has to be a finite number"),
-        ("text", "text returned 'good' for reward; it has to be a finite number"),
+        ("nan", "nan returned nan for reward; it has to be a finite number between -1e[+]12 and 1e[+]12"),
+        ("text", "text returned 'good' for reward; it has to be a finite number between -1e[+]12 and 1e[+]12"),
         ("short", r"short returned \[1.0\]; it has to be a list with a number or dict for each of the 2 chains"),
         ("fine", None),
         ("rank", None),

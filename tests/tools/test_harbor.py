@@ -223,6 +223,10 @@ REWARDS = {
     "head -c 100000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json": (
         {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
     ),
+    "echo 1e300 > /logs/verifier/reward.txt": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
+    "(echo '{\"reward\": 1'; seq -f ',\"m%g\": 1' 200; echo '}') > /logs/verifier/reward.json": (
+        {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
+    ),
     "ln -s /etc/hostname /logs/verifier/reward.txt": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "true": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},
     "echo 1 > /logs/verifier/reward.txt; sleep 60": {"reward": 0.0, "success": 0.0, "no_reward": 1.0},

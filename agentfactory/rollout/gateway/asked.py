@@ -124,11 +124,23 @@ def integer(body: Mapping[str, Any], name: str, most: int | None = None) -> int 
     return value
 
 
+_MOST_STOPS, _STOP_CHARACTERS = 64, 10_000
+"""Each token that is sampled is compared with all of them."""
+
+
 def stops(value: Any) -> tuple[str, ...]:
     """Return the stop strings of a request: a text, a list of texts, or None. Raises Refusal."""
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise wrong(f"stop: got {value!r}; use a text, or a list of texts")
+        raise wrong(f"stop: got {value!r:.200}; use a text, or a list of texts")
+    if len(found) > _MOST_STOPS or sum(map(len, found)) > _STOP_CHARACTERS:
+        problem = f"stop: got {len(found)} texts of {sum(map(len, found))} characters"
+        raise wrong(f"{problem}; use at most {_MOST_STOPS}, of {_STOP_CHARACTERS} together")
+    for text in found:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise wrong(f"stop: got {text!r}, which no model can write: {error}") from None
     return tuple(text for text in found if text)
 
 

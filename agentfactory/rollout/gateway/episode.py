@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from agentfactory.rollout.data import Task
@@ -61,7 +62,7 @@ class GatewayEpisode(AskedTurns):
                     self.workspace,
                     self._report,
                     self.judged,
-                    self.gateway.listening,
+                    partial(self.gateway.listening, endpoint.key),
                 )
                 agent = asyncio.create_task(self.agent.run(visit), name=f"agent of {visit.chain}")
                 try:

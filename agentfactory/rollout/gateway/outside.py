@@ -16,7 +16,7 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.asked import Refusal, wrong
-from agentfactory.rollout.gateway.server import Gateway, body_of, foreign_key, key_of
+from agentfactory.rollout.gateway.server import Gateway, foreign_key, key_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Content, EnvironmentReward, ToolInfrastructureError
 from agentfactory.tools.notices import tell
@@ -30,6 +30,8 @@ POLL_SECONDS = 3.0
 PATIENCE_SECONDS = 60.0
 """How long a chain waits until a person is told that no program takes it."""
 _REPORTED = ("reward", "answer", "error")
+_LONGEST_TEXT = 1_000_000
+"""Characters of an answer or an error: it is kept with the chain's trajectory."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ class OutsideAgent(ClientAgent):
         self._token = token.encode()
         self._config = config
         self._askers: asyncio.Queue[_Asker] = asyncio.Queue()
+        self._gateway = _TaskGateway(
+            config.port,
+            [
+                web.post("/tasks", _answering(self._give)),
+                web.post("/tools", _answering(self._call)),
+                web.post("/reward", _answering(self._finish)),
+            ],
+        )
         self._chosen: dict[str, _Asker] = {}
         """Chain -> the request that it answers as soon as its tools are open."""
         self._taken: dict[str, _Taken] = {}
@@ -82,14 +92,7 @@ class OutsideAgent(ClientAgent):
 
     def gateway(self) -> Gateway:
         """See ClientAgent."""
-        return _TaskGateway(
-            self._config.port,
-            [
-                web.post("/tasks", _answering(self._give)),
-                web.post("/tools", _answering(self._call)),
-                web.post("/reward", _answering(self._finish)),
-            ],
-        )
+        return self._gateway
 
     @asynccontextmanager
     async def begun(self, chain: str) -> AsyncIterator[None]:
@@ -172,7 +175,7 @@ class OutsideAgent(ClientAgent):
     async def _call(self, request: web.Request) -> web.Response:
         """Call one of the recipe's tools for a chain."""
         taken = self._of(request)
-        body = await body_of(request)
+        body = await self._gateway.body(request)
         name, arguments = body.get("name"), body.get("arguments", {})
         if not isinstance(name, str):
             raise wrong(f"name: got {name!r}; use the name of a tool")
@@ -195,7 +198,7 @@ class OutsideAgent(ClientAgent):
     async def _finish(self, request: web.Request) -> web.Response:
         """End a chain with what its program says of it."""
         taken = self._of(request)
-        body = await body_of(request)
+        body = await self._gateway.body(request)
         reward = _read_report(body, judged=taken.visit.judged)
         if taken.end.done():  # by another request, while this one was read
             raise foreign_key()
@@ -227,6 +230,8 @@ def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | N
     for name in ("answer", "error"):
         if not isinstance(body.get(name), str | None):
             raise wrong(f"{name}: got {body[name]!r:.200}; use a text")
+        if len(body.get(name) or "") > _LONGEST_TEXT:
+            raise wrong(f"{name}: has {len(body[name])} characters; use {_LONGEST_TEXT} at most")
     if body.get("reward") is None:
         if not judged and body.get("error") is None:
             raise wrong("reward: missing, and the recipe has no rewards of its own; report it, or an error")

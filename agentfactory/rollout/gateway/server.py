@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, Self, cast
 
 from aiohttp import web
@@ -90,20 +91,25 @@ class Endpoint:
 
 class _Places:
     """Bounds the connections to one listening socket; a further one is closed at once. Whoever is at the other end may
-    be hostile, and each takes one of the open files that all chains of a process share."""
+    be hostile, and each takes one of the open files that all chains of a process share. While a connection is open,
+    `inside` names the `key` that is good there."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, key: str, inside: dict[asyncio.Protocol, str]) -> None:
         self._free = most
+        self._key = key
+        self._inside = inside
 
     def take(self, protocol: asyncio.Protocol) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection."""
         if not self._free:
             return _Refusing()
         self._free -= 1
-        return cast(asyncio.BaseProtocol, _Leaving(protocol, self._give_back))
+        self._inside[protocol] = self._key
+        return cast(asyncio.BaseProtocol, _Leaving(protocol, partial(self._give_back, protocol)))
 
-    def _give_back(self) -> None:
+    def _give_back(self, protocol: asyncio.Protocol) -> None:
         self._free += 1
+        del self._inside[protocol]
 
 
 class _Refusing(asyncio.Protocol):
@@ -134,6 +140,8 @@ class Gateway:
         self._routes = routes
         self._chains: dict[str, Asking] = {}
         self._reading: dict[str, asyncio.Semaphore] = {}
+        self._inside: dict[asyncio.Protocol, str] = {}
+        """Connection from a sandbox -> the key of its chain."""
         self.url = ""
         """Its address, once it is open."""
 
@@ -154,9 +162,10 @@ class Gateway:
         await self._runner.cleanup()
 
     @asynccontextmanager
-    async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Answer at a listening socket too, such as one in the network of a sandbox, as long as the context lasts."""
-        places = _Places(MOST_CONNECTIONS)
+    async def listening(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
+        """Answer at a listening socket too, which is in the network of a chain's sandbox, as long as the context lasts.
+        There only this chain's key is good, also if the program has come by another one."""
+        places = _Places(MOST_CONNECTIONS, key, self._inside)
 
         def protocol() -> asyncio.BaseProtocol:
             assert self._runner.server is not None
@@ -181,9 +190,10 @@ class Gateway:
 
     def chain_of(self, request: web.Request) -> Asking:
         """Return the chain that a request names by its key. Raises Refusal."""
-        if (chain := self._chains.get(key_of(request))) is None:
+        key = key_of(request)
+        if key not in self._chains or self._inside.get(request.protocol, key) != key:
             raise foreign_key()
-        return chain
+        return self._chains[key]
 
     async def body(self, request: web.Request) -> dict[str, Any]:
         """Return the JSON object that a chain's request has as its body. Raises Refusal."""
@@ -238,7 +248,11 @@ def _handler(gateway: Gateway, api: Api) -> Any:
 async def body_of(request: web.Request) -> dict[str, Any]:
     """Return the JSON object that a request has as its body. Raises Refusal."""
     try:
-        body = json.loads(await request.read())
+        content = await request.read()
+    except web.RequestPayloadError as error:
+        raise Refusal(400, "invalid_request", f"the request's body cannot be read: {error}") from None
+    try:
+        body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):

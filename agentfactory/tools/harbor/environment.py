@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import os
 import shutil
 import stat
@@ -13,6 +12,7 @@ from typing import Any
 
 from agentfactory.tools.harbor.dockerfile import Copy
 from agentfactory.tools.harbor.task import HarborTask
+from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
@@ -208,9 +208,12 @@ def _rewards(logs: Path) -> dict[str, float] | None:
                 found = read(file.read(_MOST_BYTES).decode())
             except (OSError, ValueError, TypeError, OverflowError, RecursionError):
                 return None
-        if not all(math.isfinite(value) for value in found.values()):
+        rewards = {**found, "success": float(found["reward"] >= 1.0)}
+        try:
+            EnvironmentReward.parse(rewards, name)
+        except TypeError:  # the agent may have written it, and is not to get out of its reward by that
             return None
-        return {**found, "success": float(found["reward"] >= 1.0)}
+        return rewards
     return None
 
 
