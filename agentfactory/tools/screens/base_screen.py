@@ -1,6 +1,7 @@
 """`BaseScreen`: a browser on a page, without the actions that name a place."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -15,7 +16,7 @@ from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
 from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
-from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, SCROLLS_AT, SELECTED, SETTLED
+from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SELECTED, SETTLED
 from agentfactory.tools.screens.sites import Site, site_of
 from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
@@ -254,6 +255,7 @@ class BaseScreen(Environment):
         context.set_default_timeout(1000 * self._seconds)
         context.on("page", self._opened)
         async with self._care():
+            await context.add_init_script(REFUSE_PASTES)
             if site.files is not None:
                 await context.route(f"{site.origin}/**", self._serve)
             await context.new_page()
@@ -281,7 +283,21 @@ class BaseScreen(Environment):
                 if pressed in _CUTS:
                     await keyboard.press("Delete")
         else:
-            await keyboard.press(keys)
+            await self._press_together(keys)
+
+    async def _press_together(self, keys: str) -> None:
+        """Press keys and release them in reverse; where one is unknown, no other stays held."""
+        keyboard, held = self._page.keyboard, list[str]()
+        try:
+            for name in re.findall(r"(.[^+]*)(?:\+|$)", keys) or [keys]:  # "Control++" has the key "+"
+                await keyboard.down(name)
+                held.append(name)
+        except Exception:
+            for name in reversed(held):
+                await keyboard.up(name)
+            raise
+        for name in reversed(held):
+            await keyboard.up(name)
 
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
         """Click at a place in CSS pixels."""

@@ -2,6 +2,12 @@
 
 SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 """Waits until the page has been drawn twice."""
+REFUSE_PASTES = """addEventListener('paste', event => {
+  if (!event.isTrusted) return;
+  event.preventDefault();
+  event.stopImmediatePropagation();
+}, true)"""
+"""Refuses what Chromium itself pastes, by keys or the middle button: its clipboards are those of all chains."""
 OPTIONS_AT = """([x, y]) => {
   const found = document.elementFromPoint(x, y);
   if (!(found instanceof HTMLSelectElement) || found.disabled) return null;

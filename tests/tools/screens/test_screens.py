@@ -303,7 +303,12 @@ async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None
         ):  # fmt: skip
             await screen.key(keys)
             assert await Player(screen, "").ask(value) == shown, keys
-        await other.key("Control+V")
+        await screen.key("ControlLeft+KeyC")  # into Chromium's own clipboard
+        for keys in ("Control+V", "ControlLeft+KeyV", "Shift+Control+V", "ShiftLeft+Insert"):
+            await other.key(keys)
+            assert await Player(other, "").ask(value) == "", keys
+        await screen.key("Control+A")
+        await other._press(*await Player(other, "").ask(CHOSEN, ["input", 0]), button="middle")
         assert await Player(other, "").ask(value) == ""
         await screen.reset(page="login", seed=1)
         await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
@@ -311,6 +316,20 @@ async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None
         assert await Player(screen, "").ask(value) == ""
     finally:
         await other.close()
+
+
+async def test_no_key_stays_held_where_another_is_unknown(screen: Screen) -> None:
+    await screen.reset(page="login", seed=1)
+    with pytest.raises(ValueError, match="keys: got 'Shift\\+Foo'"):
+        await screen.key("Shift+Foo")
+    await screen.release()
+    await screen.reset(page="login", seed=1)
+    await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
+    await screen._page.evaluate("() => { onkeydown = event => { document.title = event.shiftKey } }")
+    await screen.key("a")
+    assert await Player(screen, "").ask("() => document.title") == "false"
+    await screen.key("+")
+    assert await Player(screen, "").ask("() => document.querySelector('input').value") == "a+"
 
 
 async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
