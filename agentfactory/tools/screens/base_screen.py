@@ -1,9 +1,8 @@
 """`BaseScreen`: a browser on a page, without the actions that name a place."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -162,6 +161,7 @@ class BaseScreen(Environment):
             except Exception as error:
                 if "Unknown key" not in str(error):
                     raise
+                await self._release_keys(keys)
                 raise ValueError(f"keys: got {keys!r}; use names such as Enter or Control+A") from None
         return await self._after()
 
@@ -283,21 +283,15 @@ class BaseScreen(Environment):
                 if pressed in _CUTS:
                     await keyboard.press("Delete")
         else:
-            await self._press_together(keys)
+            await keyboard.press(keys)
 
-    async def _press_together(self, keys: str) -> None:
-        """Press keys and release them in reverse; where one is unknown, no other stays held."""
-        keyboard, held = self._page.keyboard, list[str]()
-        try:
-            for name in re.findall(r"(.[^+]*)(?:\+|$)", keys) or [keys]:  # "Control++" has the key "+"
-                await keyboard.down(name)
-                held.append(name)
-        except Exception:
-            for name in reversed(held):
-                await keyboard.up(name)
-            raise
-        for name in reversed(held):
-            await keyboard.up(name)
+    async def _release_keys(self, keys: str) -> None:
+        """Release those of `keys` that there are: Playwright holds those before an unknown one."""
+        from playwright.async_api import Error
+
+        for name in keys.split("+"):
+            with suppress(Error):
+                await self._page.keyboard.up(name)
 
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
         """Click at a place in CSS pixels."""
