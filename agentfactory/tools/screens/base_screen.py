@@ -1,6 +1,7 @@
 """`BaseScreen`: a browser on a page, without the actions that name a place."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
@@ -35,11 +36,22 @@ _SCROLLED = 0.7
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _LONGEST_TEXT = 2000
 """Characters that are typed at a time."""
+
+
+def _chord(keys: str) -> frozenset[str]:
+    """Return the keys that are pressed together, without their sides: ControlLeft+KeyV is Control+v."""
+    return frozenset(re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in keys.lower().split("+"))
+
+
 _COPIES, _CUTS, _PASTES = (
-    {"control+c", "control+insert"},
-    {"control+x", "shift+delete"},
-    {"control+v", "control+shift+v", "shift+insert"},
+    {_chord(keys) for keys in chords}
+    for chords in (
+        ("Control+C", "Control+Insert"),
+        ("Control+X", "Shift+Delete"),
+        ("Control+V", "Control+Shift+V", "Shift+Insert"),
+    )
 )
+_ORIGIN = re.compile(r"(https?://)?[\w.*:\[\]-]+")
 _browsers: Shared[Browser] = Shared()
 
 
@@ -62,6 +74,11 @@ class BaseScreen(Environment):
             raise SettingError("scale", f"got {scale}", "give a number from 0.25 to 4")
         if not 0 < seconds <= 600:
             raise SettingError("seconds", f"got {seconds}", "give a number above 0, up to 600")
+        for place, origin in enumerate([allowed] if isinstance(allowed, str) else allowed):
+            if isinstance(allowed, str) or not _ORIGIN.fullmatch(origin):
+                name = "allowed" if isinstance(allowed, str) else f"allowed.{place}"
+                fix = "list origins, such as [https://en.wikipedia.org, '*.example.org', localhost:8000]"
+                raise SettingError(name, f"got {origin!r}", fix)
         self._width, self._height, self._scale, self._seconds = width, height, scale, seconds
         self._key = (find_chromium(executable), tuple(allowed))
         self._view = ModelView()
@@ -273,7 +290,7 @@ class BaseScreen(Environment):
 
     async def _press_keys(self, keys: str) -> None:
         """Press keys; what is copied is only pasted in the same chain, for Chromium has one clipboard for all."""
-        keyboard, pressed = self._page.keyboard, keys.lower()
+        keyboard, pressed = self._page.keyboard, _chord(keys)
         if pressed in _PASTES:
             await keyboard.insert_text(self._clipboard)
         elif pressed in _COPIES | _CUTS:
@@ -367,7 +384,10 @@ class BaseScreen(Environment):
         if self._site is None or not self._pages:
             return
         async with self._care():
-            self._state = await self._pages[0].evaluate(f"() => ({self._site.state})")
+            state = await self._pages[0].evaluate(f"() => ({self._site.state})")
+        if not 0 <= state["score"] <= 1:
+            raise ToolInfrastructureError(f"check: its value is {state['score']}; make it a number from 0 to 1")
+        self._state = state
 
     async def _look(self) -> list[Any]:
         """Return notes, if there are any, and the picture."""

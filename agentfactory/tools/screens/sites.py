@@ -42,14 +42,18 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
         raise ValueError("a row of screens has one of the fields page, miniwob and url")
     if check is not None and url is None:
         raise ValueError("check: pages of ours and of MiniWoB++ have their own; leave it out")
+    if not isinstance(seed, int):
+        raise ValueError(f"seed: got {seed!r}; give a whole number")
+    if not isinstance(check, str | None):
+        raise ValueError(f"check: got {check!r}; give JavaScript as a text")
     if page is not None:
         if page not in PAGE_NAMES:
             raise ValueError(f"page: got {page!r}; there are {', '.join(PAGE_NAMES)}")
-        return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed})", PAGES, is_ours=True)
+        return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed:d})", PAGES, is_ours=True)
     if miniwob is not None:
         return _miniwob(miniwob, seed)
     assert url is not None
-    if not url.startswith(("http://", "https://")):
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise ValueError(f"url: got {url!r}; it begins with http:// or https://")
     return Site(url, f"{{done: false, score: Number({check or 0})}}")
 
@@ -59,8 +63,8 @@ def _miniwob(name: str, seed: int) -> Site:
     if found is None or found.origin is None:
         raise ValueError("miniwob: its pages are not installed; pip install miniwob")
     files = Path(found.origin).parent / "html"
-    if not (files / "miniwob" / f"{name}.html").is_file():
-        names = sorted(path.stem for path in (files / "miniwob").glob("*.html"))
+    names = sorted(path.stem for path in (files / "miniwob").glob("*.html"))
+    if name not in names:
         raise ValueError(f"miniwob: got {name!r}; there are {', '.join(names)}")
     begin = (
         # the clock of the published pages is for people

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from playwright.async_api import Error
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.screen import MarkedScreen, Screen
@@ -303,7 +304,13 @@ async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None
         ):  # fmt: skip
             await screen.key(keys)
             assert await Player(screen, "").ask(value) == shown, keys
-        await screen.key("ControlLeft+KeyC")  # into Chromium's own clipboard
+        for keys in ("ControlLeft+KeyA", "ControlRight+KeyX", "ShiftLeft+Insert", "ControlOrMeta+v"):
+            await screen.key(keys)
+        assert await Player(screen, "").ask(value) == "secretsecret" * 2
+        for keys in ("Control+A", "Control+C"):
+            await screen._page.keyboard.press(keys)  # into Chromium's own clipboard, as a page's button may copy
+        await other._page.keyboard.press("Control+V")
+        assert await Player(other, "").ask(value) == ""
         for keys in ("Control+V", "ControlLeft+KeyV", "Shift+Control+V", "ShiftLeft+Insert"):
             await other.key(keys)
             assert await Player(other, "").ask(value) == "", keys
@@ -373,10 +380,31 @@ async def test_bad_rows_are_refused(screen: Screen) -> None:
         ({"miniwob": "click"}, "miniwob: got 'click'; there are"),
         ({"url": "file:///etc/passwd"}, "it begins with http:// or https://"),
         ({"page": "form", "check": "1"}, "check: pages of ours"),
+        ({"page": "form", "seed": "1"}, "seed: got '1'; give a whole number"),
+        ({"miniwob": "../miniwob/click-test"}, "miniwob: got '../miniwob/click-test'; there are"),
+        ({"url": 5}, "url: got 5; it begins with"),
+        ({"url": "http://localhost:1", "check": 5}, "check: got 5; give JavaScript as a text"),
     ):
         with pytest.raises(ValueError, match=problem):
             await screen.reset(**row)
     assert len(screens_tasks(seeds=2)) == 2 * len(PAGE_NAMES)
+
+
+@pytest.mark.parametrize("allowed", ["localhost:8000", ["localhost:8000/page"], ["a,b"], ["<local>"]])
+def test_what_is_no_origin_is_not_allowed(allowed: Any) -> None:
+    with pytest.raises(SettingError, match=r"allowed(\.0)?: got '.*'; fix: list origins, such as \[https://"):
+        Screen(**SIZE, allowed=allowed)
+
+
+async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
+    screen = Screen(**SIZE, allowed=[server])
+    try:
+        for check in ("1.5", "document.title + 'x'"):
+            with pytest.raises(ToolInfrastructureError, match="check: its value is .*; make it a number from 0 to 1"):
+                await screen.reset(url=f"http://{server}/plain", check=check)
+                await screen.wait(0.1)
+    finally:
+        await screen.close()
 
 
 async def test_sixteen_chains_at_once_and_nothing_stays(server: str) -> None:
