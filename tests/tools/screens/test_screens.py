@@ -400,8 +400,8 @@ async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
     screen = Screen(**SIZE, allowed=[server])
     try:
         for check in ("1.5", "document.title + 'x'"):
-            with pytest.raises(ToolInfrastructureError, match="check: its value is .*; make it a number from 0 to 1"):
-                await screen.reset(url=f"http://{server}/plain", check=check)
+            await screen.reset(url=f"http://{server}/plain", check=check)
+            with pytest.raises(ToolInfrastructureError, match=r"check: its value is .*; make it a number from 0 to 1"):
                 await screen.wait(0.1)
     finally:
         await screen.close()
