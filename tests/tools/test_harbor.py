@@ -255,7 +255,7 @@ async def test_the_tasks_own_limits_hold(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("COLOUR", "red")
     config = """
 [agent]
-timeout_sec = 2.0
+timeout_sec = 5.0
 [environment]
 memory = "256M"
 env = {COLOUR = "${COLOUR}", SHAPE = "${NO_SUCH_SHAPE:-round}"}
@@ -267,7 +267,7 @@ env = {COLOUR = "${COLOUR}", SHAPE = "${NO_SUCH_SHAPE:-round}"}
         big = await shell.shell("python3 -c 'import time; x = bytearray(700 << 20); time.sleep(9)'")
         assert "more than 256 MiB" in big["observation"]
         assert "it ran for more than" in (await shell.shell("sleep 60"))["observation"]
-        assert "the task's 2 s are over" in (await shell.shell("echo on"))["observation"]
+        assert "the task's 5 s are over" in (await shell.shell("echo on"))["observation"]
     finally:
         await shell.close()
 
