@@ -18,6 +18,7 @@ from tests.server_process import VLLM_PYTHON, serve
 
 STEPS = 3
 CHAINS = 200 if runs.FULL else 40
+"""CI has no time for all of them; LENGTH=full has."""
 
 
 @pytest.fixture(scope="module")

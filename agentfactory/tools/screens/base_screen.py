@@ -215,8 +215,11 @@ class BaseScreen(Environment):
         return finish({"observation": answer or "Done.", "score": self._state["score"]})
 
     def reward(self) -> dict[str, float]:
-        """Return `reward`, the page's score from 0 to 1, and `success`, whether that is 1."""
+        """Return `reward`, the page's score from 0 to 1, and `success`, whether that is 1. Raises ValueError if `check`
+        has another value at the end; before, it may lack one."""
         score = float(self._state["score"])
+        if not 0 <= score <= 1:
+            raise ValueError(f"check: its value is {score:g}; make it a number from 0 to 1")
         return {"reward": score, "success": float(score >= 1)}
 
     async def release(self) -> None:
@@ -384,10 +387,7 @@ class BaseScreen(Environment):
         if self._site is None or not self._pages:
             return
         async with self._care():
-            state = await self._pages[0].evaluate(f"() => ({self._site.state})")
-        if not 0 <= state["score"] <= 1:
-            raise ToolInfrastructureError(f"check: its value is {state['score']}; make it a number from 0 to 1")
-        self._state = state
+            self._state = await self._pages[0].evaluate(f"() => ({self._site.state})")
 
     async def _look(self) -> list[Any]:
         """Return notes, if there are any, and the picture."""

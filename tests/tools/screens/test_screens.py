@@ -401,8 +401,9 @@ async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
     try:
         for check in ("1.5", "document.title + 'x'"):
             await screen.reset(url=f"http://{server}/plain", check=check)
-            with pytest.raises(ToolInfrastructureError, match=r"check: its value is .*; make it a number from 0 to 1"):
-                await screen.wait(0.1)
+            await screen.wait(0.1)
+            with pytest.raises(ValueError, match=r"check: its value is .*; make it a number from 0 to 1"):
+                screen.reward()
     finally:
         await screen.close()
 
