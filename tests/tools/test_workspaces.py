@@ -246,7 +246,7 @@ async def test_long_copies_do_not_keep_others_from_threads(tmp_path: Path, monke
 
     async def play(chain: str) -> None:
         program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), tmp_path)
-        async with program.running(lambda: chain):
+        async with program.running(lambda: None):
             ended.append(chain)
 
     playing = asyncio.gather(*(play(f"c{number}") for number in range(2 * (os.cpu_count() or 1) + 8)))
