@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from agentfactory.launching.processes import Children
 from tests.forked import start_engine
 from tests.project import agentfactory, project  # noqa: F401 (fixtures)
 
@@ -106,6 +107,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     if _started and item.get_closest_marker("unit"):
         pytest.fail(f"starts a process, so it needs @pytest.mark.processes: {_started[0]}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_command_here() -> Iterator[None]:
+    """Fails a test that runs a whole command in this process. A command ends all that its process has started, and so
+    it would end the servers of other tests: the fixture `agentfactory` gives it a process of its own."""
+    enter, ours = Children.__enter__, os.getpid()
+
+    def refuse(children: Children) -> Children:
+        assert os.getpid() != ours, "run the command by the fixture `agentfactory`"
+        return enter(children)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Children, "__enter__", refuse)
+        yield
 
 
 @pytest.fixture(scope="session")

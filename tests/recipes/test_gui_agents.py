@@ -11,7 +11,6 @@ import datasets
 import pytest
 from PIL import Image, ImageDraw
 
-from agentfactory.commands.main import main
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
@@ -23,6 +22,7 @@ from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.tool import Finish
 from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
+from tests.project import Command
 from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model
 
@@ -207,23 +207,17 @@ async def test_a_chain_clicks_on_a_row_of_the_hub(name: str, hub: Path, tmp_path
     assert (wrong.outcome, wrong.reward) == (Outcome.MAX_TURNS, 0.0)
 
 
-@pytest.mark.processes
 @pytest.mark.extended
-def test_the_recipe_is_evaluated_on_the_columns_of_the_hub(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_is_evaluated_on_the_columns_of_the_hub(hub: Path, tmp_path: Path, agentfactory: Command) -> None:
     model = make_vision_model(tmp_path / "model", "qwen3_vl")
-    monkeypatch.chdir(tmp_path)
-    status = main(
-        [
-            "eval",
-            str(FOLDER / "qwen3-vl-4b-grounding-lora-24gb.yaml"),
-            *(f"model.path={model}", "model.dtype=float32", "model.lora=null", "model.max_image_pixels=null"),
-            *(f"data.options.path={hub / 'GUI-R1'}", f"eval.data.options={{path: {hub / 'ScreenSpot'}}}"),
-            *("server.engine=embedded", "placement.mode=auto", "rollout.max_tokens=16", f"output={tmp_path / 'run'}"),
-        ]
+    done = agentfactory(
+        "eval",
+        str(FOLDER / "qwen3-vl-4b-grounding-lora-24gb.yaml"),
+        *(f"model.path={model}", "model.dtype=float32", "model.lora=null", "model.max_image_pixels=null"),
+        *(f"data.options.path={hub / 'GUI-R1'}", f"eval.data.options={{path: {hub / 'ScreenSpot'}}}"),
+        *("server.engine=embedded", "placement.mode=auto", "rollout.max_tokens=16", f"output={tmp_path / 'run'}"),
     )
-    assert status == 0
+    assert done.returncode == 0, done.stderr
     groups = read_groups(tmp_path / "run" / "eval" / "trajectories")
     chains = [chain for group in groups for chain in group.trajectories]
     assert len(chains) == 2  # sampled and greedy
