@@ -334,12 +334,12 @@ async def cut_by_sleep(recorder: Recorder, tokens: int) -> None:
     """A turn of so many tokens through the proxy, cut by sleep and asked for again by the client itself."""
     server = ServerControl(recorder.url)
     sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
-    async with InferenceClient(recorder.url, retry_seconds=0.2) as client:
+    async with InferenceClient(recorder.url, retry_seconds=2.0) as client:
         asking = asyncio.create_task(client.generate([5, 9, 12], "policy", sampling))
         await busy(recorder.upstream)
         await asyncio.to_thread(server.sleep)
         await until(lambda: len(recorder.calls) > 2)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(2.5)  # longer than a server that is awake may give no token
         assert recorder.calls[:2] == ["turn", SLEEP[0]]
         assert set(recorder.calls[2:]) == {"/is_sleeping"}, "a server that sleeps gets no turn"
         assert not asking.done()
