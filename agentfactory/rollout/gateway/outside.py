@@ -15,8 +15,8 @@ from agentfactory.rollout.config import OutsideConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit, missing_field
-from agentfactory.rollout.gateway.asked import Refusal, wrong
-from agentfactory.rollout.gateway.server import Gateway, foreign_key, key_of
+from agentfactory.rollout.gateway.asked import Refusal, foreign_key, wrong
+from agentfactory.rollout.gateway.server import Gateway, key_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Content, EnvironmentReward, ToolInfrastructureError
 from agentfactory.tools.notices import tell
@@ -172,10 +172,16 @@ class OutsideAgent(ClientAgent):
             raise foreign_key()
         return taken
 
+    async def _hear(self, request: web.Request) -> tuple[_Taken, dict[str, Any]]:
+        """Return the chain that a program speaks of, and what it says. Raises Refusal, also if the chain ends before
+        that is here."""
+        self._of(request)
+        _, body = await self._gateway.hear(request)
+        return self._of(request), body
+
     async def _call(self, request: web.Request) -> web.Response:
         """Call one of the recipe's tools for a chain."""
-        taken = self._of(request)
-        body = await self._gateway.body(request)
+        taken, body = await self._hear(request)
         name, arguments = body.get("name"), body.get("arguments", {})
         if not isinstance(name, str):
             raise wrong(f"name: got {name!r}; use the name of a tool")
@@ -197,11 +203,8 @@ class OutsideAgent(ClientAgent):
 
     async def _finish(self, request: web.Request) -> web.Response:
         """End a chain with what its program says of it."""
-        taken = self._of(request)
-        body = await self._gateway.body(request)
+        taken, body = await self._hear(request)
         reward = _read_report(body, judged=taken.visit.judged)
-        if taken.end.done():  # by another request, while this one was read
-            raise foreign_key()
         if reward is not None:
             taken.visit.report(reward)
         taken.end.set_result(body)
@@ -215,7 +218,6 @@ class _TaskGateway(Gateway):
         try:
             await super().__aenter__()
         except OSError as error:
-            await self._runner.cleanup()
             problem = f"got {self._port}: {error.strerror or error}"
             raise SettingError(f"{_FIELD}.port", problem, "name a free port, or 0") from error
         tell(logger, "where tasks are given", f"programs take tasks at {self.url}/tasks", see=_PAGE)
