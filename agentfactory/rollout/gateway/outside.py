@@ -19,7 +19,7 @@ from agentfactory.rollout.gateway.asked import Refusal, foreign_key, wrong
 from agentfactory.rollout.gateway.server import Gateway, key_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Content, EnvironmentReward, ToolInfrastructureError
-from agentfactory.tools.notices import tell
+from agentfactory.tools.notices import inform, tell
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class _TaskGateway(Gateway):
         except OSError as error:
             problem = f"got {self._port}: {error.strerror or error}"
             raise SettingError(f"{_FIELD}.port", problem, "name a free port, or 0") from error
-        tell(logger, "where tasks are given", f"programs take tasks at {self.url}/tasks", see=_PAGE)
+        inform(logger, f"programs take tasks at {self.url}/tasks", see=_PAGE)
         return self
 
 
