@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,10 +65,12 @@ async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say
     """Answer chat requests until `check` raises: the server has ended."""
     from agentfactory.rollout.gateway.chat_service import serve_chat
 
-    turns = folder.path / "turns.jsonl"
-    async with serve_chat(served.recipe, url, served.name, turns, port, base=folder.path) as endpoint:
+    turns, variable = folder.path / "turns.jsonl", served.recipe.server.api_key_env
+    key = os.environ[variable] if variable else None  # the server has started with it
+    async with serve_chat(served.recipe, url, served.name, turns, port, key, folder.path) as endpoint:
         say(f"chat {endpoint.url} (every turn, to the token: {display(turns)})")
-        for name, value in endpoint.environment().items():
+        shown = endpoint if key is None else replace(endpoint, key=f'"${variable}"')
+        for name, value in shown.environment().items():
             say(f"  export {name}={value}")
         while True:
             check()

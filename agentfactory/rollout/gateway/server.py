@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler
 
 from agentfactory.rollout.gateway import chat_completions, messages, responses
 from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, foreign_key
+from agentfactory.rollout.parsers.values import MAX_DEPTH, check_depth
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Api(Protocol):
     ROUTE: str
     PING: str
 
-    def read(self, body: Mapping[str, Any], temperature: float, stored: dict[str, list[dict[str, Any]]]) -> Asked:
+    def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> Asked:
         """Return what a request asks for. Raises Refusal."""
 
     def write(self, asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
@@ -67,8 +68,7 @@ class Asking(Protocol):
     """A chain that answers requests."""
 
     temperature: float
-    stored: dict[str, list[dict[str, Any]]]
-    """See responses.Stored."""
+    stored: responses.Stored
 
     async def count(self, asked: Asked) -> int:
         """Return the number of tokens of a conversation. Raises Refusal."""
@@ -297,7 +297,10 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
         raise Refusal(413, _code(413), f"the request has more than {_MOST_VALUES} JSON values")
     try:
         body = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        check_depth(body)
+    except RecursionError:
+        raise Refusal(400, "invalid_request", f"the request is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
         raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(400, "invalid_request", "the request is no JSON object")

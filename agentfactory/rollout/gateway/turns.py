@@ -14,6 +14,7 @@ from agentfactory.rollout.episode import Episode, Setup
 from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, foreign_key, wrong
 from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.likeness import Delivered, content_text
+from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.tree import ChainTree, Plan
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.sampling import Sampling
@@ -37,7 +38,7 @@ class AskedTurns(Episode):
         super().__init__(setup, trajectory, task, sampling)
         self.tree = ChainTree(trajectory.rows, setup.renderer)
         self.temperature = sampling.temperature
-        self.stored: dict[str, list[dict[str, Any]]] = {}
+        self.stored = Stored()
         self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self._taken = 0
         """Turns that were sampled or are being sampled."""

@@ -219,9 +219,7 @@ class Rewards:
             if name in self._names:
                 known[name] = value
         if left_out := metrics.keys() - known:
-            text = (
-                f"chains report numbers under more than {MOST_NAMES} names, such as {min(left_out)}: these are left out"
-            )
+            text = f"chains report numbers under more than {MOST_NAMES} names; new ones are left out ({min(left_out)})"
             tell(logger, "names of metrics", f"{text}; fix: use names that do not change with the chain", see=_PAGE)
         return known
 
