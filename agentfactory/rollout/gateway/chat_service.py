@@ -134,7 +134,7 @@ async def serve_chat(
 
     Raises SettingError for a tool-call format that no client could read.
     """
-    with TemporaryDirectory() as images, log.open("a", encoding="utf-8") as file:
+    with TemporaryDirectory() as images, log.open("a", encoding="utf-8", errors="replace") as file:
         renderer = load_renderer(
             recipe.model,
             recipe.rollout.parser,

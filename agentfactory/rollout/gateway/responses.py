@@ -71,7 +71,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
         if kept:
             stored.keep(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
 
-    instructions = body.get("instructions")
+    instructions = read_content(body.get("instructions"), _part)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     tools = body.get("tools")
     functions = [tool for tool in tools or [] if tool.get("type") == "function"]

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler
 
 from agentfactory.rollout.gateway import chat_completions, messages, responses
 from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, foreign_key
-from agentfactory.rollout.parsers.values import MAX_DEPTH, check_depth
+from agentfactory.rollout.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,13 @@ class Gateway:
         assert self._runner.server is not None
         loop = asyncio.get_running_loop()
         server = self._runner.server
-        return _Connection(server, loop=loop, access_log=None, keepalive_timeout=HEADER_SECONDS)  # type: ignore[arg-type]
+        return _Connection(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=HEADER_SECONDS,
+            auto_decompress=False,  # a short body could become a huge one
+        )
 
     @asynccontextmanager
     async def listening(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
@@ -285,6 +291,8 @@ def _handler(gateway: Gateway, api: Api) -> Any:
 
 
 async def _body_of(request: web.Request) -> dict[str, Any]:
+    if encoding := request.headers.get("Content-Encoding", "").replace("identity", ""):
+        raise Refusal(415, _code(415), f"Content-Encoding: got {encoding}; send the body as it is")
     try:
         async with asyncio.timeout(BODY_SECONDS):
             content = await request.read()
@@ -296,7 +304,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     if sum(map(content.count, _BETWEEN_VALUES)) > _MOST_VALUES:
         raise Refusal(413, _code(413), f"the request has more than {_MOST_VALUES} JSON values")
     try:
-        body = json.loads(content)
+        body = json.loads(content, parse_float=finite, parse_constant=no_constant)
         check_depth(body)
     except RecursionError:
         raise Refusal(400, "invalid_request", f"the request is nested more than {MAX_DEPTH} levels deep") from None
