@@ -4,6 +4,7 @@ is refused in the words of its protocol."""
 import asyncio
 import gzip
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -16,10 +17,12 @@ import pytest
 
 from agentfactory.rollout.delivery import encode
 from agentfactory.rollout.gateway import responses, server
+from agentfactory.rollout.gateway.agents import ChainEnded, ChainTools, FunctionAgent
 from agentfactory.rollout.rewards import scoring
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.notices import notice_of
 from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
+from tests.scripted_chains import scripted_chains
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}]}
@@ -288,3 +291,28 @@ async def test_answers_that_are_kept_for_later_requests_are_bounded(
         assert (status, answered["error"]["code"]) == (404, "item_not_found")
         await program.post("/reward", key, reward=1)
         assert (await running).turns == 5
+
+
+async def test_an_agent_that_outlives_its_chain_calls_no_tool_of_the_next_one(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "tools" / "notebook.py", tmp_path)
+    program = {"command": "python", "args": ["-S", str(tmp_path / "notebook.py")], "isolation": "process"}
+    pad = {**program, "environment": {"reset": "begin", "reward": "judge", "close": None}, "pool": {"capacity": 1}}
+    kept: list[ChainTools] = []
+    running: list[asyncio.Task[Any]] = []
+
+    async def run(tools: ChainTools) -> Any:
+        kept.append(tools)
+        if len(kept) == 1:
+            running.append(asyncio.create_task(tools.call("read", {"seconds": 1})))
+            await asyncio.sleep(0.1)  # so that it has begun
+            return None
+        with pytest.raises(ChainEnded, match="the chain has ended"):
+            await kept[0].call("write", {"word": "of the first"})
+        return await tools.call("read", {})
+
+    fields: dict[str, Any] = {"tools": [], "mcp_servers": {"pad": pad}}
+    async with scripted_chains(tmp_path, [], agent=FunctionAgent("a.py:run", run), **fields) as chains:
+        first, second = await chains.run(word="one"), await chains.run(word="two")
+        assert (first.error, second.error, second.result) == (None, None, "two")
+        with pytest.raises(ChainEnded, match="while the tool was running"):
+            await running[0]

@@ -81,6 +81,7 @@ class GatewayEpisode(AskedTurns):
                     agent.cancel()
                     await asyncio.wait([agent])
                     self._close()
+                    await visit.tools.close()
         finally:
             if self._ended.done():
                 self._ended.exception()  # it may be one that nothing else reads
