@@ -21,7 +21,7 @@ from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.server_keys import key_file_of
-from agentfactory.rollout.serving import address_fault, outside_fault, server_command
+from agentfactory.rollout.serving import address_fault, chat_fault, outside_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -37,8 +37,9 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
     with Children() as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
-        if (taken := address_fault(served.recipe)) is not None:
-            raise taken
+        for taken in (address_fault(served.recipe), None if chat is None else chat_fault(chat)):
+            if taken is not None:
+                raise taken
         run_prepare(recipe, children, say)
         placement = place([served.recipe], "serve")[0] or Placement(on_gpu=may_have_gpu())
         for line in placement.describe():
