@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.server_keys import key_file_of
-from agentfactory.rollout.serving import address_fault, outside_fault, server_command
+from agentfactory.rollout.serving import address_fault, chat_fault, outside_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -36,8 +37,9 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
     with Children() as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
-        if (taken := address_fault(served.recipe)) is not None:
-            raise taken
+        for taken in (address_fault(served.recipe), None if chat is None else chat_fault(chat)):
+            if taken is not None:
+                raise taken
         run_prepare(recipe, children, say)
         placement = place([served.recipe], "serve")[0] or Placement(on_gpu=may_have_gpu())
         for line in placement.describe():
@@ -64,10 +66,12 @@ async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say
     """Answer chat requests until `check` raises: the server has ended."""
     from agentfactory.rollout.gateway.chat_service import serve_chat
 
-    turns = folder.path / "turns.jsonl"
-    async with serve_chat(served.recipe, url, served.name, turns, port, base=folder.path) as endpoint:
+    turns, variable = folder.path / "turns.jsonl", served.recipe.server.api_key_env
+    key = os.environ[variable] if variable else None  # the server has started with it
+    async with serve_chat(served.recipe, url, served.name, turns, port, key, folder.path) as endpoint:
         say(f"chat {endpoint.url} (every turn, to the token: {display(turns)})")
-        for name, value in endpoint.environment().items():
+        shown = endpoint if key is None else replace(endpoint, key=f'"${variable}"')
+        for name, value in shown.environment().items():
             say(f"  export {name}={value}")
         while True:
             check()

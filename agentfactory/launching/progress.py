@@ -117,28 +117,35 @@ class Progress:
 @contextmanager
 def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
     """While the context is open, `say` gets a line for each warning of our packages' loggers; of a notice (`tell`) only
-    the first on its topic. When the context closes, also by an error, it gets all notices again, with their counts."""
+    the first on its topic; and what is no fault (`inform`). When the context closes, also by an error, it gets all
+    notices of faults again, with their counts."""
     notices = Notices()
     handler = _Warnings(say, notices)
     logger = logging.getLogger("agentfactory")
+    level = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         yield notices
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
         if lines := notices.last_lines():
             say("\n  ".join(["warnings of this run:", *lines]))
 
 
 class _Warnings(logging.Handler):
     def __init__(self, say: Callable[[str], None], notices: Notices):
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._say = say
         self._notices = notices
 
     def emit(self, record: logging.LogRecord) -> None:
         notice = notice_of(record)
-        if notice is None or self._notices.take(notice):
+        if record.levelno < logging.WARNING:
+            if notice is not None:
+                self._say(str(notice))
+        elif notice is None or self._notices.take(notice):
             self._say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 

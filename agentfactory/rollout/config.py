@@ -261,7 +261,8 @@ class AgentConfig(Section):
                 problem = f"got {getattr(self, field)!r}, and {self.name or 'outside'} is no program that we start"
                 raise SettingError(field, problem, "remove it")
         for field in ("readable", "processes", "memory_mb", "disk_mb"):
-            if self.sandbox is SandboxKind.NONE and field in self.model_fields_set:
+            # a recipe that was written and read again, as each process of a run reads it, has every field
+            if self.sandbox is SandboxKind.NONE and getattr(self, field) != type(self).model_fields[field].default:
                 raise SettingError(field, f"got {getattr(self, field)!r} with sandbox=none", "remove one of them")
         try:
             ProgramLimits(self.processes, self.memory_mb, self.disk_mb)

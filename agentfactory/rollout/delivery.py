@@ -17,7 +17,7 @@ import struct
 import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from agentfactory.rollout.group_files import EncodedGroup, decode_group
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
-from agentfactory.tools.notices import tell
+from agentfactory.tools.notices import Notice, log
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ def encode_delivered(delivered: Delivered) -> list[bytes]:
 
 
 def _begin(kind: str, fields: dict[str, Any], line: int, record: int) -> bytes:
-    head = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode()
+    # lone surrogates are replaced, as in the line of a group
+    head = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode("utf-8", "replace")
     return _LENGTHS.pack(len(head), line, record) + head
 
 
@@ -261,8 +262,8 @@ class WorkerProcess:
             self.evaluations.append(message["figures"])
         elif message["kind"] == "notice":
             # the worker's own output goes only to its log; ours reaches the person
-            see = message["see"] or str(self.log_file)
-            tell(logger, message["topic"], message["text"], see=see, times=message["times"])
+            notice = Notice(**{name: value for name, value in message.items() if name != "kind"})
+            log(logger, replace(notice, see=notice.see or str(self.log_file)))
         elif message["kind"] != "alive":
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 

@@ -79,6 +79,13 @@ def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
     return SettingError("rollout.agent.outside.port", problem, "name a free port, and tell the programs")
 
 
+def chat_fault(port: int) -> SettingError | None:
+    """Return why chat requests could not be answered at this port; None if they could."""
+    if (problem := _listening_problem("127.0.0.1", port)) is None:
+        return None
+    return SettingError("--chat", problem, "name a free port, or none")
+
+
 def _listening_problem(host: str, port: int) -> str | None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -87,6 +94,8 @@ def _listening_problem(host: str, port: int) -> str | None:
             probe.bind(address)
     except OSError as error:
         return f"nothing can listen on {host}:{port}: {error.strerror}"
+    except OverflowError as error:
+        return f"nothing can listen on {host}:{port}: {error}"
     return None
 
 

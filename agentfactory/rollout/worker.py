@@ -225,7 +225,7 @@ class _Forward(logging.Handler):
     """Sends the notices of this process to rank 0, where a person sees them."""
 
     def __init__(self, writer: asyncio.StreamWriter):
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._writer = writer
         self._loop = asyncio.get_running_loop()
 

@@ -56,9 +56,9 @@ class PoolConfig(Section):
     as many as half of the free memory allows, at 75 MiB each, or at what the largest that has ended took."""
     wait_seconds: PositiveFloat = 600.0
     """How long a chain waits for an instance before it ends as tool_infrastructure."""
-    warm: int = Field(default=0, ge=0)
+    warm: int | None = Field(default=None, ge=0)
     """Number of instances that are ready from the start; replacements are created ahead of the chains that will use
-    them. Not set: 2 for processes that serve one chain each, else 0."""
+    them. null: 2 for processes that serve one chain each, else 0."""
     max_uses: PositiveInt | None = None
     """Number of chains after which an instance is replaced; 1: each chain gets a new one."""
     max_seconds: PositiveFloat | None = None

@@ -169,5 +169,5 @@ class Ledger(Generic[T]):
         if self.capacity is not None and self.places >= self.capacity:
             return False
         coming = len(self.idle) + self.checking + self.making
-        ahead = not self._paused and coming + self.resetting < len(self.waiting) + self._config.warm
+        ahead = not self._paused and coming + self.resetting < len(self.waiting) + (self._config.warm or 0)
         return coming < len(self.waiting) or ahead

@@ -167,7 +167,7 @@ class ToolServer:
             changes["capacity"] = max(1, self._memory // self._each)
         if (self.environment is None or self.config.has_folders) and config.max_uses is None:
             changes["max_uses"] = 1
-            if "warm" not in config.model_fields_set and self.config.url is None:
+            if config.warm is None and self.config.url is None:
                 changes["warm"] = min(_SPARES, changes.get("capacity", _SPARES), config.capacity or _SPARES)
         config = config.model_copy(update=changes)
         if self.config.url is None:

@@ -71,9 +71,16 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_written(recipe: 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = agentfactory("serve", str(recipe), f"server.port={port}")
+        chat = agentfactory("serve", str(recipe), "--chat", str(port))
     assert result.returncode == 2
     told = f"agentfactory: server.port: nothing can listen on 127.0.0.1:{port}: Address already in use"
     assert result.stderr == f"{told}; fix: server.port=0 takes a free one\n"
+    assert chat.returncode == 2
+    told = f"agentfactory: --chat: nothing can listen on 127.0.0.1:{port}: Address already in use"
+    assert chat.stderr == f"{told}; fix: name a free port, or none\n"
+    assert (
+        "--chat: nothing can listen on 127.0.0.1:70000: " in agentfactory("serve", str(recipe), "--chat=70000").stderr
+    )
     assert not (recipe.parent / "runs").exists()
     result = agentfactory("serve", str(recipe), "server.host=203.0.113.1", "server.api_key_env=HOME")
     assert result.returncode == 2

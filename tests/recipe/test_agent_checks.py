@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.errors import SettingError
 
 OUTSIDE = "rollout.agent={outside: {port: 8100}}"
@@ -30,6 +31,13 @@ def test_refused(project: Path, overrides: list[str], field: str, said: str) -> 
     with pytest.raises(SettingError, match=said) as caught:
         load_recipe("recipe.yaml", overrides, purpose="train")
     assert caught.value.field == field
+
+
+def test_a_program_without_a_sandbox_is_one_in_every_process_of_a_run(project: Path) -> None:
+    recipe = load_recipe("recipe.yaml", ["rollout.agent={command: [ls], sandbox: none}"], purpose="train")
+    assert isinstance(recipe, Recipe)
+    # as the launcher, the trainer and the worker pass it on
+    assert Recipe.model_validate(recipe.model_dump(mode="json")).rollout.agent == recipe.rollout.agent
 
 
 def test_programs_outside_may_report_the_reward(project: Path) -> None:

@@ -44,6 +44,10 @@ class AgentFailed(Exception):
         self.result = result
 
 
+class ChainEnded(Exception):
+    """An agent calls a tool of a chain that has ended."""
+
+
 class ChainTools:
     """The recipe's tools, as one chain has them.
 
@@ -69,10 +73,12 @@ class ChainTools:
         self._note = note
         self._fail = fail
         self._numbers = count()
+        self._running: set[asyncio.Task[ToolResult]] = set()
+        self._closed = False
 
     async def call(self, name: str, arguments: Mapping[str, Any] | str) -> Content:
         """Make a call, and return what the model is to see: text, or parts with images. Errors of tools are results,
-        too. `arguments` may be JSON text."""
+        too. `arguments` may be JSON text. Raises ChainEnded."""
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}", strict=False)
@@ -80,15 +86,39 @@ class ChainTools:
                 return f"The arguments of {name} are not JSON: {error}"
             if not isinstance(arguments, dict):
                 return f"The arguments of {name} are not a JSON object."
+        if self._closed:
+            raise ChainEnded("the chain has ended")
         call = ToolCall(f"call_{next(self._numbers)}", name, dict(arguments))
+        running = asyncio.ensure_future(self._result(call))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
         try:
-            results = await self._limits.run([call], self._timeline.calls(self._session.call, None))
-            (result,) = await self._session.number_images([call], results)
+            await asyncio.wait([running])
+        finally:
+            running.cancel()
+        if running.cancelled():
+            raise ChainEnded("the chain has ended while the tool was running")
+        try:
+            result = running.result()
         except ToolInfrastructureError as error:
             self._fail(error)  # the agent may catch it, and the chain is lost
             raise
         self._note(call, result)
         return result.content
+
+    async def _result(self, call: ToolCall) -> ToolResult:
+        results = await self._limits.run([call], self._timeline.calls(self._session.call, None))
+        (result,) = await self._session.number_images([call], results)
+        return result
+
+    async def close(self) -> None:
+        """End the calls that run, and allow no more: an agent may outlive its chain, whose environment is then
+        another's."""
+        self._closed = True
+        for running in self._running:
+            running.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,11 @@ def wrong(message: str) -> Refusal:
     return Refusal(400, "invalid_request", message)
 
 
+def foreign_key() -> Refusal:
+    """Return the refusal of a key that is that of no chain, or no more."""
+    return Refusal(401, "invalid_api_key", "this key is that of no running chain")
+
+
 def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     """Return the parameters of a request that are not applied, and would change what is sampled."""
     values = {name: _value_of(body, name) for name in _NEVER_APPLIED}

@@ -32,7 +32,7 @@ _REFUSED = {
 }
 
 
-def read(body: Mapping[str, Any], temperature: float, stored: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
     """Return what a request asks for. `temperature` is that of the chains; nothing is `stored` for this protocol.
     Raises Refusal."""
     refuse(body, _REFUSED)

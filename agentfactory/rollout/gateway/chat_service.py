@@ -8,15 +8,16 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import TextIO
 
 from agentfactory.rollout.agent import AgentHooks
 from agentfactory.rollout.chain_runner import begin
 from agentfactory.rollout.client import Completion, InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.episode import Setup
-from agentfactory.rollout.gateway.asked import Asked, Said
+from agentfactory.rollout.gateway.asked import Asked, Said, wrong
 from agentfactory.rollout.gateway.likeness import print_of
+from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.runner import check_native
 from agentfactory.rollout.gateway.server import Endpoint, Gateway
 from agentfactory.rollout.gateway.tree import Plan
@@ -28,6 +29,7 @@ from agentfactory.tools.limits import Rates
 _MOST_CONVERSATIONS = 4096
 """How many conversations are kept: one that was left longest is forgotten, and its turns are rendered again."""
 _UNLIMITED = 1 << 31
+_HOTTEST = 100
 
 
 class ChatService:
@@ -38,7 +40,7 @@ class ChatService:
 
     def __init__(self, setup: Setup, model: str, log: TextIO) -> None:
         self.temperature = setup.config.temperature
-        self.stored: dict[str, list[dict[str, Any]]] = {}
+        self.stored = Stored()
         self._most = setup.config.max_tokens
         free = setup.config.model_copy(update={"max_turns": _UNLIMITED, "max_tokens": setup.config.max_total_tokens})
         self._setup = replace(setup, recipe=setup.recipe.model_copy(update={"rollout": free}))
@@ -110,11 +112,13 @@ class _Conversation(AskedTurns):
 
 def _without_temperature(asked: Asked) -> Asked:
     """Move the temperature from what is not applied to the options. At temperature 0 nothing is drawn, so that nothing
-    that changes the draw is missed."""
+    that changes the draw is missed. Raises Refusal."""
     unmet = dict(asked.unmet)
     temperature = unmet.pop("temperature", None)
     if temperature is None:
         return asked
+    if type(temperature) not in (int, float) or not 0 <= temperature <= _HOTTEST:
+        raise wrong(f"temperature: got {temperature!r:.200}; use a number from 0 to {_HOTTEST}")
     if temperature == 0:
         for name in ("seed", "top_p", "top_k", "min_p"):
             unmet.pop(name, None)
@@ -130,7 +134,7 @@ async def serve_chat(
 
     Raises SettingError for a tool-call format that no client could read.
     """
-    with TemporaryDirectory() as images, log.open("a", encoding="utf-8") as file:
+    with TemporaryDirectory() as images, log.open("a", encoding="utf-8", errors="replace") as file:
         renderer = load_renderer(
             recipe.model,
             recipe.rollout.parser,

@@ -80,8 +80,8 @@ class GatewayEpisode(AskedTurns):
                 finally:
                     agent.cancel()
                     await asyncio.wait([agent])
-                    for request in self._requests:
-                        request.cancel()
+                    self._close()
+                    await visit.tools.close()
         finally:
             if self._ended.done():
                 self._ended.exception()  # it may be one that nothing else reads

@@ -28,7 +28,7 @@ _REFUSED = {
 }
 
 
-def read(body: Mapping[str, Any], temperature: float, stored: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
     """Return what a request asks for. `temperature` is that of the chains; nothing is `stored` for this protocol.
     Raises Refusal."""
     refuse(body, _REFUSED)
@@ -145,7 +145,12 @@ def _pieces(block: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def error(refusal: Refusal) -> dict[str, Any]:
     """Return the body of a refused request."""
-    kinds = {401: "authentication_error", 400: "invalid_request_error"}
+    kinds = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        404: "not_found_error",
+        413: "request_too_large",
+    }
     text = str(refusal)
     if refusal.code == "context_length_exceeded":
         text = f"prompt is too long: {text}"  # by which clients recognise it

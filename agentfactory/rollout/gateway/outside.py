@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from aiohttp import web
@@ -14,12 +14,12 @@ from aiohttp import web
 from agentfactory.rollout.config import OutsideConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway import chat_completions
-from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit, missing_field
-from agentfactory.rollout.gateway.asked import Refusal, wrong
-from agentfactory.rollout.gateway.server import Gateway, foreign_key, key_of
+from agentfactory.rollout.gateway.agents import AgentFailed, ChainEnded, ClientAgent, Visit, missing_field
+from agentfactory.rollout.gateway.asked import Refusal, foreign_key, wrong
+from agentfactory.rollout.gateway.server import Gateway, key_of
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Content, EnvironmentReward, ToolInfrastructureError
-from agentfactory.tools.notices import tell
+from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
+from agentfactory.tools.notices import inform, tell
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,10 @@ class _Asker:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A chain that a program has taken: what the program says of it at its end, and its calls of tools that run."""
+    """A chain that a program has taken, and what the program says of it at its end."""
 
     visit: Visit
     end: "asyncio.Future[dict[str, Any]]"
-    calls: set["asyncio.Task[Content]"] = field(default_factory=set)
 
 
 class OutsideAgent(ClientAgent):
@@ -127,10 +126,6 @@ class OutsideAgent(ClientAgent):
             said = await taken.end
         finally:
             del self._taken[visit.endpoint.key]
-            for call in taken.calls:
-                call.cancel()
-            if taken.calls:
-                await asyncio.wait(taken.calls)
         if said.get("error") is not None:
             raise AgentFailed(said["error"], said.get("answer"))
         answer: str | None = said.get("answer")
@@ -172,36 +167,32 @@ class OutsideAgent(ClientAgent):
             raise foreign_key()
         return taken
 
+    async def _hear(self, request: web.Request) -> tuple[_Taken, dict[str, Any]]:
+        """Return the chain that a program speaks of, and what it says. Raises Refusal, also if the chain ends before
+        that is here."""
+        self._of(request)
+        _, body = await self._gateway.hear(request)
+        return self._of(request), body
+
     async def _call(self, request: web.Request) -> web.Response:
         """Call one of the recipe's tools for a chain."""
-        taken = self._of(request)
-        body = await self._gateway.body(request)
+        taken, body = await self._hear(request)
         name, arguments = body.get("name"), body.get("arguments", {})
         if not isinstance(name, str):
             raise wrong(f"name: got {name!r}; use the name of a tool")
         if not isinstance(arguments, dict | str):
             raise wrong(f"arguments: got {arguments!r:.200}; use an object, or its JSON text")
-        call = asyncio.ensure_future(taken.visit.tools.call(name, arguments))
-        taken.calls.add(call)
         try:
-            await asyncio.wait([call])
-        finally:
-            call.cancel()
-            taken.calls.discard(call)
-        if call.cancelled():
-            raise Refusal(409, "chain_ended", "the chain has ended while the tool was running")
-        try:
-            return web.json_response({"content": call.result()})
+            return web.json_response({"content": await taken.visit.tools.call(name, arguments)})
+        except ChainEnded as error:
+            raise Refusal(409, "chain_ended", str(error)) from None
         except ToolInfrastructureError as error:
             raise Refusal(503, "tool_infrastructure", str(error)) from error
 
     async def _finish(self, request: web.Request) -> web.Response:
         """End a chain with what its program says of it."""
-        taken = self._of(request)
-        body = await self._gateway.body(request)
+        taken, body = await self._hear(request)
         reward = _read_report(body, judged=taken.visit.judged)
-        if taken.end.done():  # by another request, while this one was read
-            raise foreign_key()
         if reward is not None:
             taken.visit.report(reward)
         taken.end.set_result(body)
@@ -215,10 +206,9 @@ class _TaskGateway(Gateway):
         try:
             await super().__aenter__()
         except OSError as error:
-            await self._runner.cleanup()
             problem = f"got {self._port}: {error.strerror or error}"
             raise SettingError(f"{_FIELD}.port", problem, "name a free port, or 0") from error
-        tell(logger, "where tasks are given", f"programs take tasks at {self.url}/tasks", see=_PAGE)
+        inform(logger, f"programs take tasks at {self.url}/tasks", see=_PAGE)
         return self
 
 

@@ -19,8 +19,8 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "reasoning": {"content": []},
 }
 """Type of an item -> its content at the beginning of a stream."""
-Stored = dict[str, list[dict[str, Any]]]
-"""Id of an answer -> the items of its conversation, its own included."""
+_MOST_STORED = 1 << 27
+"""Characters of requests that are kept for later ones."""
 _REFUSED = {
     "background": "an answer is given when the turn is sampled",
     "conversation": "send the conversation, or previous_response_id",
@@ -30,21 +30,48 @@ _REFUSED = {
 _LOGPROBS = "message.output_text.logprobs"
 
 
+class Stored:
+    """The items of conversations up to each of the last answers, its own included. Answers of long ago are forgotten,
+    so that no client fills the memory."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[list[dict[str, Any]], int]] = {}
+        self._characters = 0
+
+    def keep(self, answer: str, items: list[dict[str, Any]], characters: int) -> None:
+        """Keep the items up to an answer, of which so many `characters` are new."""
+        self._answers[answer] = items, characters
+        self._characters += characters
+        while self._characters > _MOST_STORED:
+            self._characters -= self._answers.pop(next(iter(self._answers)))[1]
+
+    def items(self, answer: str) -> list[dict[str, Any]] | None:
+        """Return the items up to an answer; None if it is not known."""
+        return self._answers[answer][0] if answer in self._answers else None
+
+    def by_id(self) -> dict[str, dict[str, Any]]:
+        """Return all items, by their ids."""
+        return {str(item.get("id")): item for items, _ in self._answers.values() for item in items}
+
+
 def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
     """Return what a request asks for. `temperature` is that of the chains. `stored` are the items of the chain's
     conversations up to each answer. Raises Refusal."""
     refuse(body, _REFUSED)
     if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"text.format: {GRAMMAR}")
-    items = _known(body, stored) + [_referred(item, stored) for item in as_items(body.get("input"))]
+    given = as_items(body.get("input"))
+    items = _known(body, stored) + _with_referred(given, stored)
     if not items:
         raise wrong("input: give a text, or a list with at least one item")
+    kept = body.get("store") is not False
+    characters = len(json.dumps(given)) if kept else 0
 
     def remember(turns: Sequence[Said]) -> None:
-        if body.get("store") is not False:
-            stored[f"resp_{turns[0].id}"] = [*items, *_items(turns[0], "completed")]
+        if kept:
+            stored.keep(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
 
-    instructions = body.get("instructions")
+    instructions = read_content(body.get("instructions"), _part)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     tools = body.get("tools")
     functions = [tool for tool in tools or [] if tool.get("type") == "function"]
@@ -69,19 +96,19 @@ def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
     previous = body.get("previous_response_id")
     if previous is None:
         return []
-    if previous not in stored:
+    if (items := stored.items(str(previous))) is None:
         raise Refusal(404, "previous_response_not_found", f"previous_response_id: this chain has no answer {previous}")
-    return stored[previous]
+    return items
 
 
-def _referred(item: dict[str, Any], stored: Stored) -> dict[str, Any]:
-    if item.get("type") != "item_reference":
-        return item
-    for items in stored.values():
-        for known in items:
-            if known.get("id") == item.get("id"):
-                return known
-    raise Refusal(404, "item_not_found", f"input: this chain has no item {item.get('id')}")
+def _with_referred(given: list[dict[str, Any]], stored: Stored) -> list[dict[str, Any]]:
+    """Return items, and those of the chain that they refer to."""
+    names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
+    known = stored.by_id() if names else {}
+    for name in names:
+        if name not in known:
+            raise Refusal(404, "item_not_found", f"input: this chain has no item {name}")
+    return [known[str(item.get("id"))] if item.get("type") == "item_reference" else item for item in given]
 
 
 def as_items(given: Any) -> list[dict[str, Any]]:

@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Protocol, Self, cast
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from agentfactory.rollout.gateway import chat_completions, messages, responses
-from agentfactory.rollout.gateway.asked import Asked, Refusal, Said
+from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, foreign_key
+from agentfactory.rollout.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,14 @@ _MOST_BYTES = 1 << 28
 """Longest request: one with many images."""
 _MOST_BODIES = 4
 """Requests of a chain that are received at a time; others wait, and a hostile program does not fill the memory."""
+_MOST_VALUES = 1 << 20
+_BETWEEN_VALUES = (b",", b"[", b"{")
+"""How many of these a request may have. Each begins a value, which takes much more memory than it is long; an image is
+a single one."""
+HEADER_SECONDS = 75.0
+"""How long a connection may be idle, and how long a request may take to come up to its body."""
+BODY_SECONDS = 120.0
+"""How long a body may take to come."""
 
 
 class Api(Protocol):
@@ -34,7 +45,7 @@ class Api(Protocol):
     ROUTE: str
     PING: str
 
-    def read(self, body: Mapping[str, Any], temperature: float, stored: dict[str, list[dict[str, Any]]]) -> Asked:
+    def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> Asked:
         """Return what a request asks for. Raises Refusal."""
 
     def write(self, asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
@@ -57,8 +68,7 @@ class Asking(Protocol):
     """A chain that answers requests."""
 
     temperature: float
-    stored: dict[str, list[dict[str, Any]]]
-    """See responses.Stored."""
+    stored: responses.Stored
 
     async def count(self, asked: Asked) -> int:
         """Return the number of tokens of a conversation. Raises Refusal."""
@@ -87,6 +97,25 @@ class Endpoint:
             "ANTHROPIC_API_KEY": self.key,
             "AGENTFACTORY_MODEL": self.model,
         }
+
+
+class _Connection(web.RequestHandler):
+    """A connection on which also a request that is no HTTP, or meets a bug, is answered with JSON."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """See web.RequestHandler."""
+        plain = super().handle_error(request, status, exc, message)
+        text = message or f"{HTTPStatus(status).phrase}; the log of the run says more"
+        answer = _refused(request, Refusal(status, _code(status), text))
+        if not plain.keep_alive:
+            answer.force_close()
+        return answer
 
 
 class _Places:
@@ -146,20 +175,38 @@ class Gateway:
         """Its address, once it is open."""
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=_MOST_BYTES)
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_json])
         app.add_routes([web.post(api.ROUTE, _handler(self, api)) for api in APIS])
         app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
         app.add_routes(self._routes)
         # a turn that its client no longer waits for is not sampled to its end
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._connection, "127.0.0.1", self._port, backlog=4096)
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._server.close()
         await self._runner.cleanup()
+
+    def _connection(self) -> _Connection:
+        assert self._runner.server is not None
+        loop = asyncio.get_running_loop()
+        server = self._runner.server
+        return _Connection(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=HEADER_SECONDS,
+            auto_decompress=False,  # a short body could become a huge one
+        )
 
     @asynccontextmanager
     async def listening(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
@@ -168,8 +215,7 @@ class Gateway:
         places = _Places(MOST_CONNECTIONS, key, self._inside)
 
         def protocol() -> asyncio.BaseProtocol:
-            assert self._runner.server is not None
-            return places.take(self._runner.server())
+            return places.take(self._connection())
 
         server = await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=MOST_CONNECTIONS)
         try:
@@ -195,15 +241,20 @@ class Gateway:
             raise foreign_key()
         return self._chains[key]
 
-    async def body(self, request: web.Request) -> dict[str, Any]:
-        """Return the JSON object that a chain's request has as its body. Raises Refusal."""
+    async def hear(self, request: web.Request) -> tuple[Asking, dict[str, Any]]:
+        """Return the chain that a request names by its key, and the JSON object that is its body. Raises Refusal, also
+        if the chain ends before the body is here."""
+        chain = self.chain_of(request)
         async with self._reading[key_of(request)]:
-            return await body_of(request)
+            body = await _body_of(request)
+        if self.chain_of(request) is not chain:
+            raise foreign_key()
+        return chain, body
 
     async def _count(self, request: web.Request) -> web.Response:
         try:
-            chain = self.chain_of(request)
-            asked = _read(messages, await self.body(request), chain)
+            chain, body = await self.hear(request)
+            asked = _read(messages, body, chain)
             return web.json_response({"input_tokens": await chain.count(asked)})
         except Refusal as refusal:
             return web.json_response(messages.error(refusal), status=refusal.status)
@@ -224,17 +275,11 @@ def key_of(request: web.Request) -> str:
     return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
 
 
-def foreign_key() -> Refusal:
-    """Return the refusal of a key that is that of no chain."""
-    return Refusal(401, "invalid_api_key", "this key is that of no running chain")
-
-
 def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            chain = gateway.chain_of(request)
-            asked = _read(api, await gateway.body(request), chain)
-            asked = replace(asked, session=request.headers.get("x-session-id", ""))
+            chain, body = await gateway.hear(request)
+            asked = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
             sampling = await chain.admit(asked)
             if asked.stream:
                 return await _stream(request, api, asked, sampling)
@@ -245,19 +290,52 @@ def _handler(gateway: Gateway, api: Api) -> Any:
     return handle
 
 
-async def body_of(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object that a request has as its body. Raises Refusal."""
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    if encoding := request.headers.get("Content-Encoding", "").replace("identity", ""):
+        raise Refusal(415, _code(415), f"Content-Encoding: got {encoding}; send the body as it is")
     try:
-        content = await request.read()
+        async with asyncio.timeout(BODY_SECONDS):
+            content = await request.read()
+    except TimeoutError:
+        text = f"the request's body has not come within {BODY_SECONDS:g} s"
+        raise Refusal(408, _code(408), text) from None
     except web.RequestPayloadError as error:
         raise Refusal(400, "invalid_request", f"the request's body cannot be read: {error}") from None
+    if sum(map(content.count, _BETWEEN_VALUES)) > _MOST_VALUES:
+        raise Refusal(413, _code(413), f"the request has more than {_MOST_VALUES} JSON values")
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        body = json.loads(content, parse_float=finite, parse_constant=no_constant)
+        check_depth(body)
+    except RecursionError:
+        raise Refusal(400, "invalid_request", f"the request is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
         raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(400, "invalid_request", "the request is no JSON object")
     return body
+
+
+@web.middleware
+async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what aiohttp itself refuses (a route or method that is not there, too long a body) as the protocols do."""
+    try:
+        return await handler(request)
+    except web.HTTPException as refused:
+        text = f"{request.method} {request.path}: {refused.reason}"
+        if refused.status == 413:
+            text = f"the request's body has more than {_MOST_BYTES} bytes"
+        return _refused(request, Refusal(refused.status, _code(refused.status), text))
+
+
+def _refused(request: web.BaseRequest, refusal: Refusal) -> web.Response:
+    """Return the answer to a request that came to none of the protocols' own handlers."""
+    api = messages if request.path.startswith(messages.ROUTE) else chat_completions
+    return web.json_response(api.error(refusal), status=refusal.status)
+
+
+def _code(status: int) -> str:
+    """Return the code of a refusal for which HTTP has a name, such as not_found."""
+    return HTTPStatus(status).name.lower()
 
 
 def _read(api: Api, body: dict[str, Any], chain: Asking) -> Asked:

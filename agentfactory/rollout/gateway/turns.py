@@ -11,9 +11,10 @@ from agentfactory.rollout.client import Completion
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Setup
-from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, wrong
+from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, foreign_key, wrong
 from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.likeness import Delivered, content_text
+from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.tree import ChainTree, Plan
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.sampling import Sampling
@@ -37,7 +38,7 @@ class AskedTurns(Episode):
         super().__init__(setup, trajectory, task, sampling)
         self.tree = ChainTree(trajectory.rows, setup.renderer)
         self.temperature = sampling.temperature
-        self.stored: dict[str, list[dict[str, Any]]] = {}
+        self.stored = Stored()
         self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self._taken = 0
         """Turns that were sampled or are being sampled."""
@@ -45,6 +46,8 @@ class AskedTurns(Episode):
         """Turns that were ever asked for: each has seeds of its own."""
         self._requests: set[asyncio.Task[Any]] = set()
         """Those that are being sampled."""
+        self._closed = False
+        """Whether the chain is over: nothing is added to its rows any more."""
         self._calls = 0
         """Calls that the model has made so far, of whatever tools the agent has."""
         self._last: StopReason = StopReason.ANSWER
@@ -83,6 +86,8 @@ class AskedTurns(Episode):
             raise wrong(f"messages: {error}") from error
 
     async def _sample(self, asked: Asked, plan: Plan, most: int) -> list[Said]:
+        if self._closed:  # since the request was admitted
+            raise foreign_key()
         request = asyncio.current_task()
         assert request is not None
         self._requests.add(request)
@@ -181,6 +186,12 @@ class AskedTurns(Episode):
         most = self.config.max_total_tokens
         text = f"This model's maximum context length is {most} tokens; the conversation leaves no room: {problem}"
         return Refusal(400, "context_length_exceeded", text)
+
+    def _close(self) -> None:
+        """End the requests that are being sampled, and take no more."""
+        self._closed = True
+        for request in self._requests:
+            request.cancel()
 
     def _end(self, reason: StopReason) -> None:
         if not self._ended.done():

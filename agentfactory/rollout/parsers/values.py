@@ -134,14 +134,16 @@ def _is(value: Any, kind: str) -> bool:
     return kind in _PYTHON and isinstance(value, _PYTHON[kind])
 
 
-def _finite(number: str) -> float:
+def finite(number: str) -> float:
+    """Return what the JSON text of a number says. Raises ValueError if it is too large. For `parse_float`."""
     value = float(number)
     if not math.isfinite(value):
         raise ValueError(f"the number {number[:20]} is too large")
     return value
 
 
-def _no_constant(name: str) -> float:
+def no_constant(name: str) -> float:
+    """Raise ValueError for NaN and the infinities, which Python's reader takes. For `parse_constant`."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -154,4 +156,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant, object_pairs_hook=_once)
+_DECODER = json.JSONDecoder(parse_float=finite, parse_constant=no_constant, object_pairs_hook=_once)

@@ -3,7 +3,8 @@
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,9 +23,13 @@ from agentfactory.rollout.trajectory import Outcome, Row, Span, StopReason, Traj
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import EnvironmentReward, text_of
+from agentfactory.tools.notices import tell
 
 logger = logging.getLogger(__name__)
 
+_PAGE = "docs/rewards.md"
+MOST_NAMES = 1000
+"""Names that the metrics of all chains together may have: each is a column of metrics.jsonl, as long as the run is."""
 OWN_CHECK_SECONDS = 5.0
 """How long the rewards' own checks of the rows may take in all."""
 MADE_ANSWER = "This is a made answer."
@@ -58,6 +63,8 @@ class Rewards:
         """
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
+        self._names: set[str] = set()
+        """Those of all metrics that chains have had so far."""
         for index, entry in enumerate(self._entries):
             for other in self._entries[:index]:
                 if other.name == entry.name:
@@ -146,9 +153,9 @@ class Rewards:
             if environment is None:
                 raise ValueError("no reward: the recipe names no rewards and no environment gives one")
             check_turns(environment, trajectory, "the environment")
-            return environment
+            return replace(environment, metrics=self._known(environment.metrics))
         offered = _offered(trajectory, environment, seen_images, view, workspace)
-        total = EnvironmentReward(0.0, dict(environment.metrics) if environment else {})
+        total = EnvironmentReward(0.0, self._known(environment.metrics) if environment else {})
         for entry in self._entries:
             if not entry.group:
                 total.add(self._weighted(entry, entry.parse(await entry.ask(offered, task), trajectory)))
@@ -203,8 +210,22 @@ class Rewards:
                 total.add(self._weighted(entry, entry.parse(verdict, member)))
         return totals
 
+    def _known(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics whose names the run has room for, and tell of the others."""
+        known = {}
+        for name, value in metrics.items():
+            if len(self._names) < MOST_NAMES:
+                self._names.add(name)
+            if name in self._names:
+                known[name] = value
+        if left_out := metrics.keys() - known:
+            text = f"chains report numbers under more than {MOST_NAMES} names; new ones are left out ({min(left_out)})"
+            tell(logger, "names of metrics", f"{text}; fix: use names that do not change with the chain", see=_PAGE)
+        return known
+
     def _weighted(self, entry: RewardSpec, verdict: EnvironmentReward) -> EnvironmentReward:
-        for metric in verdict.metrics:
+        metrics = self._known(verdict.metrics)
+        for metric in metrics:
             giver = self._giver_of_metric.setdefault(metric, entry.name)
             if giver != entry.name:
                 raise ValueError(f"{giver} and {entry.name} both give the metric {metric!r}; rename it in one of them")
@@ -212,7 +233,7 @@ class Rewards:
         turns = verdict.turn_rewards
         return EnvironmentReward(
             entry.weight * verdict.reward,
-            verdict.metrics | alone,
+            metrics | alone,
             None if turns is None else [entry.weight * turn for turn in turns],
         )
 

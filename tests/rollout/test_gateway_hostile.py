@@ -1,0 +1,318 @@
+"""Requests that a client of the gateway should not send: slow, late, huge and broken ones. None holds a chain, and each
+is refused in the words of its protocol."""
+
+import asyncio
+import gzip
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from agentfactory.rollout.delivery import encode
+from agentfactory.rollout.gateway import responses, server
+from agentfactory.rollout.gateway.agents import ChainEnded, ChainTools, FunctionAgent
+from agentfactory.rollout.rewards import scoring
+from agentfactory.rollout.trajectory import Outcome
+from agentfactory.tools.notices import notice_of
+from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
+from tests.scripted_chains import scripted_chains
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}]}
+
+
+# the SDKs look at the machine by `uname`
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFACTORY_TOKEN", TOKEN)
+
+
+@asynccontextmanager
+async def connected(program: Program) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(program.url.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def head(path: str, key: str, length: int, *headers: str) -> bytes:
+    """A request up to its body."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", *headers, f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Status and JSON body of an answer."""
+    start = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    assert "content-type: application/json" in start
+    length = int(start.partition("content-length: ")[2].split()[0])
+    return int(start.split()[1]), json.loads(await reader.readexactly(length))
+
+
+async def send(program: Program, path: str, key: str, body: bytes, *headers: str) -> tuple[int, Any]:
+    """Status and JSON body of the answer to any bytes."""
+    async with connected(program) as (reader, writer):
+        writer.write(head(path, key, len(body), *headers) + body)
+        return await answer(reader)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, f"{MESSAGES}/count_tokens", "/tools", "/reward"])
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.5)
+    async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
+        running = begin(chains)
+        key = (await program.take())["key"]
+
+        async def one_byte_a_time() -> tuple[int, Any]:
+            async with connected(program) as (reader, writer):
+                writer.write(head(path, key, 1000))
+                answered = asyncio.create_task(answer(reader))
+                while not answered.done():
+                    writer.write(b" ")
+                    await asyncio.sleep(0.05)
+                return await answered
+
+        # more than are read at a time
+        for status, body in await asyncio.gather(*[one_byte_a_time() for _ in range(6)]):
+            assert status == 408
+            assert "has not come within 0.5 s" in body["error"]["message"]
+        assert (await program.ask(key))[0] == 200
+        await program.post("/reward", key, reward=1)
+        assert (await running).outcome is Outcome.COMPLETED
+
+
+async def test_a_connection_whose_header_does_not_come_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.5)
+    async with elsewhere(tmp_path, []) as (_, program), connected(program) as (reader, writer):
+        writer.write(b"POST /tasks HTTP/1.1\r\n")
+        ended = asyncio.create_task(reader.read())
+        async with asyncio.timeout(30):
+            while not ended.done():
+                writer.write(b"x: y\r\n")
+                await asyncio.sleep(0.05)
+        with suppress(ConnectionError):  # it was closed while we wrote
+            assert await ended == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, ASKED),
+        (MESSAGES, ASKED),
+        (RESPONSES, {"input": "go"}),
+        ("/tools", {"name": "note", "arguments": {"text": "x"}}),
+        ("/reward", {"reward": 7}),
+    ],
+)
+async def test_a_request_that_is_complete_after_its_chain_changes_nothing(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    source = """
+from agentfactory import tool
+
+@tool
+def note(text: str) -> str:
+    '''Take a note.'''
+    raise AssertionError("the chain is over")
+"""
+    async with elsewhere(tmp_path, ["a", "b"], rewards=[], source=source) as (chains, program):
+        running = begin(chains)
+        key, late = (await program.take())["key"], json.dumps(body).encode()
+        async with connected(program) as (reader, writer):
+            writer.write(head(path, key, len(late)))
+            await program.ask(key)  # so that the header is read before the chain ends
+            await program.post("/reward", key, reward=1)
+            chain = await running
+            writer.write(late)
+            assert (await answer(reader))[0] == 401
+        assert (chain.turns, chain.reward, len(chain.rows)) == (1, 1.0, 1)
+        assert len(chains.server.requests) == 1
+        chains.check(chain)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_a_stream_ends_with_its_chain(tmp_path: Path, path: str) -> None:
+    async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
+        chains.server.delay = 600
+        running = begin(chains)
+        key, asked = (await program.take())["key"], json.dumps({**ASKED, "stream": True}).encode()
+        async with connected(program) as (reader, writer):
+            writer.write(head(path, key, len(asked)) + asked)
+            assert b"text/event-stream" in await reader.readuntil(b"\r\n\r\n")
+            await program.post("/reward", key, reward=1)
+            chain = await running
+            assert b"data:" not in await reader.read(), "it is closed"
+        assert (chain.turns, chain.rows) == (0, [])
+
+
+async def test_what_no_handler_sees_is_refused_as_clients_expect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_BYTES", 100_000)
+    async with elsewhere(tmp_path, [], rewards=[]) as (chains, program):
+        running = begin(chains)
+        key = (await program.take())["key"]
+        long = json.dumps({"messages": [{"role": "user", "content": "x" * 200_000}]}).encode()
+        for path, body, status, text in (
+            (CHAT, long, 413, "more than 100000 bytes"),
+            (MESSAGES, long, 413, "more than 100000 bytes"),
+            ("/v1/embeddings", b"{}", 404, "POST /v1/embeddings: Not Found"),
+            ("/v1/models", b"{}", 405, "Method Not Allowed"),
+        ):
+            told, answered = await send(program, path, key, body)
+            assert told == status
+            assert text in answered["error"]["message"]
+        async with connected(program) as (reader, writer):
+            writer.write(b"GARBAGE\r\n\r\n")
+            status, answered = await answer(reader)
+            assert (status, answered["error"]["type"]) == (400, "invalid_request_error")
+        # as the SDKs read it
+        text = "x" * 200_000
+        async with openai.AsyncOpenAI(base_url=f"{program.url}/v1", api_key=key, max_retries=0) as client:
+            with pytest.raises(openai.APIStatusError, match="more than 100000 bytes") as refused:
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+            assert (refused.value.status_code, refused.value.code) == (413, "request_entity_too_large")
+            with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
+                await client.embeddings.create(model="m", input="x")
+        async with anthropic.AsyncAnthropic(base_url=program.url, api_key=key, max_retries=0) as other:
+            with pytest.raises(anthropic.RequestTooLargeError, match="request_too_large"):
+                await other.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": text}])
+        running.cancel()
+
+
+async def test_broken_bodies_are_refused_and_the_chain_goes_on(tmp_path: Path) -> None:
+    async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
+        running = begin(chains)
+        key = (await program.take())["key"]
+        asked = json.dumps(ASKED).encode()
+        deep = b'{"messages": ' + b"[" * 500 + b"]" * 500 + b"}"
+        for body, status, text, *headers in (
+            (b'{"messages": "\xff"}', 400, "no JSON"),
+            (asked[:-1] + b', "metadata": {"x": NaN}}', 400, "NaN is not JSON"),
+            (asked[:-1] + b', "temperature": 1e999}', 400, "1e999 is too large"),
+            (deep, 400, "nested more than 100 levels deep"),
+            (b'{"messages": ' + b"[" * 100_000, 400, "nested more than 100 levels deep"),
+            (b'{"messages": [' + b"[]," * 600_000 + b"[]]}", 413, "more than 1048576 JSON values"),
+            (gzip.compress(asked), 415, "Content-Encoding: got gzip", "Content-Encoding: gzip"),
+        ):
+            told, answered = await send(program, CHAT, key, body, *headers)
+            assert told == status
+            assert text in answered["error"]["message"]
+        told, answered = await send(program, RESPONSES, key, b'{"input": "go", "instructions": [{}]}')
+        assert (told, answered["error"]["code"]) == (400, "invalid_request")
+        assert (await program.ask(key))[0] == 200
+        await program.post("/reward", key, reward=1)
+        assert (await running).turns == 1
+
+
+async def test_lone_surrogates_of_a_program_reach_the_person_and_the_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = "no \ud800 plan"
+    async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
+        await chains.runner.check([{"question": "go"}])
+        for number in range(4):  # as many as a person is told of
+            running = begin(chains, f"{number}.0")
+            key = (await program.take())["key"]
+            body = json.dumps({**ASKED, "reasoning_effort": half, "max_tokens": "many"}).encode()
+            assert (await send(program, CHAT, key, body))[0] == 400
+            if not number:
+                body = json.dumps({**ASKED, "reasoning_effort": half}).encode()
+                assert (await send(program, CHAT, key, body))[0] == 200
+            assert (await send(program, "/reward", key, json.dumps({"error": half}).encode()))[0] == 200
+            assert (await running).outcome is Outcome.AGENT_ERROR
+    told = [notice for record in caplog.records if (notice := notice_of(record))]
+    assert {notice.topic for notice in told} == {"agents ask for reasoning_effort", "chains that end as agent_error"}
+    for notice in told:
+        assert "no ? plan" in notice.text
+        assert b"no ? plan" in encode("notice", **asdict(notice))
+
+
+async def test_names_of_metrics_that_change_with_the_chain_are_bounded_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scoring, "MOST_NAMES", 3)
+    found = []
+    async with elsewhere(tmp_path, ["a"] * 5, rewards=[]) as (chains, program):
+        for number in range(5):
+            running = begin(chains, f"{number}.0")
+            key = (await program.take())["key"]
+            await program.ask(key)
+            report = {"reward": 0.5, "success": 1.0, f"acc_{number}": 1.0}
+            assert (await program.post("/reward", key, reward=report))[0] == 200
+            chain = await running
+            assert chain.metrics["success"] == 1.0
+            found += [name for name in chain.metrics if name.startswith("acc_")]
+    assert found == ["acc_0", "acc_1"]
+    told = [notice for record in caplog.records if (notice := notice_of(record))]
+    assert [notice.topic for notice in told] == ["names of metrics"] * 3
+    assert "new ones are left out (acc_2)" in told[0].text
+
+
+async def test_answers_that_are_kept_for_later_requests_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "_MOST_STORED", 10_000)
+    async with elsewhere(tmp_path, ["a"] * 6, rewards=[]) as (chains, program):
+        running = begin(chains)
+        key = (await program.take())["key"]
+
+        async def ask(**body: Any) -> tuple[int, Any]:
+            return await program.post(RESPONSES, key, model="m", **body)
+
+        first = (await ask(input=[{"role": "user", "content": "go", "junk": "x" * 4000}]))[1]
+        for _ in range(2):
+            status, last = await ask(input=[{"role": "user", "content": "go", "junk": "x" * 4000}])
+        assert status == 200
+        status, answered = await ask(input="on", previous_response_id=first["id"])
+        assert (status, answered["error"]["code"]) == (404, "previous_response_not_found")
+        status, said = await ask(input="on", previous_response_id=last["id"])
+        assert status == 200
+        item = said["output"][0]["id"]
+        references = [{"role": "user", "content": "go"}, {"type": "item_reference", "id": item}]
+        status, _ = await ask(input=[*references, {"role": "user", "content": "on"}])
+        assert status == 200
+        status, answered = await ask(input=[{"type": "item_reference", "id": "none"}])
+        assert (status, answered["error"]["code"]) == (404, "item_not_found")
+        await program.post("/reward", key, reward=1)
+        assert (await running).turns == 5
+
+
+async def test_an_agent_that_outlives_its_chain_calls_no_tool_of_the_next_one(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "tools" / "notebook.py", tmp_path)
+    program = {"command": "python", "args": ["-S", str(tmp_path / "notebook.py")], "isolation": "process"}
+    pad = {**program, "environment": {"reset": "begin", "reward": "judge", "close": None}, "pool": {"capacity": 1}}
+    kept: list[ChainTools] = []
+    running: list[asyncio.Task[Any]] = []
+
+    async def run(tools: ChainTools) -> Any:
+        kept.append(tools)
+        if len(kept) == 1:
+            running.append(asyncio.create_task(tools.call("read", {"seconds": 1})))
+            await asyncio.sleep(0.1)  # so that it has begun
+            return None
+        with pytest.raises(ChainEnded, match="the chain has ended"):
+            await kept[0].call("write", {"word": "of the first"})
+        return await tools.call("read", {})
+
+    fields: dict[str, Any] = {"tools": [], "mcp_servers": {"pad": pad}}
+    async with scripted_chains(tmp_path, [], agent=FunctionAgent("a.py:run", run), **fields) as chains:
+        first, second = await chains.run(word="one"), await chains.run(word="two")
+        assert (first.error, second.error, second.result) == (None, None, "two")
+        with pytest.raises(ChainEnded, match="while the tool was running"):
+            await running[0]
