@@ -147,6 +147,5 @@ class MarkedScreen(BaseScreen):
         return self._marks[number].middle
 
     async def _drawn(self, picture: Image.Image) -> Image.Image:
-        async with self._care():
-            self._marks = [Mark(*box) for box in await boxes_in(self._page, FIND_ELEMENTS)]
+        self._marks = [Mark(*box) for box in await self._see(lambda page: boxes_in(page, FIND_ELEMENTS))]
         return draw_marks(picture, self._marks, self._scale)
