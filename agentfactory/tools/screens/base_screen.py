@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Dialog, Download, Page, Route
 
 T = TypeVar("T")
+_MODIFIERS = {"control", "shift", "alt", "meta"}
 Direction = Literal["up", "down", "left", "right"]
 Button = Literal["left", "right", "middle"]
 _MOST_TABS = 5
@@ -37,15 +38,22 @@ _SCROLLED = 0.7
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _LONGEST_TEXT = 2000
 """Characters that are typed at a time."""
-_GONE = ("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed")
+_MOVED = ("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed", "Timeout")
 """What playwright says where a page has gone to another address, or its tab is closed, while it was looked at."""
 _PAUSE = 0.05
 """Seconds until it is looked at again."""
 
 
 def _chord(keys: str) -> frozenset[str]:
-    """Return the keys that are pressed together, without their sides: ControlLeft+KeyV is Control+v."""
-    return frozenset(re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in keys.lower().split("+"))
+    """Return the keys that are pressed together, without their sides: ControlLeft+KeyV is Control+v.
+
+    Raises ValueError if more is held than modifiers: Chromium would act on each key while it is pressed.
+    """
+    names = re.split(r"(?<!^)(?<!\+)\+", keys.lower())  # the second + of Shift++ is a key
+    *held, last = (re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in names)
+    if len(set(held) & _MODIFIERS) < len(held):
+        raise ValueError(f"keys: got {keys[:100]!r}; hold Control, Shift, Alt or Meta, and press one key")
+    return frozenset((*held, last))
 
 
 _COPIES, _CUTS, _PASTES = (
@@ -189,7 +197,7 @@ class BaseScreen(Environment):
                 if "Unknown key" not in str(error):
                     raise
                 await self._release_keys(keys)
-                raise ValueError(f"keys: got {keys!r}; use names such as Enter or Control+A") from None
+                raise ValueError(f"keys: got {keys[:100]!r}; use names such as Enter or Control+A") from None
         return await self._after()
 
     @tool
@@ -334,7 +342,7 @@ class BaseScreen(Environment):
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count, button=button)
             else:
-                entries = ", ".join(map(repr, menu[:50]))
+                entries = ", ".join(map(repr, menu))
                 self._notes.append(f"A menu is open, of which you choose by typing: {entries}.")
         return await self._after((x, y))
 
@@ -396,10 +404,13 @@ class BaseScreen(Environment):
 
     async def _look(self) -> list[Any]:
         """Return notes, if there are any, and the picture."""
-        content = await self._see(lambda page: page.screenshot(animations="disabled", scale="device"))
+        # taken while the page goes to another address, a screenshot may never come
+        content = await self._see(
+            lambda page: page.screenshot(animations="disabled", scale="device", timeout=500 * self._seconds)
+        )
         picture = await asyncio.to_thread(lambda: Image.open(BytesIO(content)).convert("RGB"))
-        notes, self._notes, self._dialogs = self._notes, [], 0
         shown = self._view.shown(await self._drawn(picture))
+        notes, self._notes, self._dialogs = self._notes, [], 0
         return [" ".join(notes), shown] if notes else [shown]
 
     async def _drawn(self, picture: Image.Image) -> Image.Image:
@@ -415,7 +426,7 @@ class BaseScreen(Environment):
                 try:
                     return await look(self._page)
                 except Error as error:
-                    if not any(words in error.message for words in _GONE):
+                    if not any(words in error.message for words in _MOVED):
                         raise
                 await asyncio.sleep(_PAUSE)
                 self._check()

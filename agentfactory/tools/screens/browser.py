@@ -51,7 +51,10 @@ _FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
     # what does not go through the proxy goes nowhere
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # as older ones call it
+    # Chromium's clipboards are those of all chains
+    "--blink-settings=middleClickPasteAllowed=false",
     f"--disable-features={','.join((*_USELESS_FEATURES, *_PLAYWRIGHT_DISABLES))}",
     # the same pixels on every machine
     "--font-render-hinting=none",

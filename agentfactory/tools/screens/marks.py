@@ -1,6 +1,8 @@
 """Numbers on the elements of a page, drawn into its picture."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -21,6 +23,8 @@ FIND_ELEMENTS = """() => {
   return found;
 }"""
 """JavaScript: the boxes of what a user can act on and sees, in CSS pixels: left, top, right, bottom."""
+MOST_MARKS = 500
+"""Elements of a page that have numbers; more could not be read in its picture."""
 _COLOURS = ("#d00000", "#0050c8", "#007a33", "#9a00b0", "#b05a00", "#005f73")
 
 
@@ -38,7 +42,17 @@ class Mark:
         return (self.left + self.right) / 2, (self.top + self.bottom) / 2
 
 
-def draw_marks(picture: Image.Image, marks: list[Mark], scale: float) -> Image.Image:
+def marks_of(boxes: Sequence[Any], width: int, height: int) -> list[Mark]:
+    """Return the first MOST_MARKS of what a page says are boxes, as far as they lie in it: it may say anything."""
+    marks = []
+    for given in (Mark(*box) for box in boxes[:MOST_MARKS]):
+        mark = Mark(max(given.left, 0), max(given.top, 0), min(given.right, width), min(given.bottom, height))
+        if mark.left < mark.right and mark.top < mark.bottom:
+            marks.append(mark)
+    return marks
+
+
+def draw_marks(picture: Image.Image, marks: Sequence[Mark], scale: float) -> Image.Image:
     """Return the picture with a frame and a number, from 0, for each element."""
     drawn = picture.copy()
     pencil = ImageDraw.Draw(drawn)
