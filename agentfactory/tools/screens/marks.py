@@ -6,6 +6,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+MOST_MARKS = 500
+"""Elements of a page that have numbers; more could not be read in its picture."""
 FIND_ELEMENTS = """() => {
   const chosen = 'a[href], button, input, select, textarea, summary, [onclick], [contenteditable=true], [tabindex], ' +
     '[draggable=true], [role=button], [role=link], [role=checkbox], [role=radio], [role=tab], [role=menuitem], ' +
@@ -19,12 +21,11 @@ FIND_ELEMENTS = """() => {
     // what is covered, or scrolled out of a part of the page, is not seen
     if (element.contains(document.elementFromPoint((left + right) / 2, (top + bottom) / 2)))
       found.push([left, top, right, bottom]);
+    if (found.length > MOST) break;
   }
   return found;
-}"""
+}""".replace("MOST", str(MOST_MARKS))
 """JavaScript: the boxes of what a user can act on and sees, in CSS pixels: left, top, right, bottom."""
-MOST_MARKS = 500
-"""Elements of a page that have numbers; more could not be read in its picture."""
 _COLOURS = ("#d00000", "#0050c8", "#007a33", "#9a00b0", "#b05a00", "#005f73")
 
 

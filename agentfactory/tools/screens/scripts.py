@@ -14,7 +14,7 @@ OPTIONS_AT = """([x, y]) => {
   found.focus();
   return [...found.options].slice(0, 50).map(option => option.label.slice(0, 100));
 }"""
-"""Focuses the <select> at a place; its first entries, or null. Its menu is a window of its own: no screenshot shows it."""
+"""Focuses the <select> at a place; its first entries, or null. No screenshot shows its menu, a window of its own."""
 CHOOSE = """(text) => {
   const menu = document.activeElement;
   if (!(menu instanceof HTMLSelectElement)) return null;
