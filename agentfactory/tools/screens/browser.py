@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -167,7 +168,7 @@ class Browser:
                 executable_path=self._executable,
                 # Chromium's own sandbox does not run as root
                 chromium_sandbox=os.getuid() != 0,
-                args=list(_FLAGS),
+                args=[*_FLAGS, f"--host-resolver-rules={_named(self._allowed)}"],
                 ignore_default_args=list(_UNWANTED_FLAGS),
                 # without <-loopback>, servers of this machine are reached without a proxy
                 proxy={"server": _NOWHERE, "bypass": ",".join(("<-loopback>", *self._allowed))},
@@ -206,6 +207,14 @@ class Browser:
         if running.chromium.is_connected() and self._playwright is running.playwright:
             self._playwright = None
             await running.playwright.stop()
+
+
+def _named(allowed: Sequence[str]) -> str:
+    """Return Chromium's rules by which only the names of what is allowed are looked up: asking for another one, as
+    WebRTC does beside the proxy, would tell it to whoever answers for it."""
+    hosts = [re.sub(r"^https?://|:\d+$", "", origin).strip("[]") for origin in allowed]
+    known = ("127.0.0.1", *(f"*{host}" if host.startswith(".") else host for host in hosts))
+    return ", ".join(("MAP * ~NOTFOUND", *(f"EXCLUDE {host}" for host in known)))
 
 
 async def _close_unused(opening: "asyncio.Future[tuple[BrowserContext, Callable[[], Awaitable[None]]]]") -> None:
