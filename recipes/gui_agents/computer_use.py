@@ -78,7 +78,7 @@ class _ComputerUse(ABC):
         keys: list[str] | None = None,
         text: str | None = None,
         coordinate: Place | None = None,
-        pixels: float | None = None,
+        pixels: Annotated[float, Field(allow_inf_nan=False)] | None = None,
         time: Annotated[float, Field(gt=0, le=10)] | None = None,
         status: Literal["success", "failure"] | None = None,
     ) -> Any:

@@ -5,7 +5,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from PIL import Image
 from pydantic import Field
@@ -14,7 +14,7 @@ from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
+from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium, heed
 from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
 from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SELECTED, SETTLED
 from agentfactory.tools.screens.sites import Site, site_of
@@ -24,6 +24,8 @@ from agentfactory.tools.tool import finish, tool
 if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Dialog, Download, Page, Route
 
+T = TypeVar("T")
+_MODIFIERS = {"control", "shift", "alt", "meta"}
 Direction = Literal["up", "down", "left", "right"]
 Button = Literal["left", "right", "middle"]
 _MOST_TABS = 5
@@ -36,11 +38,22 @@ _SCROLLED = 0.7
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _LONGEST_TEXT = 2000
 """Characters that are typed at a time."""
+_MOVED = ("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed", "Timeout")
+"""What playwright says where a page has gone to another address, or its tab is closed, while it was looked at."""
+_PAUSE = 0.05
+"""Seconds until it is looked at again."""
 
 
 def _chord(keys: str) -> frozenset[str]:
-    """Return the keys that are pressed together, without their sides: ControlLeft+KeyV is Control+v."""
-    return frozenset(re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in keys.lower().split("+"))
+    """Return the keys that are pressed together, without their sides: ControlLeft+KeyV is Control+v.
+
+    Raises ValueError if more is held than modifiers: Chromium would act on each key while it is pressed.
+    """
+    names = re.split(r"(?<!^)(?<!\+)\+", keys.lower())  # the second + of Shift++ is a key
+    *held, last = (re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in names)
+    if len(set(held) & _MODIFIERS) < len(held):
+        raise ValueError(f"keys: got {keys[:100]!r}; hold Control, Shift, Alt or Meta, and press one key")
+    return frozenset((*held, last))
 
 
 _COPIES, _CUTS, _PASTES = (
@@ -53,6 +66,11 @@ _COPIES, _CUTS, _PASTES = (
 )
 _ORIGIN = re.compile(r"(https?://)?[\w.*:\[\]-]+")
 _browsers: Shared[Browser] = Shared()
+
+
+async def _settle(page: "Page") -> None:
+    await page.wait_for_load_state("load")
+    await page.evaluate(SETTLED)
 
 
 class BaseScreen(Environment):
@@ -142,7 +160,7 @@ class BaseScreen(Environment):
             async with self._care():
                 await self._move(self._width / 2, self._height / 2)
                 await self._page.goto(site.address)
-                begun = await self._page.evaluate(site.begin)
+            begun = await self._see(lambda page: page.evaluate(site.begin))
             instruction = None if begun is None else str(begun)
             self._uses += 1
         return [*([instruction] if instruction else []), *await self._look()]
@@ -179,7 +197,7 @@ class BaseScreen(Environment):
                 if "Unknown key" not in str(error):
                     raise
                 await self._release_keys(keys)
-                raise ValueError(f"keys: got {keys!r}; use names such as Enter or Control+A") from None
+                raise ValueError(f"keys: got {keys[:100]!r}; use names such as Enter or Control+A") from None
         return await self._after()
 
     @tool
@@ -256,10 +274,12 @@ class BaseScreen(Environment):
 
     async def _shut_tabs(self) -> None:
         shut, self._shut = self._shut, None
-        self._site = self._fault = None
-        self._pages, self._acting, self._uses = [], False, 0
-        if shut is not None:
-            await shut()
+        try:
+            if shut is not None:
+                await shut()
+        finally:  # what the tabs did until then is no fault of the next chain's
+            self._site = self._fault = None
+            self._pages, self._acting, self._uses = [], False, 0
 
     async def _open_tab(self, browser: Browser, site: Site) -> None:
         """Open a tab in a context of its own."""
@@ -322,7 +342,7 @@ class BaseScreen(Environment):
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count, button=button)
             else:
-                entries = ", ".join(map(repr, menu[:50]))
+                entries = ", ".join(map(repr, menu))
                 self._notes.append(f"A menu is open, of which you choose by typing: {entries}.")
         return await self._after((x, y))
 
@@ -365,14 +385,7 @@ class BaseScreen(Environment):
     async def _after(self, *places: tuple[float, float]) -> Any:
         """Return what the screen shows after an action; end the chain if the task has ended. The info has the `places`
         where it acted, given in CSS pixels, in pixels of the picture, and the `size` of that."""
-        async with self._care():
-            await self._page.wait_for_load_state("load")
-            try:
-                await self._page.evaluate(SETTLED)
-            except Exception as error:
-                if "navigation" not in str(error) and "context was destroyed" not in str(error):
-                    raise
-                await self._page.wait_for_load_state("load")
+        await self._see(_settle)
         await self._judge()
         shown = await self._look()
         result: dict[str, Any] = {"observation": shown}
@@ -386,20 +399,37 @@ class BaseScreen(Environment):
     async def _judge(self) -> None:
         if self._site is None or not self._pages:
             return
-        async with self._care():
-            self._state = await self._pages[0].evaluate(f"() => ({self._site.state})")
+        script = f"() => ({self._site.state})"
+        self._state = await self._see(lambda _: self._pages[0].evaluate(script))
 
     async def _look(self) -> list[Any]:
         """Return notes, if there are any, and the picture."""
-        async with self._care():
-            content = await self._page.screenshot(animations="disabled", scale="device")
+        # taken while the page goes to another address, a screenshot may never come
+        content = await self._see(
+            lambda page: page.screenshot(animations="disabled", scale="device", timeout=500 * self._seconds)
+        )
         picture = await asyncio.to_thread(lambda: Image.open(BytesIO(content)).convert("RGB"))
-        notes, self._notes, self._dialogs = self._notes, [], 0
         shown = self._view.shown(await self._drawn(picture))
+        notes, self._notes, self._dialogs = self._notes, [], 0
         return [" ".join(notes), shown] if notes else [shown]
 
     async def _drawn(self, picture: Image.Image) -> Image.Image:
         return picture
+
+    async def _see(self, look: "Callable[[Page], Awaitable[T]]") -> T:
+        """Return what `look` sees in the page that is shown: where the page goes to another address meanwhile, or its
+        tab is closed, in what is shown then."""
+        from playwright.async_api import Error
+
+        async with self._care():
+            while True:
+                try:
+                    return await look(self._page)
+                except Error as error:
+                    if not any(words in error.message for words in _MOVED):
+                        raise
+                await asyncio.sleep(_PAUSE)
+                self._check()
 
     @asynccontextmanager
     async def _care(self) -> AsyncIterator[None]:
@@ -432,11 +462,11 @@ class BaseScreen(Environment):
 
     def _opened(self, page: "Page") -> None:
         if len(self._pages) >= _MOST_TABS:
-            self._notes.append("A further tab was not opened.")
-            self._closing = asyncio.ensure_future(page.close())
+            self._tell_once("A further tab was not opened.")
+            self._closing = asyncio.ensure_future(heed(page.close()))
             return
         if self._pages:
-            self._notes.append("A new tab was opened.")
+            self._tell_once("A new tab was opened.")
         self._pages.append(page)
         page.on("close", self._closed)
         page.on("crash", self._crashed)
@@ -458,10 +488,12 @@ class BaseScreen(Environment):
             return
         accepted = dialog.type in ("alert", "beforeunload")
         self._notes.append(f"A dialog said {dialog.message[:200]!r}; it was {'closed' if accepted else 'refused'}.")
-        await (dialog.accept() if accepted else dialog.dismiss())
+        await heed(dialog.accept() if accepted else dialog.dismiss())
 
     def _refuse(self, download: "Download") -> None:
-        note = "A download was refused."
+        self._tell_once("A download was refused.")
+
+    def _tell_once(self, note: str) -> None:
         if note not in self._notes:
             self._notes.append(note)
 
@@ -473,6 +505,6 @@ class BaseScreen(Environment):
         name = route.request.url.removeprefix(site.origin + "/").split("?")[0].split("#")[0]
         path = (site.files / name).resolve()
         if path.is_relative_to(site.files.resolve()) and path.is_file():
-            await route.fulfill(path=path)
+            await heed(route.fulfill(path=path))
         else:
-            await route.fulfill(status=404, body="")
+            await heed(route.fulfill(status=404, body=""))

@@ -3,11 +3,13 @@
 import asyncio
 import importlib.util
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -16,6 +18,7 @@ if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Browser as Chromium
     from playwright.async_api import BrowserContext, Playwright
 
+T = TypeVar("T")
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _CONTEXTS = 500
 """Contexts after which a Chromium, whose memory grows, is replaced by another one."""
@@ -40,11 +43,19 @@ _PLAYWRIGHT_DISABLES = (
     "ThirdPartyStoragePartitioning",
 )
 """Features that playwright disables by a flag, of which Chromium only heeds the last one: ours."""
+_UNWANTED_FLAGS = (
+    # Chromium's own limit of addresses that a page may change to in a loop, which would hold up all chains
+    "--disable-ipc-flooding-protection",
+)
+"""Flags that playwright gives."""
 _FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
     # what does not go through the proxy goes nowhere
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # as older ones call it
+    # Chromium's clipboards are those of all chains
+    "--blink-settings=middleClickPasteAllowed=false",
     f"--disable-features={','.join((*_USELESS_FEATURES, *_PLAYWRIGHT_DISABLES))}",
     # the same pixels on every machine
     "--font-render-hinting=none",
@@ -55,6 +66,7 @@ _FLAGS = (
 
 @dataclass
 class _Running:
+    playwright: "Playwright"
     chromium: "Chromium"
     made: int = 0
     open: int = 0
@@ -78,54 +90,86 @@ class Browser:
         self._allowed = tuple(allowed)
         self._playwright: Playwright | None = None
         self._running: _Running | None = None
+        self._work: set[asyncio.Future[Any]] = set()
         self._starting = asyncio.Lock()
         self.opening = asyncio.Semaphore(_OPENING)
 
-    async def context(self, **settings: Any) -> tuple["BrowserContext", Callable[[], Any]]:
-        """Return a new context, and what closes it.
+    async def context(self, **settings: Any) -> tuple["BrowserContext", Callable[[], Awaitable[None]]]:
+        """Return a new context, and what closes it. If the call is cancelled, nothing stays open.
 
         Raises:
             ToolInfrastructureError: Chromium does not start.
         """
-        async with self._starting:
-            running = self._running
-            if running is None or running.made >= _CONTEXTS or not running.chromium.is_connected():
-                before, self._running = running, None
-                if before is not None and not before.open:
-                    await _end(before)
-                running = self._running = await self._start()
-            running.made += 1
-            running.open += 1
+        opening = self._begin(self._open(settings))
         try:
-            async with asyncio.timeout(_CARE_SECONDS):
-                context = await running.chromium.new_context(**settings)
-        except BaseException as error:
-            running.open -= 1
-            if isinstance(error, TimeoutError) or _is_lost(error):
-                await _end(running)
-                raise ToolInfrastructureError("Chromium does not answer") from error
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._begin(_close_unused(opening))
             raise
-        return context, lambda: self._close(context, running)
 
     async def close(self) -> None:
         """End Chromium."""
+        while self._work:
+            await asyncio.wait(self._work)
         if self._running is not None:
-            await _end(self._running)
+            await self._end(self._running)
         if self._playwright is not None:
             await self._playwright.stop()
-        self._running = self._playwright = None
+        self._playwright = None
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Do what has to come to its end although its chain is cancelled: playwright would leave it half done."""
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    async def _open(self, settings: dict[str, Any]) -> tuple["BrowserContext", Callable[[], Awaitable[None]]]:
+        for _ in range(2):  # again if it turns out that Chromium, or playwright's process, has ended
+            running = await self._take()
+            try:
+                async with asyncio.timeout(_CARE_SECONDS):
+                    context = await running.chromium.new_context(**settings)
+            except BaseException as error:
+                running.open -= 1
+                if not isinstance(error, TimeoutError) and not _is_lost(error):
+                    raise
+                await self._end(running)
+                if isinstance(error, TimeoutError):
+                    break
+            else:
+                return context, partial(self._shut, context, running)
+        raise ToolInfrastructureError("Chromium does not answer")
+
+    async def _shut(self, context: "BrowserContext", running: _Running) -> None:
+        await asyncio.shield(self._begin(self._close(context, running)))
+
+    async def _take(self) -> _Running:
+        """Return the Chromium for one more context."""
+        async with self._starting:
+            running = self._running
+            if running is None or running.made >= _CONTEXTS or not running.chromium.is_connected():
+                self._running = None
+                if running is not None and not running.open:
+                    await self._end(running)
+                running = self._running = await self._start()
+            running.made += 1
+            running.open += 1
+            return running
 
     async def _start(self) -> _Running:
         from playwright.async_api import Error, async_playwright
 
         if self._playwright is None:
             self._playwright = await async_playwright().start()
+        playwright = self._playwright
         try:
-            chromium = await self._playwright.chromium.launch(
+            chromium = await playwright.chromium.launch(
                 executable_path=self._executable,
                 # Chromium's own sandbox does not run as root
                 chromium_sandbox=os.getuid() != 0,
-                args=list(_FLAGS),
+                args=[*_FLAGS, f"--host-resolver-rules={_named(self._allowed)}"],
+                ignore_default_args=list(_UNWANTED_FLAGS),
                 # without <-loopback>, servers of this machine are reached without a proxy
                 proxy={"server": _NOWHERE, "bypass": ",".join(("<-loopback>", *self._allowed))},
                 handle_sigint=False,
@@ -135,7 +179,7 @@ class Browser:
             )
         except Error as error:
             raise ToolInfrastructureError(f"{self._executable} does not start: {error.message[:2000]}") from error
-        return _Running(chromium)
+        return _Running(playwright, chromium)
 
     async def _close(self, context: "BrowserContext", running: _Running) -> None:
         running.open -= 1
@@ -144,20 +188,50 @@ class Browser:
                 await context.close()
         except TimeoutError:
             # a page that hangs; its chains are told by their next call
-            await _end(running)
+            await self._end(running)
         except Exception as error:
             if not _is_lost(error):
                 raise
         if running is not self._running and not running.open:
-            await _end(running)
+            await self._end(running)
+
+    async def _end(self, running: _Running) -> None:
+        """End a Chromium, and with it playwright's process if that has not ended it, for that hangs or is gone."""
+        from playwright.async_api import Error
+
+        if self._running is running:
+            self._running = None
+        with suppress(Error, TimeoutError):  # it has ended, or is being killed
+            async with asyncio.timeout(_CARE_SECONDS):
+                await running.chromium.close()
+        if running.chromium.is_connected() and self._playwright is running.playwright:
+            self._playwright = None
+            await running.playwright.stop()
 
 
-async def _end(running: _Running) -> None:
+def _named(allowed: Sequence[str]) -> str:
+    """Return Chromium's rules by which only the names of what is allowed are looked up: asking for another one, as
+    WebRTC does beside the proxy, would tell it to whoever answers for it."""
+    hosts = [re.sub(r"^https?://|:\d+$", "", origin).strip("[]") for origin in allowed]
+    known = ("127.0.0.1", *(f"*{host}" if host.startswith(".") else host for host in hosts))
+    return ", ".join(("MAP * ~NOTFOUND", *(f"EXCLUDE {host}" for host in known)))
+
+
+async def _close_unused(opening: "asyncio.Future[tuple[BrowserContext, Callable[[], Awaitable[None]]]]") -> None:
     from playwright.async_api import Error
 
-    with suppress(Error, TimeoutError):  # it has ended, or is being killed
-        async with asyncio.timeout(_CARE_SECONDS):
-            await running.chromium.close()
+    with suppress(Error, ToolInfrastructureError):
+        _, close = await opening
+        await close()
+
+
+async def heed(answer: Awaitable[Any]) -> None:
+    """Give a page the answer that it asks for. One that is gone meanwhile needs none: from an event, playwright would
+    raise its error in the next call of any chain."""
+    from playwright.async_api import Error
+
+    with suppress(Error):
+        await answer
 
 
 def _is_lost(error: BaseException) -> bool:

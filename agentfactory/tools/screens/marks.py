@@ -1,9 +1,13 @@
 """Numbers on the elements of a page, drawn into its picture."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+MOST_MARKS = 500
+"""Elements of a page that have numbers; more could not be read in its picture."""
 FIND_ELEMENTS = """() => {
   const chosen = 'a[href], button, input, select, textarea, summary, [onclick], [contenteditable=true], [tabindex], ' +
     '[draggable=true], [role=button], [role=link], [role=checkbox], [role=radio], [role=tab], [role=menuitem], ' +
@@ -17,9 +21,10 @@ FIND_ELEMENTS = """() => {
     // what is covered, or scrolled out of a part of the page, is not seen
     if (element.contains(document.elementFromPoint((left + right) / 2, (top + bottom) / 2)))
       found.push([left, top, right, bottom]);
+    if (found.length > MOST) break;
   }
   return found;
-}"""
+}""".replace("MOST", str(MOST_MARKS))
 """JavaScript: the boxes of what a user can act on and sees, in CSS pixels: left, top, right, bottom."""
 _COLOURS = ("#d00000", "#0050c8", "#007a33", "#9a00b0", "#b05a00", "#005f73")
 
@@ -38,7 +43,17 @@ class Mark:
         return (self.left + self.right) / 2, (self.top + self.bottom) / 2
 
 
-def draw_marks(picture: Image.Image, marks: list[Mark], scale: float) -> Image.Image:
+def marks_of(boxes: Sequence[Any], width: int, height: int) -> list[Mark]:
+    """Return the first MOST_MARKS of what a page says are boxes, as far as they lie in it: it may say anything."""
+    marks = []
+    for given in (Mark(*box) for box in boxes[:MOST_MARKS]):
+        mark = Mark(max(given.left, 0), max(given.top, 0), min(given.right, width), min(given.bottom, height))
+        if mark.left < mark.right and mark.top < mark.bottom:
+            marks.append(mark)
+    return marks
+
+
+def draw_marks(picture: Image.Image, marks: Sequence[Mark], scale: float) -> Image.Image:
     """Return the picture with a frame and a number, from 0, for each element."""
     drawn = picture.copy()
     pencil = ImageDraw.Draw(drawn)

@@ -1,14 +1,18 @@
 """`Screen` and `MarkedScreen`: environments in which a model acts on web pages by what it sees."""
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from agentfactory.tools.screens.base_screen import BaseScreen, Direction
 from agentfactory.tools.screens.frames import boxes_in
-from agentfactory.tools.screens.marks import FIND_ELEMENTS, Mark, draw_marks
+from agentfactory.tools.screens.marks import FIND_ELEMENTS, MOST_MARKS, Mark, draw_marks, marks_of
 from agentfactory.tools.tool import tool
+
+if TYPE_CHECKING:  # takes a while to import
+    from playwright.async_api import Page
 
 
 class Screen(BaseScreen):
@@ -147,6 +151,11 @@ class MarkedScreen(BaseScreen):
         return self._marks[number].middle
 
     async def _drawn(self, picture: Image.Image) -> Image.Image:
-        async with self._care():
-            self._marks = [Mark(*box) for box in await boxes_in(self._page, FIND_ELEMENTS)]
-        return draw_marks(picture, self._marks, self._scale)
+        self._marks = await self._see(self._found)
+        return await asyncio.to_thread(draw_marks, picture, self._marks, self._scale)
+
+    async def _found(self, page: "Page") -> list[Mark]:
+        boxes = await boxes_in(page, FIND_ELEMENTS)
+        if len(boxes) > MOST_MARKS:
+            self._tell_once(f"Only the first {MOST_MARKS} elements have numbers.")
+        return marks_of(boxes, self._width, self._height)

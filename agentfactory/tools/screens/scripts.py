@@ -12,9 +12,9 @@ OPTIONS_AT = """([x, y]) => {
   const found = document.elementFromPoint(x, y);
   if (!(found instanceof HTMLSelectElement) || found.disabled) return null;
   found.focus();
-  return [...found.options].map(option => option.label);
+  return [...found.options].slice(0, 50).map(option => option.label.slice(0, 100));
 }"""
-"""Focuses the <select> at a place; its entries, or null. Its menu is a window of its own, which no screenshot shows."""
+"""Focuses the <select> at a place; its first entries, or null. No screenshot shows its menu, a window of its own."""
 CHOOSE = """(text) => {
   const menu = document.activeElement;
   if (!(menu instanceof HTMLSelectElement)) return null;

@@ -55,7 +55,7 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
     assert url is not None
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise ValueError(f"url: got {url!r}; it begins with http:// or https://")
-    return Site(url, f"{{done: false, score: Number({check or 0})}}")
+    return Site(url, f"{{done: false, score: +({check or 0})}}")
 
 
 def _miniwob(name: str, seed: int) -> Site:

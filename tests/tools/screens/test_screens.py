@@ -3,11 +3,13 @@
 import asyncio
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -19,6 +21,7 @@ from playwright.async_api import Error
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.screens.marks import MOST_MARKS
 from agentfactory.tools.screens.screen import MarkedScreen, Screen
 from agentfactory.tools.screens.sites import PAGE_NAMES, screens_tasks
 from agentfactory.tools.screens.sites import PAGES as PAGES_FOLDER
@@ -55,6 +58,24 @@ PAGES = {
     "/innermost": """<body style='margin:0'>
 <button style='position:absolute; left:2px; top:3px; width:20px; height:10px'
   onclick='top.document.title += 9'>d</button>""",
+    "/moves": "<meta http-equiv='refresh' content='0; /plain'>",
+    "/moves_later": f"<script>onclick = () => setTimeout(() => location = '/plain', 30)</script>{TALL}",
+    "/tab_closes": f"<script>onclick = () => setTimeout(a => a.close(), 80, open('/plain'))</script>{TALL}",
+    "/alerts": f"<script>onclick = () => setInterval(() => alert(1), 0)</script>{TALL}",
+    "/addresses": "<script>for (let n = 0; n < 1000; n++) history.replaceState(0, '', '/' + n)</script>",
+    "/writes_itself": """<script>onload = () => {
+  document.open();
+  document.write("<body style='margin:0'><textarea style='width:100vw; height:100vh'>");
+  document.close();
+}</script>""",
+    "/lies": f"""<script>
+Element.prototype.getBoundingClientRect = () => ({{left: NaN, top: NaN, right: NaN, bottom: NaN}});
+document.elementFromPoint = () => document.querySelector('select');
+Number = () => 'a';
+</script>{TALL}<select></select>
+<script>document.querySelector('select').append(new Option('a'.repeat(1e6)))</script>""",
+    "/grid": f"""{TALL}<script>
+document.write("<a tabindex=0 style='float:left; width:8px; height:8px'></a>".repeat(600))</script>""",
     "/cookie": "<script>document.title = document.cookie + localStorage.length;"
     "document.cookie = 'a=1'; localStorage.b = 1</script>",
 }
@@ -266,6 +287,7 @@ async def test_what_the_model_is_told(screen: Screen, server: str) -> None:
     results = [await screen.click(160, 120), await screen.wait(1.0)]
     told = " ".join(part for result in results for part in result["observation"] if isinstance(part, str))
     assert "A further tab was not opened." in told
+    assert told.count("A further tab was not opened.") <= len(results)
     assert len(screen._pages) == 5
     await screen.reset(page="form")
     assert (await screen.back())["observation"][0] == "There is no page before this one."
@@ -321,6 +343,26 @@ async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None
         await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
         await screen.key("Control+V")
         assert await Player(screen, "").ask(value) == ""
+    finally:
+        await other.close()
+
+
+async def test_no_other_way_pastes_it_either(screen: Screen, server: str) -> None:
+    other = Screen(**SIZE)
+    try:
+        await other.reset(page="login", seed=1)
+        await other.click(*await Player(other, "").ask(CHOSEN, ["input", 0]))
+        await other.type("secret")
+        await other.key("Control+A")
+        await other._page.keyboard.press("Control+C")
+        # `document.open` takes all listeners off a page, the one that refuses pastes too
+        await screen.reset(**at(server, "/writes_itself"))
+        await screen.click(160, 120)
+        await screen._press(160, 120, button="middle")
+        for keys in ("Control+a+v", "Control+AltGraph+v", "Control+v+a", "+".join(["a"] * 3000)):
+            with pytest.raises(ValueError, match=r"keys: got .*; hold Control, Shift, Alt or Meta, and press one key"):
+                await screen.key(keys)
+        assert await Player(screen, "").ask("() => document.querySelector('textarea').value") == ""
     finally:
         await other.close()
 
@@ -406,6 +448,143 @@ async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
                 screen.reward()
     finally:
         await screen.close()
+
+
+async def test_a_page_that_lies_about_its_elements_has_no_marks_and_a_score(server: str) -> None:
+    screen = MarkedScreen(**SIZE, allowed=[server])
+    try:
+        await screen.reset(**at(server, "/lies"), check="0.5")
+        assert not screen._marks
+        assert len((await screen._press(160, 120))["observation"][0]) < 200
+        await screen.done()
+        assert screen.reward()["reward"] == 0.5
+        assert (await screen.reset(**at(server, "/grid")))[0] == f"Only the first {MOST_MARKS} elements have numbers."
+        assert len(screen._marks) == MOST_MARKS
+    finally:
+        await screen.close()
+
+
+async def test_pages_that_go_elsewhere_are_seen_where_they_are(server: str) -> None:
+    for kind in (Screen, MarkedScreen):
+        screen = kind(**SIZE, allowed=[server])
+        try:
+            for _ in range(5):
+                await screen.reset(**at(server, "/moves"))
+                for path in ("/moves_later", "/tab_closes"):
+                    await screen.reset(**at(server, path))
+                    await screen._press(160, 120)
+                    await screen.wait(0.1)
+        finally:
+            await screen.close()
+
+
+async def test_a_page_changes_its_address_only_so_often(screen: Screen, server: str) -> None:
+    await screen.reset(**at(server, "/plain"))
+    addresses: list[str] = []
+    screen._page.on("framenavigated", lambda frame: addresses.append(frame.url))
+    await screen._page.goto(f"http://{server}/addresses")
+    await screen.wait(1.0)
+    assert 0 < len(addresses) < 300
+
+
+async def test_what_a_page_asks_at_its_end_fails_no_other_chain(screen: Screen, server: str) -> None:
+    other = Screen(**SIZE)
+    try:
+        await other.reset(page="form")
+        tab = other._page
+        for _ in range(8):
+            await screen.reset(**at(server, "/alerts"))
+            await screen.click(160, 120)
+            await screen.release()
+            await other.release()
+            await other.reset(page="form")
+        assert other._page is tab
+    finally:
+        await other.close()
+
+
+ASKS_ABOUT = """async ([reached, name]) => {
+  const servers = [`stun:${reached}`, `turn:${reached}`, `turn:${reached}?transport=tcp`, `turn:${name}?transport=tcp`];
+  for (const urls of servers) {
+    const peer = new RTCPeerConnection({iceServers: [{urls, username: 'a', credential: 'b'}]});
+    peer.createDataChannel('a');
+    await peer.setLocalDescription(await peer.createOffer());
+  }
+  await new Promise(done => setTimeout(done, 2000));
+}"""
+
+
+async def test_webrtc_reaches_nothing_and_looks_nothing_up(server: str, tmp_path: Path) -> None:
+    log, program = tmp_path / "net.json", tmp_path / "chromium"
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("chromium")} "$@" --log-net-log={log}\n', encoding="utf-8")
+    program.chmod(0o700)
+    screen = Screen(**SIZE, allowed=[server], executable=str(program))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+        there.bind(("127.0.0.1", 0))
+        there.setblocking(False)
+        try:
+            await screen.reset(**at(server, "/plain"))
+            await Player(screen, "").ask(ASKS_ABOUT, [f"127.0.0.1:{there.getsockname()[1]}", "leak.test:3478"])
+        finally:
+            await screen.close()
+        with pytest.raises(BlockingIOError):
+            there.recv(1)
+    assert server in log.read_text(encoding="utf-8")
+    assert '"leak.test."' not in log.read_text(encoding="utf-8")
+
+
+async def test_a_chain_cancelled_while_it_opens_leaves_nothing(screen: Screen, server: str) -> None:
+    other = Screen(**SIZE, seconds=5.0, allowed=[server])
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    try:
+        for seconds in (0.05, 0.2, 0.4, 0.8):  # while Chromium starts, too
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await other.reset(**at(server, "/plain"))
+            await other.release()
+        await screen.reset(page="form")
+        assert screen._browser is not None
+        for wait in range(20):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.02 * wait):
+                    await other.reset(**at(server, "/plain"))
+        await other.release()
+        while screen._browser._work:
+            await asyncio.wait(screen._browser._work)
+        assert screen._browser._running is not None
+        assert len(screen._browser._running.chromium.contexts) == 1
+    finally:
+        await other.close()
+        await screen.close()
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize("name", ["node", "chromium"])
+async def test_chains_go_on_after_what_a_browser_runs_on_is_killed(screen: Screen, server: str, name: str) -> None:
+    other = Screen(**SIZE, seconds=5.0, allowed=[server])
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        await screen.reset(**at(server, "/plain"))
+        await other.reset(page="form")
+        started = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        programs = [process for process in started if process.name().startswith("chromium")]
+        acting = asyncio.gather(screen.wait(1.0), other.wait(1.0), return_exceptions=True)
+        await asyncio.sleep(0.5)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                if process.name().startswith(name):
+                    process.kill()
+        assert all(isinstance(error, ToolInfrastructureError) for error in await acting)
+        for one in (screen, other):
+            await one.release()
+            await one.reset(page="form")
+            await one.click(20, 20)
+        _, alive = psutil.wait_procs(programs, timeout=10)
+        assert not alive
+    finally:
+        await other.close()
 
 
 async def test_sixteen_chains_at_once_and_nothing_stays(server: str) -> None:
