@@ -1,6 +1,7 @@
 """`BaseScreen`: a browser on a page, without the actions that name a place."""
 
 import asyncio
+import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +15,7 @@ from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
+from agentfactory.tools.screens.browser import Browser, find_chromium
 from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
 from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SELECTED, SETTLED
 from agentfactory.tools.screens.sites import Site, site_of
@@ -99,9 +100,10 @@ class BaseScreen(Environment):
         self._state = {"done": False, "score": 0.0}
 
     @classmethod
-    def check_machine(cls) -> None:
-        """Raise SettingError if there is no playwright."""
-        check_playwright()
+    def check_machine(cls, *args: Any, **options: Any) -> None:
+        """Raise SettingError for an option out of its range, and if there is no playwright or no Chromium."""
+        known = inspect.signature(BaseScreen).parameters  # a subclass may have others
+        BaseScreen(**{name: value for name, value in options.items() if name in known})  # starts nothing
 
     async def reset(
         self,
@@ -141,7 +143,9 @@ class BaseScreen(Environment):
                 await self._open_tab(self._browser, site)
             async with self._care():
                 await self._move(self._width / 2, self._height / 2)
-                await self._page.goto(site.address)
+                response = await self._page.goto(site.address)
+                if response is not None and not response.ok:
+                    raise ToolInfrastructureError(f"url: {site.address} answers with status {response.status}")
                 begun = await self._page.evaluate(site.begin)
             instruction = None if begun is None else str(begun)
             self._uses += 1
@@ -386,7 +390,7 @@ class BaseScreen(Environment):
     async def _judge(self) -> None:
         if self._site is None or not self._pages:
             return
-        async with self._care():
+        async with self._care("check" if self._site.files is None else "the page"):
             self._state = await self._pages[0].evaluate(f"() => ({self._site.state})")
 
     async def _look(self) -> list[Any]:
@@ -402,8 +406,8 @@ class BaseScreen(Environment):
         return picture
 
     @asynccontextmanager
-    async def _care(self) -> AsyncIterator[None]:
-        """Limit the time of what is done with the page, and name what became of it."""
+    async def _care(self, what: str = "the page") -> AsyncIterator[None]:
+        """Limit the time of what is done with the page, and name what became of it: of `what`, if that fails."""
         self._check()
         self._acting = True
         try:
@@ -423,7 +427,8 @@ class BaseScreen(Environment):
             if self._site is not None and "ERR_PROXY_CONNECTION_FAILED" in str(error):
                 told = f"{self._site.origin} cannot be reached: `allowed` does not name it"
                 raise ToolInfrastructureError(told) from error
-            raise ToolInfrastructureError(f"the page failed: {str(error)[:500]}") from error
+            reason = str(error).partition("\n")[0]  # what follows are places in Playwright's own code
+            raise ToolInfrastructureError(f"{what} failed: {reason[:500]}") from error
         self._check()
 
     def _check(self) -> None:
