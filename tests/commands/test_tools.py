@@ -296,8 +296,8 @@ def test_the_first_prompt_has_images(recipe: Path, capsys: Output, tmp_path: Pat
     row = {"question": "At <bbox>?", "images": ["wide.png"], "objects": {"bbox": [[0, 0, 100, 50]]}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     lengths = []
-    for pixels in (32 * 32 * 4, 32 * 32 * 8):
-        sized = f"model.min_image_pixels={pixels - 1024}", f"model.max_image_pixels={pixels}"
+    for pixels in (32 * 32 * 4, 32 * 32 * 16):
+        sized = "model.min_image_pixels=1024", f"model.max_image_pixels={pixels}"
         assert tools("list", recipe, "--prompt", *sized) == 0
         shown = capsys.readouterr().out
         assert "<|vision_start|><|image_pad|><|vision_end|>At [0, 0, 500, 500]?" in shown
