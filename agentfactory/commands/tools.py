@@ -32,7 +32,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.images.coordinates import VIEW_FIELD
+from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating
 from agentfactory.tools.limits import check_limits
 from agentfactory.tools.messages import (
     Content,
@@ -219,22 +219,32 @@ async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
 
 
 def _for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
-    """Return a row with how the recipe's model states places in images, if a reset needs that; without the model's
-    files, places are pixels."""
+    """Return a row with how the recipe's model states places in images, if a reset needs that; where it is not known,
+    places are pixels."""
     if not toolset.takes(VIEW_FIELD):
         return task
-    from agentfactory.rollout.images.families import view_of_model
-
-    view, why = None, "" if recipe.model.path == NO_MODEL else "; fix: set rollout.coordinates"
-    try:
-        view = None if recipe.model.path == NO_MODEL else view_of_model(recipe.model, recipe.rollout.coordinates)
-    except FileNotFoundError as error:
-        why = f": {error}"
+    view, why = _view(recipe)
     if view is None:
         told = "how the model states places in images is unknown, so here they are pixels of the file"
         print(f"model.path: got {recipe.model.path!r}: {told}{why}", file=sys.stderr)
         return task
     return {**task, VIEW_FIELD: view.to_json()}
+
+
+def _view(recipe: Recipe) -> tuple[ModelView | None, str]:
+    """Return how the recipe's model states places in images, or None and the reason. Without the model's files, only
+    what the recipe says is known, and not in which size the model gets images."""
+    stated = recipe.rollout.coordinates
+    if recipe.model.path == NO_MODEL:
+        return None, ""
+    from agentfactory.rollout.images.families import view_of_model
+
+    try:
+        return view_of_model(recipe.model, stated), "; fix: set rollout.coordinates"
+    except FileNotFoundError as error:
+        if stated in ("auto", Coordinates.RESIZED):
+            return None, f": {error}"
+        return ModelView(Coordinates(stated)), ""
 
 
 def _figures(verdict: EnvironmentReward) -> str:
@@ -244,7 +254,8 @@ def _figures(verdict: EnvironmentReward) -> str:
 async def _list(recipe: Recipe, as_json: bool) -> None:
     servers = await _open_each(recipe)
     if as_json:
-        specs = [spec.to_openai() for server in servers for spec in server.specs]
+        view, _ = _view(recipe)
+        specs = [(spec if view is None else stating(spec, view)).to_openai() for s in servers for spec in s.specs]
         print(json.dumps(specs, indent=2, ensure_ascii=False))
     else:
         for server in servers:
@@ -269,7 +280,7 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
     if not os.path.isabs(recipe.model.path):
         use_hub_if_it_answers()
     try:
-        async for part in describe_first_prompt(recipe, next(iter(rows), {}), Path.cwd()):
+        async for part in describe_first_prompt(recipe, next(iter(rows), {}), images, Path.cwd()):
             print(part, flush=True)
     except (ToolInfrastructureError, ValueError) as error:
         raise ToolsFailed(str(error)) from error

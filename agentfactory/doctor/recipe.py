@@ -144,7 +144,7 @@ def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
     task = load_tasks(recipe.data)[0]
 
     async def describe(images: Path) -> str:
-        shown = describe_first_prompt(recipe, with_files(task, images), Path.cwd(), _SHOWN_CHARACTERS)
+        shown = describe_first_prompt(recipe, with_files(task, images), images, Path.cwd(), _SHOWN_CHARACTERS)
         return "\n".join([part async for part in shown])
 
     try:
@@ -185,7 +185,8 @@ def check_address(recipe: Recipe) -> Iterator[Finding]:
     if (fault := address_fault(recipe)) is not None:
         yield problem("port", fault.problem, fault.fix)
     else:
-        yield ok("port", f"{recipe.server.host}:{recipe.server.port or 'any'} is free")
+        port = f"port {recipe.server.port}" if recipe.server.port else "a port"
+        yield ok("port", f"{port} of {recipe.server.host} is free")
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:

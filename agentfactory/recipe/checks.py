@@ -21,7 +21,7 @@ from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.parsers import AUTO, load_parser
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
-from agentfactory.tools.environment import Environment, gives_anchors, reset_schema
+from agentfactory.tools.environment import Environment, check_machine_for, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.images.decode import is_path
 from agentfactory.tools.prebuilt import PREBUILT
@@ -321,7 +321,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
                 f"{_shown(reference)} is not a tool but a {type(found).__name__}",
                 "put @tool above its definition, or name an Environment class",
             )
-        _check_machine(found, f"tools.{index}", lack)
+        _check_machine(found, {}, f"tools.{index}", "", lack)
     for key, server in recipe.mcp_servers.items():
         if server.module is not None:
             found = _load(server.module, f"mcp_servers.{key}.module", PREBUILT)
@@ -333,14 +333,16 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
             except (TypeError, ValueError) as error:
                 problem = f"{_shown(server.module)} cannot be served: {error}"
                 raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
-            _check_machine(found, f"mcp_servers.{key}.module", lack)
+            _check_machine(found, server.options, f"mcp_servers.{key}.module", f"mcp_servers.{key}.options", lack)
 
 
-def _check_machine(found: Any, name: str, lack: Lack) -> None:
+def _check_machine(found: Any, options: dict[str, Any], name: str, options_name: str, lack: Lack) -> None:
     if _is_environment(found):
         try:
-            found.check_machine()
+            check_machine_for(found, options)
         except SettingError as error:
+            if error.field.partition(".")[0] in options:
+                raise error.at(f"{options_name}.{error.field}") from None
             lack(name, error.problem, error.fix)
 
 

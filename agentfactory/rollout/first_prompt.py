@@ -6,11 +6,13 @@ from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
+from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.parsers import Call, NativeParser
 from agentfactory.rollout.parsers.parser import parameters
 from agentfactory.rollout.prompt import opening_messages
 from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.tools.images.coordinates import VIEW_FIELD, stating
 from agentfactory.tools.messages import Message, ToolResult, ToolSpec
 from agentfactory.tools.toolset import open_toolset
 
@@ -18,22 +20,35 @@ _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": 
 
 
 async def describe_first_prompt(
-    recipe: RolloutRecipe, task: Task, base: Path = Path(), most: int | None = None
+    recipe: RolloutRecipe, task: Task, images: Path, base: Path = Path(), most: int | None = None
 ) -> AsyncIterator[str]:
-    """Begin a chain of a recipe on `task`, and yield what `describe_prompt` does of its prompt. Raises ValueError or
-    ToolInfrastructureError for what cannot be shown."""
-    rollout = recipe.rollout
+    """Begin a chain of a recipe on `task`, and yield what `describe_prompt` does of its prompt. `images` is a folder
+    for the images of the chain. Raises ValueError or ToolInfrastructureError for what cannot be shown."""
+    rollout, model = recipe.rollout, recipe.model
     task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
-    async with open_toolset(recipe, base) as toolset, toolset.chain("prompt", task) as session:
-        messages = opening_messages(task, rollout.system_prompt)
-        if session.opening:
-            messages.append({"role": "user", "content": session.opening})
-        tools = bool(toolset.specs)
-        renderer = load_renderer(recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=base)
-        if rollout.assistant_prefix:
-            yield f"each turn is made to begin with: {rollout.assistant_prefix!r}"
-        for part in describe_prompt(renderer, messages, toolset.specs, most):
-            yield part
+    async with open_toolset(recipe, base) as toolset:
+        specs, tools = list(toolset.specs), bool(toolset.specs)
+        renderer = load_renderer(
+            model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=base, images=images
+        )
+        sight = renderer.sight
+        if sight is not None:
+            from agentfactory.rollout.images.families import view_of
+
+            if view := view_of(model.path, sight.vision, rollout.coordinates):
+                specs = [stating(spec, view) for spec in specs]
+                task = state_places(task, view, model.path, "data")
+                task = {**task, VIEW_FIELD: view.to_json()} if toolset.takes(VIEW_FIELD) else task
+            task = await sight.take_task(task, "data") if sight.shows else task
+        async with toolset.chain("prompt", task) as session:
+            messages = opening_messages(task, rollout.system_prompt)
+            if session.opening:
+                opening = [{"role": "user", "content": session.opening}]
+                messages += opening if sight is None else await sight.take_messages(opening)
+            if rollout.assistant_prefix:
+                yield f"each turn is made to begin with: {rollout.assistant_prefix!r}"
+            for part in describe_prompt(renderer, messages, specs, most):
+                yield part
 
 
 def describe_prompt(
@@ -41,7 +56,7 @@ def describe_prompt(
 ) -> Iterator[str]:
     """Yield what a person may want to know of the first prompt of a chain that `messages` open: which format it is and
     why, the text, the ids, a made call of a tool and what follows it. Of each text and of its ids, `most` characters
-    are shown; None: all.
+    are shown; None: all. In the text, an image is one token, as the chat template writes it.
 
     Raises ValueError for what cannot be shown: the prompt, or a call.
     """
@@ -59,13 +74,15 @@ def describe_prompt(
     )
     tools = list(specs)
 
-    def shown(title: str, ids: list[int]) -> str:
+    def shown(title: str, ids: list[int], said: Sequence[Message] = ()) -> str:
         text: Any = renderer.tokenizer.decode(ids, skip_special_tokens=False)
+        if renderer.sight is not None:
+            ids, _ = renderer.sight.expand(ids, said)
         return f"\n--- {title}: {len(ids)} ids\n{_short(text, most)}\n--- {_short(str(ids), most and most // 6)}"
 
     opening = renderer.instruct(messages, tools)
     ids = renderer.open(opening, tools)
-    yield shown("the first prompt", ids)
+    yield shown("the first prompt", ids, opening)
     if not tools:
         return
     call = _made_call(renderer, tools)
@@ -78,7 +95,7 @@ def describe_prompt(
     conversation = [*opening, parsed.message, *new]
     following = renderer.extend([*ids, *said], conversation, new, tools)
     if following is None:
-        yield shown("its answer, in a new row", renderer.open(conversation, tools))
+        yield shown("its answer, in a new row", renderer.open(conversation, tools), conversation)
     else:
         yield shown("its answer", following)
 

@@ -18,9 +18,10 @@ class Environment:
     """
 
     @classmethod
-    def check_machine(cls) -> None:
+    def check_machine(cls, *args: Any, **options: Any) -> None:
         """Raise SettingError if the machine lacks what every instance needs, such as a program, and say how to install
-        it. Called when a recipe is loaded, before anything starts."""
+        it; or if one of the constructor's `options` cannot work, with its name as the error's `field`. Called when a
+        recipe is loaded, before anything starts. Declare the options that you need, or `**options` for all of them."""
 
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.
@@ -78,6 +79,14 @@ def gives_anchors(environment: type[Environment]) -> bool:
 def takes_images(environment: type[Environment]) -> bool:
     """Return whether the class wants the images of other tools."""
     return environment.take_images is not Environment.take_images
+
+
+def check_machine_for(environment: type[Environment], options: dict[str, Any]) -> None:
+    """Call the class's `check_machine` with those of the options that it declares."""
+    parameters = inspect.signature(environment.check_machine).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    declared = options.keys() if takes_all else options.keys() & {parameter.name for parameter in parameters}
+    environment.check_machine(**{name: options[name] for name in declared})
 
 
 def reset_schema(environment: type[Environment]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from agentfactory.tools import parent_watch
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environment import Environment, check_machine_for
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_server import build_server
 from agentfactory.tools.prebuilt import PREBUILT
@@ -67,12 +67,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
     try:
         with redirect_stdout(sys.stderr):  # stdout carries the protocol
             objects = [found for reference in options.objects for found in _load(reference)]
-            server = build_server(
-                objects, pool=pool, options=dict(map(_option, options.option)), idle_seconds=idle_seconds
-            )
+            given = dict(map(_option, options.option))
+            server = build_server(objects, pool=pool, options=given, idle_seconds=idle_seconds)
             for found in objects:
                 if isinstance(found, type) and issubclass(found, Environment):
-                    found.check_machine()
+                    check_machine_for(found, given)
     except (UserCodeError, TypeError, SettingError) as error:
         parser.error(str(error))
     if isinstance(server, MCPServer):

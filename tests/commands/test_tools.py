@@ -15,6 +15,7 @@ from PIL import Image
 from agentfactory.commands import tools as tools_command
 from agentfactory.commands.main import main
 from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.vision_models import make_vision_model
 
 TOOLS = '''
 from typing import Literal
@@ -262,6 +263,51 @@ def test_images_of_a_row_are_files_as_in_training(tmp_path: Path, capsys: Output
         assert capsys.readouterr().out == "3 x 4\n"
     assert tools("call", recipe, "first", "--task", '{"images": ["none.png"]}') == 2
     assert "--task: the image" in capsys.readouterr().err
+
+
+def test_places_are_what_the_recipe_says(recipe: Path, capsys: Output, tmp_path: Path) -> None:
+    """Also where the model's files are not here, except for pixels of images that it resizes."""
+    Image.new("RGB", (200, 100)).save("wide.png")
+    recipe.write_text("tools: [image_tools]\nmodel: {path: of/the-hub}\ndata: {path: rows.jsonl}")
+    (tmp_path / "rows.jsonl").write_text('{"question": "At <bbox>?", "images": ["wide.png"]}\n')
+    unknown = "how the model states places in images is unknown, so here they are pixels of the file"
+    for coordinates, x, told in (
+        ("relative1000", 500, ""),
+        ("relative1", 0.5, ""),
+        ("pixels", 100, ""),
+        ("auto", 100, unknown),
+        ("resized", 100, unknown),
+    ):
+        arguments = f"rollout.coordinates={coordinates}", "zoom", f"bbox_2d=[0, 0, {x}, {2 * x}]"
+        assert tools("call", recipe, *arguments) == 0
+        captured = capsys.readouterr()
+        assert '"box": [0.0, 0.0, 100.0, 100.0]' in captured.out, coordinates
+        assert (told in captured.err) if told else not captured.err
+    assert tools("list", recipe, "--json", "rollout.coordinates=relative1") == 0
+    shown = capsys.readouterr().out
+    assert "{coordinates}" not in shown
+    assert "from 0 to 1 of the image's width and height" in shown
+
+
+def test_the_first_prompt_has_images(recipe: Path, capsys: Output, tmp_path: Path) -> None:
+    make_vision_model(tmp_path / "model", "qwen3_vl")
+    Image.new("RGB", (200, 100)).save("wide.png")
+    recipe.write_text("tools: [image_tools]\nmodel: {path: ./model}\ndata: {path: rows.jsonl}")
+    row = {"question": "At <bbox>?", "images": ["wide.png"], "objects": {"bbox": [[0, 0, 100, 50]]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    lengths = []
+    for pixels in (32 * 32 * 4, 32 * 32 * 16):
+        sized = "model.min_image_pixels=1024", f"model.max_image_pixels={pixels}"
+        assert tools("list", recipe, "--prompt", *sized) == 0
+        shown = capsys.readouterr().out
+        assert "<|vision_start|><|image_pad|><|vision_end|>At [0, 0, 500, 500]?" in shown
+        assert "from 0 to 1000 of the image's width and height" in shown
+        found = re.search(r"the first prompt: (\d+) ids", shown)
+        assert found
+        lengths.append(int(found[1]))
+    assert lengths[0] < lengths[1]  # of the image's tokens
+    assert tools("list", recipe, "--prompt", "rollout.coordinates=pixels") == 0
+    assert "Image 0 has 200 x 100 pixels." in capsys.readouterr().out
 
 
 def test_calls_that_fail(recipe: Path, capsys: Output) -> None:

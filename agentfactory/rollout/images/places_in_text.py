@@ -67,6 +67,8 @@ def _said(place: Any, number: Any, images: list[Any], given: ModelView, view: Mo
     ends = place if isinstance(place, list) else ()
     if len(ends) not in (2, 4) or not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         raise ValueError(f"objects.bbox has {place!r}; a box is [left, top, right, bottom], and a point [x, y]")
+    if len(ends) == 4 and (ends[0] > ends[2] or ends[1] > ends[3]):
+        raise ValueError(f"objects.bbox has {place!r}: left has to be less than right, and top less than bottom")
     if type(number) is not int or not 0 <= number < len(images):
         raise ValueError(f"objects.image_id has {number!r}, and the row {len(images)} images, numbered from 0")
     size = size_of(images[number])

@@ -129,7 +129,7 @@ class Rewards:
                 try:
                     own_check(task)
                 except ValueError as error:
-                    fix = "change the entry's options, or rename a field by data.columns"
+                    fix = "correct the row, change the entry's options, or rename a field by data.columns"
                     raise SettingError(entry.label, f"{entry.name} {error}", fix) from error
 
     async def score(

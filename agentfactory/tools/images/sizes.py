@@ -30,11 +30,20 @@ class SizeRule:
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Return the (width, height) in which the model gets an image: multiples of `token`, an area from `min_pixels`
-        to `max_pixels`, and nearly the same aspect. Raises ValueError if the aspect exceeds MOST_ASPECT."""
+        to `max_pixels`, and nearly the same aspect. Raises ValueError if the aspect exceeds MOST_ASPECT, or if there
+        is no such size, because `min_pixels` and `max_pixels` are too near to each other."""
         size = self._fitted(width, height)
+        tried = {size}
         # a narrow image may still be too large: the server would resize it again
         while (again := self._fitted(*size)) != size:
+            if again in tried:
+                raise ValueError(
+                    f"the image has {width} x {height} pixels, and no size near that of whole tokens ({self.token} x "
+                    f"{self.token}) has from {self.min_pixels} to {self.max_pixels} pixels; set "
+                    "model.max_image_pixels to at least twice model.min_image_pixels"
+                )
             size = again
+            tried.add(size)
         return size
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:

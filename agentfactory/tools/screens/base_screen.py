@@ -1,6 +1,7 @@
 """`BaseScreen`: a browser on a page, without the actions that name a place."""
 
 import asyncio
+import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +15,7 @@ from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium, heed
+from agentfactory.tools.screens.browser import Browser, find_chromium, heed
 from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
 from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SELECTED, SETTLED
 from agentfactory.tools.screens.sites import Site, site_of
@@ -117,9 +118,10 @@ class BaseScreen(Environment):
         self._state = {"done": False, "score": 0.0}
 
     @classmethod
-    def check_machine(cls) -> None:
-        """Raise SettingError if there is no playwright."""
-        check_playwright()
+    def check_machine(cls, *args: Any, **options: Any) -> None:
+        """Raise SettingError for an option out of its range, and if there is no playwright or no Chromium."""
+        known = inspect.signature(BaseScreen).parameters  # a subclass may have others
+        BaseScreen(**{name: value for name, value in options.items() if name in known})  # starts nothing
 
     async def reset(
         self,
@@ -159,7 +161,9 @@ class BaseScreen(Environment):
                 await self._open_tab(self._browser, site)
             async with self._care():
                 await self._move(self._width / 2, self._height / 2)
-                await self._page.goto(site.address)
+                response = await self._page.goto(site.address)
+                if response is not None and not response.ok:
+                    raise ToolInfrastructureError(f"url: {site.address} answers with status {response.status}")
             begun = await self._see(lambda page: page.evaluate(site.begin))
             instruction = None if begun is None else str(begun)
             self._uses += 1
@@ -399,8 +403,8 @@ class BaseScreen(Environment):
     async def _judge(self) -> None:
         if self._site is None or not self._pages:
             return
-        script = f"() => ({self._site.state})"
-        self._state = await self._see(lambda _: self._pages[0].evaluate(script))
+        script, named = f"() => ({self._site.state})", "check" if self._site.files is None else "the page"
+        self._state = await self._see(lambda _: self._pages[0].evaluate(script), named)
 
     async def _look(self) -> list[Any]:
         """Return notes, if there are any, and the picture."""
@@ -416,12 +420,12 @@ class BaseScreen(Environment):
     async def _drawn(self, picture: Image.Image) -> Image.Image:
         return picture
 
-    async def _see(self, look: "Callable[[Page], Awaitable[T]]") -> T:
+    async def _see(self, look: "Callable[[Page], Awaitable[T]]", what: str = "the page") -> T:
         """Return what `look` sees in the page that is shown: where the page goes to another address meanwhile, or its
-        tab is closed, in what is shown then."""
+        tab is closed, in what is shown then. `what` is named if it fails."""
         from playwright.async_api import Error
 
-        async with self._care():
+        async with self._care(what):
             while True:
                 try:
                     return await look(self._page)
@@ -432,8 +436,8 @@ class BaseScreen(Environment):
                 self._check()
 
     @asynccontextmanager
-    async def _care(self) -> AsyncIterator[None]:
-        """Limit the time of what is done with the page, and name what became of it."""
+    async def _care(self, what: str = "the page") -> AsyncIterator[None]:
+        """Limit the time of what is done with the page, and name what became of it: of `what`, if that fails."""
         self._check()
         self._acting = True
         try:
@@ -453,7 +457,8 @@ class BaseScreen(Environment):
             if self._site is not None and "ERR_PROXY_CONNECTION_FAILED" in str(error):
                 told = f"{self._site.origin} cannot be reached: `allowed` does not name it"
                 raise ToolInfrastructureError(told) from error
-            raise ToolInfrastructureError(f"the page failed: {str(error)[:500]}") from error
+            reason = str(error).partition("\n")[0]  # what follows are places in Playwright's own code
+            raise ToolInfrastructureError(f"{what} failed: {reason[:500]}") from error
         self._check()
 
     def _check(self) -> None:

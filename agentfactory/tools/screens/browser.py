@@ -243,22 +243,17 @@ def _is_lost(error: BaseException) -> bool:
     )
 
 
-def check_playwright() -> None:
-    """Raise SettingError if playwright is not installed."""
-    if importlib.util.find_spec("playwright") is None:
-        raise SettingError("", "playwright is not installed", "pip install 'agentfactory[screens]'")
-
-
 def find_chromium(executable: str | None) -> str:
     """Return the path of Chromium.
 
     Raises:
-        SettingError: there is none, or no playwright.
+        SettingError: there is none, or no playwright. It names no field: the machine lacks it.
     """
-    check_playwright()
+    if importlib.util.find_spec("playwright") is None:
+        raise SettingError("", "playwright is not installed", "pip install 'agentfactory[screens]'")
     names = _NAMES if executable is None else (executable,)
     for name in names:
         if found := shutil.which(name):
             return found
     wanted = f"there is no program {executable}" if executable else f"there is none of {', '.join(_NAMES)} on the PATH"
-    raise SettingError("executable", wanted, "apt install chromium, or name another Chromium")
+    raise SettingError("", wanted, "apt install chromium, or name another Chromium by the option `executable`")

@@ -16,6 +16,7 @@ from agentfactory.rollout.images.families import load_vision, view_of_model
 from agentfactory.rollout.images.features import PixelMaker
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.sizes import SizeRule
 from tests.vision_models import KINDS, make_vision_model
 
 
@@ -74,6 +75,14 @@ def test_how_a_model_of_the_hub_sees_is_read_from_what_was_downloaded(model, tmp
     assert stated is not None
     with pytest.raises(FileNotFoundError, match="there is no /nowhere/model yet"):
         view_of_model(ModelConfig(path="/nowhere/model"), "auto")
+
+
+def test_limits_that_no_size_keeps_are_told():
+    """The rule enlarges the image and reduces it in turns."""
+    with pytest.raises(ValueError, match=r"from 3072 to 4096 pixels; set model.max_image_pixels to at least twice"):
+        SizeRule(32, 3072, 4096).fitted(200, 100)
+    width, height = SizeRule(32, 3072, 2 * 3072).fitted(200, 100)
+    assert 3072 <= width * height <= 2 * 3072
 
 
 @pytest.mark.parametrize("size", [(5, 990), (990, 5), (20, 700), (64, 64), (301, 200), (1, 1), (3000, 2000)])

@@ -1,6 +1,7 @@
 """Pages in a real Chromium: every task can be solved, and is not by itself; hostile pages are typed."""
 
 import asyncio
+import json
 import re
 import shutil
 import socket
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from playwright.async_api import Error
 
+from agentfactory.recipe.load import load_recipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -76,6 +78,7 @@ Number = () => 'a';
 <script>document.querySelector('select').append(new Option('a'.repeat(1e6)))</script>""",
     "/grid": f"""{TALL}<script>
 document.write("<a tabindex=0 style='float:left; width:8px; height:8px'></a>".repeat(600))</script>""",
+    "/nothing": "There is nothing here.",
     "/cookie": "<script>document.title = document.cookie + localStorage.length;"
     "document.cookie = 'a=1'; localStorage.b = 1</script>",
 }
@@ -83,7 +86,7 @@ document.write("<a tabindex=0 style='float:left; width:8px; height:8px'></a>".re
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(404 if self.path == "/nothing" else 200)
         if self.path == "/file":
             self.send_header("Content-Disposition", "attachment; filename=a.bin")
             self.end_headers()
@@ -436,6 +439,45 @@ async def test_bad_rows_are_refused(screen: Screen) -> None:
 def test_what_is_no_origin_is_not_allowed(allowed: Any) -> None:
     with pytest.raises(SettingError, match=r"allowed(\.0)?: got '.*'; fix: list origins, such as \[https://"):
         Screen(**SIZE, allowed=allowed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 5}, "options.width: got 5; fix: give a number of pixels from 32 to 8192"),
+        ({"scale": 9.0}, "options.scale: got 9.0; fix: give a number from 0.25 to 4"),
+        ({"allowed": ["localhost:1/page"]}, "options.allowed.0: got 'localhost:1/page'; fix: list origins"),
+        ({"executable": "no-such-browser"}, "module: there is no program no-such-browser; fix: apt install chromium"),
+    ],
+)
+def test_options_are_checked_with_the_recipe(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    server = {"module": "screen", "options": options}
+    recipe = {"model": {"path": "MODEL"}, "mcp_servers": {"it": server}, "train": {"steps": 1}}
+    file.write_text(json.dumps(recipe | {"data": {"path": "DATA"}, "server": {"engine": "embedded"}}))
+    with pytest.raises(SettingError) as raised:
+        load_recipe(str(file), [], "train")
+    assert f"mcp_servers.it.{message}" in str(raised.value)
+
+
+async def test_a_page_that_is_not_there_is_no_task(server: str) -> None:
+    screen = Screen(**SIZE, allowed=[server])
+    try:
+        with pytest.raises(ToolInfrastructureError, match=rf"url: http://{server}/nothing answers with status 404$"):
+            await screen.reset(url=f"http://{server}/nothing", check="1")
+    finally:
+        await screen.close()
+
+
+@pytest.mark.parametrize("check", ["document.nothing.text == 1", "document.title ==", "return 1"])
+async def test_a_check_that_raises_is_named(check: str, server: str) -> None:
+    screen = Screen(**SIZE, allowed=[server])
+    try:
+        await screen.reset(url=f"http://{server}/plain", check=check)
+        with pytest.raises(ToolInfrastructureError, match=r"^check failed: Page.evaluate: (Type|Syntax)Error: [^\n]*$"):
+            await screen.done()
+    finally:
+        await screen.close()
 
 
 async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
