@@ -87,6 +87,8 @@ def chat_fault(port: int) -> SettingError | None:
 
 
 def _listening_problem(host: str, port: int) -> str | None:
+    if not 0 <= port <= 65535:  # getaddrinfo would take another one
+        return f"nothing can listen on {host}:{port}: ports are numbers up to 65535"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -94,8 +96,6 @@ def _listening_problem(host: str, port: int) -> str | None:
             probe.bind(address)
     except OSError as error:
         return f"nothing can listen on {host}:{port}: {error.strerror}"
-    except OverflowError as error:
-        return f"nothing can listen on {host}:{port}: {error}"
     return None
 
 

@@ -9,9 +9,7 @@ from tests.conftest import REPOSITORY
 from tests.learn.runs import SEEDS, assert_risen, train
 
 RECIPE = str(REPOSITORY / "recipes" / "screens" / "click.yaml")
-AIM = {0: 0.80, 1: 0.80}
-OTHERS = 0.50
-"""Not every seed reaches the aim: docs/screens.md has a third one, which ends at 0.62."""
+AIM = 0.80
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium")
@@ -21,6 +19,5 @@ def test_reinforcement_finds_out_that_the_named_box_pays(tmp_path: Path, seed: i
     # transcripts without "Please" neither obey nor avoid the instruction: one box of four, or none
     assert summary["success_before"] <= 0.25
     assert summary["greedy_before"] <= 0.25
-    full = AIM.get(seed, OTHERS)
-    assert_risen(summary, full=full, figures=("success", "greedy"))
-    assert summary["greedy_after"] >= full
+    assert_risen(summary, full=AIM, figures=("success", "greedy"))
+    assert summary["greedy_after"] >= AIM
