@@ -91,7 +91,7 @@ def serve_chat(answer: Answer, key: str | None = None, models: Sequence[Any] = (
     async def run() -> None:
         app = web.Application()
         app.add_routes([web.post("/v1/chat/completions", server.complete), web.get("/v1/models", server.models)])
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

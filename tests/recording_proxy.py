@@ -49,7 +49,7 @@ async def record(upstream: str) -> AsyncIterator[Recording]:
 
         app = web.Application(client_max_size=1 << 26)
         app.router.add_route("*", "/{path:.*}", forward)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         recording.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

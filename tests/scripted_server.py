@@ -68,7 +68,7 @@ async def serve_script(
     server = ScriptedServer(script, delay, decode)
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/inference/v1/generate", server.generate), web.get("/openapi.json", server.describe)])
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

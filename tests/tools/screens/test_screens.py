@@ -510,7 +510,7 @@ async def test_pages_that_go_elsewhere_are_seen_where_they_are(server: str) -> N
     for kind in (Screen, MarkedScreen):
         screen = kind(**SIZE, allowed=[server])
         try:
-            for _ in range(5):
+            for _ in range(3):
                 await screen.reset(**at(server, "/moves"))
                 for path in ("/moves_later", "/tab_closes"):
                     await screen.reset(**at(server, path))
