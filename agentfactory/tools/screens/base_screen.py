@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -17,7 +17,8 @@ from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.browser import Browser, find_chromium, heed
 from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
-from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SELECTED, SETTLED
+from agentfactory.tools.screens.keyboard import Keyboard
+from agentfactory.tools.screens.scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SETTLED
 from agentfactory.tools.screens.sites import Site, site_of
 from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
@@ -26,7 +27,6 @@ if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Dialog, Download, Page, Route
 
 T = TypeVar("T")
-_MODIFIERS = {"control", "shift", "alt", "meta"}
 Direction = Literal["up", "down", "left", "right"]
 Button = Literal["left", "right", "middle"]
 _MOST_TABS = 5
@@ -45,26 +45,6 @@ _PAUSE = 0.05
 """Seconds until it is looked at again."""
 
 
-def _chord(keys: str) -> frozenset[str]:
-    """Return the keys that are pressed together, without their sides: ControlLeft+KeyV is Control+v.
-
-    Raises ValueError if more is held than modifiers: Chromium would act on each key while it is pressed.
-    """
-    names = re.split(r"(?<!^)(?<!\+)\+", keys.lower())  # the second + of Shift++ is a key
-    *held, last = (re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in names)
-    if len(set(held) & _MODIFIERS) < len(held):
-        raise ValueError(f"keys: got {keys[:100]!r}; hold Control, Shift, Alt or Meta, and press one key")
-    return frozenset((*held, last))
-
-
-_COPIES, _CUTS, _PASTES = (
-    {_chord(keys) for keys in chords}
-    for chords in (
-        ("Control+C", "Control+Insert"),
-        ("Control+X", "Shift+Delete"),
-        ("Control+V", "Control+Shift+V", "Shift+Insert"),
-    )
-)
 _ORIGIN = re.compile(r"(https?://)?[\w.*:\[\]-]+")
 _browsers: Shared[Browser] = Shared()
 
@@ -107,7 +87,7 @@ class BaseScreen(Environment):
         self._pages: list[Page] = []
         self._notes: list[str] = []
         self._mouse = (0.0, 0.0)
-        self._clipboard = ""
+        self._keyboard = Keyboard()
         self._acting = False
         """Something is being done with the page, or was, and did not end."""
         self._uses = 0
@@ -152,7 +132,7 @@ class BaseScreen(Environment):
         site = site_of(page, miniwob, url, check, seed)
         if not (site.is_ours and self._may_be_used_again()):
             await self._shut_tabs()
-        self._site, self._notes, self._dialogs, self._clipboard = site, [], 0, ""
+        self._site, self._notes, self._dialogs, self._keyboard = site, [], 0, Keyboard()
         self._state = {"done": False, "score": 0.0}
         if self._browser is None:
             self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
@@ -195,13 +175,7 @@ class BaseScreen(Environment):
             keys: Such as Enter, Tab, Backspace, ArrowDown or Control+A.
         """
         async with self._care():
-            try:
-                await self._press_keys(keys)
-            except Exception as error:
-                if "Unknown key" not in str(error):
-                    raise
-                await self._release_keys(keys)
-                raise ValueError(f"keys: got {keys[:100]!r}; use names such as Enter or Control+A") from None
+            await self._keyboard.press(self._page, keys)
         return await self._after()
 
     @tool
@@ -314,28 +288,6 @@ class BaseScreen(Environment):
         await session.detach()
         index = history["currentIndex"]
         return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
-
-    async def _press_keys(self, keys: str) -> None:
-        """Press keys; what is copied is only pasted in the same chain, for Chromium has one clipboard for all."""
-        keyboard, pressed = self._page.keyboard, _chord(keys)
-        if pressed in _PASTES:
-            await keyboard.insert_text(self._clipboard)
-        elif pressed in _COPIES | _CUTS:
-            frame, _ = await frame_with(self._page, FOCUSED)
-            if selected := await frame.evaluate(SELECTED):
-                self._clipboard = str(selected)
-                if pressed in _CUTS:
-                    await keyboard.press("Delete")
-        else:
-            await keyboard.press(keys)
-
-    async def _release_keys(self, keys: str) -> None:
-        """Release those of `keys` that there are: Playwright holds those before an unknown one."""
-        from playwright.async_api import Error
-
-        for name in keys.split("+"):
-            with suppress(Error):
-                await self._page.keyboard.up(name)
 
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
         """Click at a place in CSS pixels."""
