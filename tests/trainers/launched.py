@@ -46,7 +46,8 @@ def main() -> int:
     try:
         accelerator = make_accelerator(recipes[0])
     except LaunchError as error:
-        print(f"rank {os.environ.get('RANK', '0')} refused: {error}", flush=True)
+        # one write, also where PYTHONUNBUFFERED is set: the ranks share the pipe
+        sys.stdout.write(f"rank {os.environ.get('RANK', '0')} refused: {error}\n")
         return 2
     for number, recipe in enumerate(recipes):
         train(recipe, accelerator, Path(sys.argv[2]), Path(sys.argv[3]) / str(number))

@@ -1,7 +1,8 @@
 """Run by test_checkpoint_writer.py, one process per rank: checkpoints on disks that take no more, and of 0.1.
 
 Arguments: a recipe as JSON, the folder of the checkpoints, a checkpoint of 0.1. Rank 0 has no room for the second
-checkpoint and rank 1 for the third; the fifth is what was loaded from that of 0.1. Each rank prints its errors.
+checkpoint and rank 1 for the third; the fifth is what was loaded from that of 0.1. Each rank writes its
+errors to rank-N.txt beside the folder.
 """
 
 import json
@@ -27,6 +28,7 @@ def main() -> int:
     accelerator = make_accelerator(recipe)
     learner, rank = Learner(recipe, accelerator), accelerator.process_index
     writer = CheckpointWriter(Path(sys.argv[2]), AutoTokenizer.from_pretrained(recipe.model.path))
+    told: list[str] = []
     for step in (1, 2, 3, 4):
         if step in (2, 3):
             room = ROOM if rank == step - 2 else resource.RLIM_INFINITY
@@ -35,11 +37,12 @@ def main() -> int:
             writer.begin(step, learner, {})
             writer.wait()
         except DiskError as error:
-            print(f"rank {rank}: {error}", flush=True)
+            told.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     load_state(Path(sys.argv[3]), learner)
     writer.begin(5, learner, {})
     writer.wait()
+    Path(sys.argv[2]).with_name(f"rank-{rank}.txt").write_text("\n".join(told))
     accelerator.end_training()
     return 0
 
