@@ -9,7 +9,7 @@ import yaml
 from agentfactory.commands.main import main
 from tests.third_party_servers import stateful
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 __all__ = ["stateful"]  # a fixture
 
@@ -21,7 +21,6 @@ def check(servers: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
     return status, captured.out + captured.err
 
 
-@pytest.mark.extended
 def test_a_leak_is_found_and_its_remedy_works(
     stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def recipe_of(dtype: str, **train: Any) -> TrainRecipe:
     return TrainRecipe.model_validate({"model": {"path": "x", "dtype": dtype}, "train": {"steps": 1, **train}})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("train", [{}, {"vision": "trained"}, {"vision": "trained", "gradient_checkpointing": True}])

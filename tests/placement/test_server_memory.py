@@ -212,6 +212,7 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
         assert (planned.parts["workspace"] > plain.parts["workspace"]) == ("sliding_attention" in str(config.to_dict()))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:

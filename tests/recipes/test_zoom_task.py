@@ -14,7 +14,7 @@ from agentfactory.tools.images.image_tools import ImageTools
 from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 RECIPE = REPOSITORY / "recipes" / "zoom"
 Picture, PATTERNS, COLOURS, named = (

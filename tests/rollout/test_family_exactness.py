@@ -18,7 +18,9 @@ from tests.rollout.test_token_exactness import check_rows
 from tests.scripted_server import serve_script
 
 by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-by_reasoning = pytest.mark.parametrize("reasoning", ["keep", "drop", "template"])
+by_reasoning = pytest.mark.parametrize(
+    "reasoning", ["template", *(pytest.param(mode, marks=pytest.mark.extended) for mode in ("keep", "drop"))]
+)
 
 
 @by_template

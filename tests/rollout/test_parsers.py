@@ -596,6 +596,7 @@ OWN_UNITS = {
 """What only these formats have: parts of calls, repeated without end."""
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str) -> None:

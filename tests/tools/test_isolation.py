@@ -64,6 +64,7 @@ async def at_rest(toolset: Toolset) -> dict[str, float]:
     return gauges
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "chains"),
@@ -316,6 +317,7 @@ server.run()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) -> None:
     (tmp_path / "greedy.py").write_text(GREEDY)

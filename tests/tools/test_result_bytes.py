@@ -162,6 +162,7 @@ async def test_our_own_servers(way: str, served: Path) -> None:
             assert "The result is too large: it has" in str(far.content)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["in process", "stdio", "json", "events"])
 async def test_servers_of_other_people(way: str, served: Path) -> None:
     with recipe_of(way, served) as recipe:

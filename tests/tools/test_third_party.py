@@ -17,7 +17,7 @@ from agentfactory.tools.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.third_party_servers import everything, everything_over_http, time_server
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 __all__ = ["everything"]  # a fixture
 

@@ -21,7 +21,7 @@ from tests.third_party_servers import stateful
 from tests.waiting import until
 
 # ruff: noqa: ASYNC220, ASYNC221, SIM117
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 __all__ = ["stateful"]  # a fixture
 
@@ -102,7 +102,6 @@ async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Pa
     assert not any(Path(folder).exists() for folder in folders)
 
 
-@pytest.mark.extended
 async def test_git_with_a_repository_of_the_chain(stateful: dict[str, Any], tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     name = ["-c", "user.name=n", "-c", "user.email=e"]
@@ -139,7 +138,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.extended
 async def test_a_killed_worker_leaves_no_folder_and_no_process(stateful: dict[str, Any], tmp_path: Path) -> None:
     program = stateful["filesystem"]
     recipe = recipe_of(files={**program, "args": [*program["args"], "${chain}"]}).model_dump_json()

@@ -260,6 +260,7 @@ def test_state_is_taken_and_put_back(make_recipe: MakeRecipe, lora: dict[str, An
         assert torch.equal(given[0], expected[0]) if role == Role.POLICY else torch.equal(given, expected)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(

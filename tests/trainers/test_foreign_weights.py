@@ -17,7 +17,7 @@ from agentfactory.trainers.sync.protocol import ForeignWeightsError
 from tests.trainers.test_sabotage import Run, Start, make_recipe, model, serve, start, with_first_weights
 
 __all__ = ["model", "start"]
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

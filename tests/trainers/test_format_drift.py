@@ -18,7 +18,7 @@ from agentfactory.trainers.learner import Learner, Terms
 from agentfactory.trainers.losses import negative_log_likelihood
 from agentfactory.trainers.policy_update import update_policy
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.extended]
 
 PROMPT, OPEN, CLOSE, GOOD, BAD = [5, 6, 7], 11, 12, 21, 22
 BATCHES = 40

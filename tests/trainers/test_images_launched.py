@@ -16,7 +16,7 @@ from tests.trainers.launched_images import scores_and_weights
 from tests.vision_models import make_vision_model
 from tests.vision_rows import Album
 
-pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 PLAIN = {"steps": 1, "learning_rate": 0.1, "max_grad_norm": 1e9, "optimizer": {"name": "sgd", "betas": [0.0, 0.0]}}
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -44,8 +44,8 @@ def rows_of(album: Album) -> list[TrainingRow]:
     [
         ("ddp", "qwen3_vl"),
         ("fsdp2", "qwen2_5_vl"),
-        pytest.param("ddp", "qwen2_5_vl", marks=pytest.mark.extended),
-        pytest.param("fsdp2", "qwen3_vl", marks=pytest.mark.extended),
+        ("ddp", "qwen2_5_vl"),
+        ("fsdp2", "qwen3_vl"),
     ],
 )
 def test_two_processes_equal_one(tmp_path: Path, strategy: str, kind: str) -> None:

@@ -28,6 +28,8 @@ from agentfactory.trainers.sync.protocol import WeightSync
 from benchmarks import sabotage
 from tests.conftest import embedded_server
 
+pytestmark = pytest.mark.extended
+
 VOCABULARY = 256
 LEARNING_RATE = 1e-6
 DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.long)]

@@ -23,7 +23,7 @@ from agentfactory.trainers.learner import Learner
 from tests.forked import start_ranks
 from tests.trainers.launched_loading import loss_and_gradients
 
-pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 
 def save_network(folder: Path, layers: int, width: int) -> float:

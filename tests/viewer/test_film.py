@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.extended,
     pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
 ]
 

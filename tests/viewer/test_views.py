@@ -31,6 +31,8 @@ from tests.waiting import wait_for
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
+pytestmark = pytest.mark.extended
+
 STEPS = 20
 RECIPE = {
     "name": "staged",

@@ -39,7 +39,10 @@ _SCROLLED = 0.7
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _LONGEST_TEXT = 2000
 """Characters that are typed at a time."""
-_MOVED = ("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed", "Timeout")
+_MOVED = (
+    *("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed", "Timeout"),
+    "Unable to capture screenshot",  # Chromium has no picture of a tab that is just shown or closed
+)
 """What playwright says where a page has gone to another address, or its tab is closed, while it was looked at."""
 _PAUSE = 0.05
 """Seconds until it is looked at again."""

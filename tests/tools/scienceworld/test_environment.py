@@ -28,7 +28,7 @@ from tests.conftest import REPOSITORY
 from tests.tools.scienceworld.games import QUICK, act, follow, gold_path, needs_java
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.processes, needs_java]
+pytestmark = [pytest.mark.processes, pytest.mark.extended, needs_java]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,6 @@ def paths(jvms: Jvms) -> dict[str, list[str]]:
     return {task: gold_path(jvms, task, variation) for task, variation in QUICK.items()}
 
 
-@pytest.mark.extended
 @asynccontextmanager
 async def laboratory(**options: Any) -> AsyncIterator[Toolset]:
     """The tools of a recipe with the environment."""
@@ -169,7 +168,6 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
     return shown
 
 
-@pytest.mark.extended
 def test_games_in_turns_show_what_they_show_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it the order of things in a room follows from addresses in memory: the engine's own chance.
     monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
@@ -210,7 +208,6 @@ async def test_a_killed_java_process_loses_its_chains_only(paths: dict[str, list
     assert java_processes() == others
 
 
-@pytest.mark.extended
 async def test_a_java_process_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jvm_module, "_ANSWER_SECONDS", 5.0)
     others = java_processes()

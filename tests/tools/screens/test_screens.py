@@ -315,6 +315,7 @@ async def test_chains_share_nothing_and_reach_only_what_is_allowed(screen: Scree
         await other.close()
 
 
+@pytest.mark.extended
 async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None:
     value = "() => document.querySelector('input').value"
     other = Screen(**SIZE)
@@ -506,6 +507,7 @@ async def test_a_page_that_lies_about_its_elements_has_no_marks_and_a_score(serv
         await screen.close()
 
 
+@pytest.mark.extended
 async def test_pages_that_go_elsewhere_are_seen_where_they_are(server: str) -> None:
     for kind in (Screen, MarkedScreen):
         screen = kind(**SIZE, allowed=[server])
@@ -529,6 +531,7 @@ async def test_a_page_changes_its_address_only_so_often(screen: Screen, server: 
     assert 0 < len(addresses) < 300
 
 
+@pytest.mark.extended
 async def test_what_a_page_asks_at_its_end_fails_no_other_chain(screen: Screen, server: str) -> None:
     other = Screen(**SIZE)
     try:
@@ -575,6 +578,7 @@ async def test_webrtc_reaches_nothing_and_looks_nothing_up(server: str, tmp_path
     assert '"leak.test."' not in log.read_text(encoding="utf-8")
 
 
+@pytest.mark.extended
 async def test_a_chain_cancelled_while_it_opens_leaves_nothing(screen: Screen, server: str) -> None:
     other = Screen(**SIZE, seconds=5.0, allowed=[server])
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -603,6 +607,7 @@ async def test_a_chain_cancelled_while_it_opens_leaves_nothing(screen: Screen, s
     assert not alive
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["node", "chromium"])
 async def test_chains_go_on_after_what_a_browser_runs_on_is_killed(screen: Screen, server: str, name: str) -> None:
     other = Screen(**SIZE, seconds=5.0, allowed=[server])

@@ -152,6 +152,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_html_is_read_or_refused_in_bounded_time(reader: Reader, name: str) -> None:
