@@ -17,40 +17,24 @@ syncs.
 import argparse
 import asyncio
 import json
-import random
 import tempfile
 import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
 from aiohttp import web
-from sabotage import Forward, Json, sabotaged, sent_file
+from sabotage import Forward, Json, Run, make_model, sabotaged, sent_file
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.launching.server_process import serve
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import authorization
-from agentfactory.trainers.batch import TrainingRow
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.policy_update import update_policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.lora import LoraSync
-from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.server_control import ServerControl
 
-VOCABULARY = 256
 BROKEN = 4
 """The sync that is broken."""
 HONEST = 50
-RATES = {False: 1e-5, True: 1e-4}
-"""Learning rates of full weights and of adapters: usual ones."""
 GENERATE = "/inference/v1/generate"
 
 
@@ -287,85 +271,6 @@ def push(url: str, file: Path, label: str) -> None:
     call(url, "/finish_weight_update", {"weight_version": label})
     call(url, "/reset_prefix_cache?reset_running_requests=true")
     call(url, "/resume")
-
-
-class Run:
-    """A trainer, its sync and its canary."""
-
-    def __init__(self, name: str, model: Path, folder: Path, url: str, adapters: bool) -> None:
-        self.model, self.folder, self.prefix = model, folder, f"{name}-v"
-        section = {"path": str(model), "dtype": "float32", "lora": {"rank": 8} if adapters else None}
-        train = {"steps": 1, "learning_rate": RATES[adapters]}
-        self.recipe = TrainRecipe.model_validate({"model": section, "train": train})
-        self.learner = Learner(self.recipe, Accelerator(cpu=True))
-        draw = random.Random(1)
-        rows = [
-            TrainingRow(
-                token_ids=[draw.randrange(VOCABULARY) for _ in range(48)],
-                targets=list(range(8, 48)),
-                streams={
-                    "behaviour": [-5.0] * 40,
-                    "advantage": [1.0 if number % 2 else -1.0] * 40,
-                    "weight": [1.0] * 40,
-                    "mixed": [0.0] * 40,
-                },
-            )
-            for number in range(8)
-        ]
-        self.batch = self.learner.deal(rows)
-        servers = [ServerControl(url)]
-        self.sync: WeightSync = (
-            LoraSync(servers, folder / "sync", self.prefix, keep=2)
-            if adapters
-            else FileSync(servers, folder / "sync", self.prefix)
-        )
-        self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), "float32")
-
-    def step(self, version: int) -> str:
-        """Update the weights and sync them. Return the error that this raised, or ""."""
-        if version:
-            update_policy(self.learner, self.batch, self.recipe)
-        policy = self.learner.policy
-        scores = self.canary.trainer_scores(policy)
-        try:
-            push_proven(self.sync, self.canary, version, policy, policy.gather(), scores)
-        except SyncError as error:
-            return str(error)
-        return ""
-
-    def other_weights(self) -> Path:
-        """Write full weights of another run."""
-        state, file = load_file(self.folder / "base.safetensors"), self.folder / "others.safetensors"
-        save_file({name: value * 1.02 for name, value in state.items()}, file, metadata={"format": "pt"})
-        return file
-
-    def other_adapter(self) -> Path:
-        """Write an adapter of another run."""
-        recipe = TrainRecipe.model_validate({**self.recipe.model_dump(), "seed": 1})
-        policy = load_policy(recipe)
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.data.add_(0.02)
-        policy.save_adapter(self.folder / "others", policy.gather())
-        return self.folder / "others"
-
-
-def make_model(folder: Path) -> Path:
-    """Create a Qwen3 of three million parameters, with weights of the size that pretrained models have."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        initializer_range=0.02,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def inject(fault: type[Fault], model: Path, folder: Path, url: str) -> tuple[int | None, str]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -13,6 +13,9 @@ from agentfactory.rollout.client import NEEDED_ROUTES
 
 Script = Callable[[list[int]], list[int]]
 """Prompt ids -> the ids that are 'sampled' after them."""
+
+
+Server = TypeVar("Server", bound="ScriptedServer")
 
 
 @dataclass
@@ -62,16 +65,19 @@ class ScriptedServer:
 
 @asynccontextmanager
 async def serve_script(
-    script: Script, delay: float = 0.0, decode: Callable[[list[int]], str] | None = None
-) -> AsyncIterator[ScriptedServer]:
-    """Run the server on a free loopback port."""
-    server = ScriptedServer(script, delay, decode)
+    script: Script,
+    delay: float = 0.0,
+    decode: Callable[[list[int]], str] | None = None,
+    kind: Callable[..., Server] = ScriptedServer,
+    **settings: Any,
+) -> AsyncIterator[Server]:
+    """Run a server of `kind`, which gets `settings` too, on a free loopback port."""
+    server = kind(script, delay, decode, **settings)
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/inference/v1/generate", server.generate), web.get("/openapi.json", server.describe)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield server

@@ -2,17 +2,15 @@
 
 import json
 from base64 import b64decode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any
 
 from aiohttp import web
 from PIL import Image
 
 from agentfactory.rollout.images.vision import Vision
-from tests.scripted_server import Script, ScriptedServer
+from tests.scripted_server import Script, ScriptedServer, serve_script
 
 
 @dataclass
@@ -49,18 +47,8 @@ class SeeingServer(ScriptedServer):
         return web.json_response({**json.loads(answer.text), "prompt_token_ids": expanded})
 
 
-@asynccontextmanager
-async def serve_seeing(script: Script, vision: Vision, kind: Any = SeeingServer) -> AsyncIterator[SeeingServer]:
+def serve_seeing(
+    script: Script, vision: Vision, kind: type[SeeingServer] = SeeingServer
+) -> AbstractAsyncContextManager[SeeingServer]:
     """Run the server on a free loopback port."""
-    server = kind(script, vision=vision)
-    app = web.Application(client_max_size=1 << 26)
-    app.add_routes([web.post("/inference/v1/generate", server.generate), web.get("/openapi.json", server.describe)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield server
-    finally:
-        await runner.cleanup()
+    return serve_script(script, kind=kind, vision=vision)

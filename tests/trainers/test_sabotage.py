@@ -5,54 +5,26 @@ weights drift steadily. Proofs of content catch at the first version that is not
 the canary catches once the drift is three times the noise.
 """
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.trainers.batch import TrainingRow
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.policy_update import update_policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.lora import LoraSync
-from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.server_control import ServerControl
 from benchmarks import sabotage
+from benchmarks.sabotage import Run, make_model
 from tests.conftest import embedded_server
 
 pytestmark = pytest.mark.extended
 
-VOCABULARY = 256
 LEARNING_RATE = 1e-6
 DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of the size that pretrained models have, so that bfloat16 rounds as much of each update away."""
-    folder = tmp_path_factory.mktemp("sabotage") / "model"
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        initializer_range=0.02,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("sabotage") / "model")
 
 
 def serve(model: Path, dtype: str) -> Any:
@@ -68,94 +40,35 @@ def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[str, s
         yield request.param, url
 
 
-def make_recipe(
-    model: Path, dtype: str, lora: bool = False, learning_rate: float = LEARNING_RATE, seed: int = 0
-) -> TrainRecipe:
-    """What a Run trains."""
-    section = {"path": str(model), "dtype": dtype, "lora": {"rank": 8} if lora else None}
-    train = {"steps": 1, "learning_rate": learning_rate}
-    return TrainRecipe.model_validate({"model": section, "train": train, "seed": seed})
-
-
-class Run:
-    """A trainer with its sync and canary; `until_caught` trains and syncs."""
-
-    def __init__(
-        self,
-        model: Path,
-        accelerator: Accelerator,
-        folder: Path,
-        dtype: str,
-        url: str,
-        lora: str | None = None,
-        learning_rate: float = LEARNING_RATE,
-    ) -> None:
-        self.recipe = make_recipe(model, dtype, lora is not None, learning_rate)
-        self.learner = Learner(self.recipe, accelerator)
-        draw = random.Random(1)
-        rows = [
-            TrainingRow(
-                token_ids=[draw.randrange(VOCABULARY) for _ in range(48)],
-                targets=list(range(8, 48)),
-                streams={
-                    "behaviour": [-5.0] * 40,
-                    "advantage": [1.0 if number % 2 else -1.0] * 40,
-                    "weight": [1.0] * 40,
-                    "mixed": [0.0] * 40,
-                },
-            )
-            for number in range(8)
-        ]
-        self.batch = self.learner.deal(rows)
-        servers = [ServerControl(url)]
-        self.sync: WeightSync
-        self.sync = LoraSync(servers, folder, f"{lora}-1-v", keep=2) if lora else FileSync(servers, folder, "run-1-v")
-        self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), dtype)
-        self.metrics: list[dict[str, float]] = []
-
-    def train(self) -> None:
-        """One update."""
-        update_policy(self.learner, self.batch, self.recipe)
-
-    def publish(self, version: int) -> None:
-        """Syncs the policy as it is, and proves it."""
-        policy = self.learner.policy
-        scores = self.canary.trainer_scores(policy)
-        _, metrics = push_proven(self.sync, self.canary, version, policy, policy.gather(), scores)
-        self.metrics.append(metrics)
-
-    def until_caught(self, steps: int) -> tuple[int, str]:
-        """The step at which the sync is found wrong, and the reason; (-1, "") if it is not."""
-        for version in range(steps + 1):
-            if version:
-                self.train()
-            try:
-                self.publish(version)
-            except SyncError as error:
-                print(f"caught at step {version}: {error}")
-                return version, str(error)
-        return -1, ""
+def until_caught(run: Run, steps: int) -> tuple[int, str]:
+    """Train and sync; return the step whose sync raises an error, and the error, or (-1, "")."""
+    for version in range(steps + 1):
+        if error := run.step(version):
+            print(f"caught at step {version}: {error}")
+            return version, error
+    return -1, ""
 
 
 Start = Callable[..., Run]
 
 
 @pytest.fixture
-def start(model: Path, accelerator: Accelerator, tmp_path: Path) -> Start:
-    """`start(dtype, url, lora, learning_rate)`: see Run; `lora` is the name of an adapter's run."""
+def start(model: Path, tmp_path: Path) -> Start:
+    """`start(dtype, url, lora, learning_rate)`: a Run; `lora` is the name of an adapter's run."""
 
-    def make(dtype: str, url: str, **options: Any) -> Run:
-        return Run(model, accelerator, tmp_path / "sync", dtype, url, **options)
+    def make(dtype: str, url: str, lora: str | None = None, learning_rate: float = LEARNING_RATE) -> Run:
+        folder = tmp_path / (lora or "full")
+        folder.mkdir()
+        return Run(f"{lora or 'run'}-1", model, folder, url, lora is not None, dtype, learning_rate)
 
     return make
 
 
-def with_first_weights(model: Path, dtype: str, url: str, folder: Path) -> None:
-    """Brings the base weights back, which other tests have replaced."""
-    policy = load_policy(make_recipe(model, dtype))
-    sync = FileSync([ServerControl(url)], folder)
-    sync.push(0, policy, policy.gather())
-    sync.close()
+def bring_first_weights(start: Start, dtype: str, url: str) -> None:
+    """Load the base weights, which other tests have replaced."""
+    run = start(dtype, url)
+    run.sync.push(0, run.learner.policy, run.learner.policy.gather())
+    run.sync.close()
 
 
 @pytest.mark.processes
@@ -165,7 +78,7 @@ def test_an_honest_sync_is_proven(served: tuple[str, str], start: Start) -> None
     dtype, url = served
     with sabotage.sabotaged(url, sabotage.nothing) as proxy:
         run = start(dtype, proxy)
-        assert run.until_caught(35 if dtype == "bfloat16" else 5) == (-1, "")
+        assert until_caught(run, 35 if dtype == "bfloat16" else 5) == (-1, "")
     proven = [step for step, metrics in enumerate(run.metrics) if metrics["sync/provable"]]
     slopes = [run.metrics[step]["sync/canary_slope"] for step in proven]
     print(f"{dtype}: noise {run.metrics[0]['sync/canary_noise']:.2g}, proven at {proven}, slopes {slopes}")
@@ -182,7 +95,7 @@ def test_stale_weights(served: tuple[str, str], start: Start, tmp_path: Path) ->
     the update away, but not all of it."""
     dtype, url = served
     with sabotage.sabotaged(url, sabotage.stale_file(tmp_path)) as proxy:
-        step, reason = start(dtype, proxy).until_caught(2)
+        step, reason = until_caught(start(dtype, proxy), 2)
     assert step == 1
     assert "differs from the trainer's after the update" in reason
 
@@ -196,7 +109,7 @@ def test_a_stale_replica(served: tuple[str, str], model: Path, start: Start, tmp
         serve(model, dtype) as replica,
         sabotage.sabotaged(url, sabotage.stale_replica(tmp_path, replica)) as proxy,
     ):
-        step, reason = start(dtype, proxy).until_caught(60)
+        step, reason = until_caught(start(dtype, proxy), 60)
     assert step == 1 if dtype == "float32" else 10 <= step <= 60
     assert "it serves other weights" in reason
 
@@ -208,7 +121,7 @@ def test_a_prefix_cache_that_is_left(served: tuple[str, str], start: Start) -> N
     dtype, url = served
     with sabotage.sabotaged(url, sabotage.cache_left) as proxy:
         run = start(dtype, proxy)
-        step, reason = run.until_caught(60)
+        step, reason = until_caught(run, 60)
     print("cache gaps", [round(metrics["sync/canary_cache_gap"], 6) for metrics in run.metrics][::5])
     assert step == 1 if dtype == "float32" else 10 <= step <= 60
     assert "uses caches of older weights" in reason or "it serves other weights" in reason
@@ -218,7 +131,7 @@ def test_an_adapter_that_never_loads(served: tuple[str, str], start: Start) -> N
     """Caught by the server's list at step 0."""
     dtype, url = served
     with sabotage.sabotaged(url, sabotage.never_loaded) as proxy:
-        step, reason = start(dtype, proxy, lora="never").until_caught(2)
+        step, reason = until_caught(start(dtype, proxy, lora="never"), 2)
     assert step == 0
     assert "does not list it in /v1/models" in reason
 
@@ -227,36 +140,32 @@ def test_an_old_folder_under_a_new_name(served: tuple[str, str], start: Start) -
     """Caught by the path of the name, which carries the digest of the weights, at step 1."""
     dtype, url = served
     with sabotage.sabotaged(url, sabotage.old_folder()) as proxy:
-        step, reason = start(dtype, proxy, lora="folder").until_caught(2)
+        step, reason = until_caught(start(dtype, proxy, lora="folder"), 2)
     assert step == 1
     assert "it was not loaded" in reason
 
 
-def test_a_name_that_already_holds_other_weights(
-    served: tuple[str, str], model: Path, start: Start, tmp_path: Path
-) -> None:
+def test_a_name_that_already_holds_other_weights(served: tuple[str, str], start: Start) -> None:
     """Another adapter has the name of version 1 on the server: caught before anything is loaded, at step 1."""
     dtype, url = served
-    other = load_policy(make_recipe(model, dtype, lora=True, seed=1))
-    other.save_adapter(tmp_path / "other", other.gather())
-    ServerControl(url).post("/v1/load_lora_adapter", {"lora_name": "taken-1-v1", "lora_path": str(tmp_path / "other")})
-    step, reason = start(dtype, url, lora="taken").until_caught(2)
+    run = start(dtype, url, lora="taken")
+    other = run.other_adapter()
+    ServerControl(url).post("/v1/load_lora_adapter", {"lora_name": "taken-1-v1", "lora_path": str(other)})
+    step, reason = until_caught(run, 2)
     assert step == 1
-    assert f"already serves an adapter called taken-1-v1, from {tmp_path / 'other'}" in reason
+    assert f"already serves an adapter called taken-1-v1, from {other}" in reason
 
 
 @pytest.mark.parametrize("fault", ["old bytes", "not applied"])
-def test_an_adapter_that_is_listed_and_not_used(
-    served: tuple[str, str], model: Path, start: Start, tmp_path: Path, fault: str
-) -> None:
+def test_an_adapter_that_is_listed_and_not_used(served: tuple[str, str], start: Start, fault: str) -> None:
     """Name, path and digest are right, and the server computes with the first adapter or with none: the canary alone
     can see it. Float32: at step 2, since an adapter that begins at zero moves less than the weights. Bfloat16: at step
     4, with 1e-4, a usual learning rate for an adapter."""
     dtype, url = served
-    with_first_weights(model, dtype, url, tmp_path / "base")
+    bring_first_weights(start, dtype, url)
     tamper = sabotage.old_bytes() if fault == "old bytes" else sabotage.not_applied
     with sabotage.sabotaged(url, tamper) as proxy:
         rate = LEARNING_RATE if dtype == "float32" else 1e-4
-        step, reason = start(dtype, proxy, lora=fault.split()[0], learning_rate=rate).until_caught(40)
+        step, reason = until_caught(start(dtype, proxy, lora=fault.split()[0], learning_rate=rate), 40)
     assert 1 <= step <= 40
     assert "it serves other weights" in reason

@@ -1,0 +1,297 @@
+"""Plants one fault at a time in a copy of the repository, and runs the tests that CI has for the faulty package.
+
+Each fault replaces a piece of code that stands in its file exactly once. The tests of its package run with `-x`, the
+file that mirrors the faulty module first; the fault is found if one of them fails. The copies share this environment's
+packages, and each fault has a copy of its own. A fault whose code is gone is an error: plant it again where the code
+went.
+
+    python benchmarks/planted_faults.py                 # all faults
+    python benchmarks/planted_faults.py --quick         # the first fault of each package
+    python benchmarks/planted_faults.py mask turn-limit # these
+
+The last line is JSON: the number of faults, and how many were found.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+IN_CI = "not long"
+"""Tests of `make test` and `make test-extended`."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: `old` becomes `new` in `file`. `tests` are the test files and folders of its package."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    @property
+    def package(self) -> str:
+        """The top-level package under agentfactory/."""
+        return self.file.split("/")[0]
+
+
+FAULTS = (
+    # trainers
+    Fault("mask", "trainers/batch.py", "np.flatnonzero(row.mask)", "np.flatnonzero(row.mask) - 1", "trainers"),
+    Fault(
+        "normaliser",
+        "trainers/learner.py",
+        "scale = self.accelerator.num_processes / batch.normaliser",
+        "scale = self.accelerator.num_processes",
+        "trainers",
+    ),
+    Fault(
+        "clip-bounds",
+        "trainers/losses.py",
+        "low, high = 1 - clip_low, 1 + clip_high",
+        "low, high = 1 - clip_high, 1 + clip_low",
+        "trainers",
+    ),
+    Fault("leave-one-out", "trainers/advantages.py", "(len(known) - 1) / len(known)", "1.0", "trainers"),
+    Fault("mismatch-ignored", "trainers/policy_update.py", "terms = terms * correction", "pass", "trainers"),
+    Fault("turn-credit", "trainers/credit.py", "cost[end - 1] += reward", "cost[-1] += reward", "trainers"),
+    Fault(
+        "tree-positions",
+        "trainers/tree.py",
+        "positions.append(np.arange(shared, len(row)))",
+        "positions.append(np.arange(len(row) - shared))",
+        "trainers",
+    ),
+    Fault(
+        "optimizer-state",
+        "trainers/learner_state.py",
+        "optimizer.state[trained[name]] = slots",
+        "pass",
+        "trainers",
+    ),
+    Fault(
+        "stale-adapter",
+        "trainers/sync/lora.py",
+        "if self._unfinished != version:",
+        "if self._unfinished != version and version != 2:",
+        "trainers",
+    ),
+    Fault("proof-accepts-stale", "trainers/sync/drift.py", "SLOPES = (0.5, 1.5)", "SLOPES = (-0.5, 1.5)", "trainers"),
+    # rollout
+    Fault(
+        "turn-limit",
+        "rollout/episode.py",
+        "if trajectory.turns == self.config.max_turns:",
+        "if trajectory.turns > self.config.max_turns:",
+        "rollout",
+    ),
+    Fault(
+        "staleness",
+        "rollout/staleness.py",
+        "self.version + 1 - group.oldest > self.max_staleness",
+        "self.version - group.oldest > self.max_staleness",
+        "rollout",
+    ),
+    Fault(
+        "equal-rewards",
+        "rollout/filter.py",
+        "{(chain.reward, *(chain.turn_rewards or ())) for chain in counting}",
+        "{chain.reward for chain in counting}",
+        "rollout",
+    ),
+    Fault(
+        "cut-turns",
+        "rollout/client.py",
+        'versions, choice["finish_reason"] == "length", [1]',
+        "versions, False, [1]",
+        "rollout",
+    ),
+    Fault("closing-token", "rollout/template_renderer.py", "ids[-1:] == [end]", "bool(ids)", "rollout"),
+    Fault(
+        "trained-twice",
+        "rollout/gateway/tree.py",
+        "if parent is not None and plan.shared and len(self.rows[parent.row].token_ids) == plan.shared:",
+        "if parent is not None and plan.shared:",
+        "rollout",
+    ),
+    Fault(
+        "temperature", "rollout/embedded/sampling.py", "scaled = scaled / torch", "scaled = scaled * torch", "rollout"
+    ),
+    Fault(
+        "stale-cache",
+        "rollout/embedded/engine.py",
+        "        self._forget(np.ones_like(self._held))\n        return True",
+        "        return True",
+        "rollout",
+    ),
+    Fault(
+        "image-places",
+        "rollout/images/vision.py",
+        "spans.append(ImageSpan(len(expanded), len(shown), digest, grid))",
+        "spans.append(ImageSpan(len(expanded) + 1, len(shown), digest, grid))",
+        "rollout",
+    ),
+    Fault(
+        "pass-at-k",
+        "rollout/pass_at_k.py",
+        "1.0 - math.comb(samples - passed, k) / math.comb(samples, k)",
+        "1.0 - (1.0 - passed / samples) ** k",
+        "rollout",
+    ),
+    # tools
+    Fault("swallowed-error", "tools/session.py", "if result.is_error else None", "if False else None", "tools"),
+    Fault("cached-errors", "tools/call_cache.py", " and not task.result().is_error", "", "tools"),
+    Fault(
+        "worn-instance",
+        "tools/pool_ledger.py",
+        "        if sound:\n            self.idle.append(instance)\n            return None\n        self.broken",
+        "        if True:\n            self.idle.append(instance)\n            return None\n        self.broken",
+        "tools",
+    ),
+    Fault("cut-bytes", "tools/truncation.py", "half, total = most // 2,", "half, total = most // 4,", "tools"),
+    Fault("sandbox-network", "tools/sandbox/bubblewrap.py", ' "--unshare-net",', "", "tools"),
+    Fault(
+        "purchase",
+        "tools/webshop/reward.py",
+        "wanted = len(goal.attributes) + len(goal.options) + 1",
+        "wanted = len(goal.attributes) + len(goal.options)",
+        "tools/webshop",
+    ),
+    # the recipe, and around it
+    Fault(
+        "lost-siblings",
+        "recipe/composition.py",
+        "if isinstance(value, dict) and isinstance(below.get(key), dict):",
+        "if False:",
+        "recipe",
+    ),
+    Fault(
+        "half-a-cache",
+        "placement/server_memory.py",
+        "least = server.max_num_seqs * -(-server.max_model_len // 16) * 16 * per_token",
+        "least = server.max_num_seqs * -(-server.max_model_len // 16) * 8 * per_token",
+        "placement",
+    ),
+    Fault(
+        "orphans",
+        "launching/processes.py",
+        "        psutil.wait_procs(descendants, timeout=1.0)\n        _kill(descendants)",
+        "        pass",
+        "launching",
+    ),
+    Fault(
+        "resume-changes",
+        "launching/resume.py",
+        "if old.get(name) != new.get(name) and",
+        "if False and",
+        "launching",
+    ),
+    Fault(
+        "unknown-model",
+        "commands/eval_target.py",
+        "if model is not None and model not in names:",
+        "if False:",
+        "commands",
+    ),
+    Fault(
+        "foreign-origin",
+        "viewer/guard.py",
+        'if any(origin != f"http://{hosts[0]}" for origin in given.get("origin", [])):',
+        "if False:",
+        "viewer",
+    ),
+    Fault(
+        "wrong-version",
+        "doctor/machine.py",
+        "if requirement.specifier.contains(version, prereleases=True):",
+        "if True:",
+        "doctor",
+    ),
+)
+
+
+def plant(fault: Fault, copy: Path) -> None:
+    """Write the fault into a copy of the repository. Raises ValueError if its code does not stand there once."""
+    file = copy / "agentfactory" / fault.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: {fault.old!r} stands {text.count(fault.old)} times in {fault.file}, not once")
+    file.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def test_files(fault: Fault, copy: Path) -> list[str]:
+    """Return the test files of the fault's package, the one that mirrors the faulty module first."""
+    place = copy / "tests" / fault.tests
+    files = [place] if place.suffix else sorted(place.rglob("test_*.py"))
+    own = {word for word in Path(fault.file).with_suffix("").parts[1:]}
+    names = sorted(files, key=lambda file: not any(word in file.stem or word in file.parts[-2] for word in own))
+    return [str(file.relative_to(copy)) for file in names]
+
+
+def copied(folder: Path) -> Path:
+    """Copy the tracked files, links as links, into a git repository of their own, which some tests list."""
+    copy = folder / "repository"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for name in filter(None, tracked.stdout.split("\0")):
+        source, target = REPOSITORY / name, copy / name
+        if source.exists() or source.is_symlink():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    for command in (["git", "init", "--quiet"], ["git", "add", "--all"]):
+        subprocess.run(command, cwd=copy, check=True)
+    return copy
+
+
+def find(fault: Fault) -> tuple[str | None, float]:
+    """Return the test that fails with a fault (None: all pass), and the seconds until then."""
+    started = time.monotonic()
+    # readable by the sandbox's user
+    with tempfile.TemporaryDirectory(prefix="planted-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        copy = copied(folder)
+        plant(fault, copy)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", IN_CI, "-p", "no:cacheprovider"]
+        env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        command += [f"--basetemp={folder / 'pytest'}", "--tb=no", *test_files(fault, copy)]
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode not in (0, 1) or (done.returncode == 1 and not failed):
+        raise RuntimeError(
+            f"{fault.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return failed[1] if failed else None, time.monotonic() - started
+
+
+def main() -> None:
+    """Plant the faults that are asked for, and print the test that found each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first fault of each package")
+    parser.add_argument("names", nargs="*", help="faults (default: all)")
+    args = parser.parse_args()
+    known = {fault.name: fault for fault in FAULTS}
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"no fault is called {unknown[0]}; they are {', '.join(known)}")
+    faults = [known[name] for name in args.names] or list(FAULTS)
+    if args.quick:
+        faults = list({fault.package: fault for fault in reversed(faults)}.values())[::-1]
+    found = 0
+    for fault in faults:
+        test, seconds = find(fault)
+        found += test is not None
+        print(f"{fault.name:20} {fault.file:32} {seconds:5.0f} s  {test or 'NOT FOUND'}", flush=True)
+    print(json.dumps({"found": found, "faults": len(faults)}))
+
+
+if __name__ == "__main__":
+    main()
