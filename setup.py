@@ -1,6 +1,6 @@
 """AgentFactory's packages and dependencies. `pip install -e .` is enough for the quickstart."""
 
-from setuptools import setup
+from setuptools import find_namespace_packages, setup
 
 DENSE = ["sentence-transformers>=6,<7", "usearch>=2.20"]
 # needs Chromium, too
@@ -67,35 +67,10 @@ setup(
     description="Reinforcement learning for LLM agents that use tools over many turns",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[
-        "agentfactory",
-        "agentfactory.commands",
-        "agentfactory.doctor",
-        "agentfactory.launching",
-        "agentfactory.placement",
-        "agentfactory.recipe",
-        "agentfactory.rollout",
-        "agentfactory.rollout.embedded",
-        "agentfactory.rollout.gateway",
-        "agentfactory.rollout.images",
-        "agentfactory.rollout.parsers",
-        "agentfactory.rollout.probing",
-        "agentfactory.rollout.rewards",
-        "agentfactory.tools",
-        "agentfactory.tools.alfworld",
-        "agentfactory.tools.harbor",
-        "agentfactory.tools.images",
-        "agentfactory.tools.sandbox",
-        "agentfactory.tools.scienceworld",
-        "agentfactory.tools.screens",
-        "agentfactory.tools.search",
-        "agentfactory.tools.search.engines",
-        "agentfactory.tools.web",
-        "agentfactory.tools.webshop",
-        "agentfactory.trainers",
-        "agentfactory.trainers.sync",
-        "agentfactory.viewer",
-    ],
+    # without __init__.py, trainers, rollout and tools are namespace packages; recipes and templates are data
+    packages=find_namespace_packages(
+        include=["agentfactory", "agentfactory.*"], exclude=["agentfactory.recipes*", "agentfactory.commands.templates*"]
+    ),
     package_data={
         # the recipes, through a link to the folder at the root; the templates are for `agentfactory new`
         "agentfactory": ["recipes/*/*", "recipes/*/tasks/**/*"],

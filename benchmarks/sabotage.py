@@ -230,14 +230,18 @@ class Run:
         """Update the weights and sync them. Return the error that this raised, or ""."""
         if version:
             update_policy(self.learner, self.batch, self.recipe)
-        policy = self.learner.policy
-        scores = self.canary.trainer_scores(policy)
         try:
-            _, metrics = push_proven(self.sync, self.canary, version, policy, policy.gather(), scores)
+            self.publish(version)
         except SyncError as error:
             return str(error)
-        self.metrics.append(metrics)
         return ""
+
+    def publish(self, version: int) -> None:
+        """Sync the weights as they are. Raises SyncError."""
+        policy = self.learner.policy
+        scores = self.canary.trainer_scores(policy)
+        _, metrics = push_proven(self.sync, self.canary, version, policy, policy.gather(), scores)
+        self.metrics.append(metrics)
 
     def other_weights(self) -> Path:
         """Write full weights of another run."""

@@ -35,16 +35,6 @@ def test_the_names_at_the_root_are_links_that_hide_no_users_package(name: str) -
     assert not (link / "__init__.py").exists()
 
 
-def test_every_package_is_in_the_wheel() -> None:
-    code = REPOSITORY / "agentfactory"
-    folders = {file.parent for file in code.rglob("*.py") if not {"recipes", "templates"} & {*file.parts}}
-    listed = re.search(r"packages=\[(.*?)\]", (REPOSITORY / "setup.py").read_text(encoding="utf-8"), re.DOTALL)
-    assert listed is not None
-    assert {*re.findall(r'"(.*?)"', listed[1])} == {
-        ".".join(folder.relative_to(REPOSITORY).parts) for folder in folders
-    }
-
-
 @pytest.mark.processes
 def test_no_string_has_a_module_by_its_old_name() -> None:
     found = []

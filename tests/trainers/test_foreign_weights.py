@@ -9,12 +9,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from agentfactory.rollout.server_keys import find_key
-from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.full import holds_full_weights
 from agentfactory.trainers.sync.protocol import ForeignWeightsError
-from tests.trainers.test_sabotage import Run, Start, make_recipe, model, serve, start, with_first_weights
+from benchmarks.sabotage import Run
+from tests.trainers.test_sabotage import Start, bring_first_weights, model, serve, start, until_caught
 
 __all__ = ["model", "start"]
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -54,7 +54,7 @@ def theirs(model: Path, tmp_path: Path) -> Path:
 def begin(start: Start, url: str, **options: object) -> Run:
     """A run after two syncs without trouble."""
     run = start("float32", url, **options)
-    assert run.until_caught(1) == (-1, "")
+    assert until_caught(run, 1) == (-1, "")
     return run
 
 
@@ -69,24 +69,20 @@ def test_full_weights_of_another_process(server: str, theirs: Path, start: Start
     assert label in str(caught.value) or "has other weights since it proved version 1" in str(caught.value)
 
 
-def test_base_weights_under_an_adapter(server: str, theirs: Path, model: Path, start: Start, tmp_path: Path) -> None:
-    with_first_weights(model, "float32", server, tmp_path / "base")
+def test_base_weights_under_an_adapter(server: str, theirs: Path, start: Start) -> None:
+    bring_first_weights(start, "float32", server)
     run = begin(start, server, lora="base")
     push(server, theirs, "other-7f3a-v1")
     with pytest.raises(ForeignWeightsError, match="has other weights since it proved version 1"):
         run.publish(2)
 
 
-def test_an_adapter_of_another_process(server: str, model: Path, start: Start, tmp_path: Path) -> None:
-    with_first_weights(model, "float32", server, tmp_path / "base")
+def test_an_adapter_of_another_process(server: str, start: Start) -> None:
+    bring_first_weights(start, "float32", server)
     run = begin(start, server, lora="mine", learning_rate=1e-3)
-    other = load_policy(make_recipe(model, "float32", lora=True, seed=1))
-    for parameter in other.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(0.02)
-    other.save_adapter(tmp_path / "other", other.gather())
+    other = run.other_adapter()
     curl(server, "/v1/unload_lora_adapter", {"lora_name": "mine-1-v1"})
-    curl(server, "/v1/load_lora_adapter", {"lora_name": "mine-1-v1", "lora_path": str(tmp_path / "other")})
+    curl(server, "/v1/load_lora_adapter", {"lora_name": "mine-1-v1", "lora_path": str(other)})
     with pytest.raises(ForeignWeightsError, match="has other weights since it proved version 1"):
         run.publish(2)
 
