@@ -28,20 +28,18 @@ PROCESSES = {
 """Fixtures that start processes."""
 
 SLOW = (
-    *("learn/learn_algorithms.py", "learn/learn_quickstart.py", "learn/learn_quantised.py"),
-    *(
-        "trainers/test_accelerator.py",
-        "tools/test_sandbox.py",
-        "test_async_training.py",
-        "placement/test_trainer_memory.py",
-    ),
-    *("tools/test_third_party.py", "tools/test_isolation.py", "test_hygiene.py", "rollout/test_faults.py"),
-    *("test_resume.py", "test_invariance.py", "test_users_project.py", "trainers/test_sabotage.py"),
-    *("test_agent.py", "viewer/test_viewer.py"),
-    *("test_time_share.py", "trainers/test_qlora.py"),
+    *("tools/screens/test_screens.py", "trainers/test_accelerator.py", "placement/test_trainer_memory.py"),
+    *("tools/scienceworld/test_environment.py", "rollout/test_stop_strings.py", "rollout/test_family_exactness.py"),
+    *("test_users_project.py", "test_train.py", "test_async_training.py", "launching/test_launcher.py"),
+    *("rollout/test_faults.py", "test_resume.py", "test_invariance.py", "test_hygiene.py", "test_own_sync.py"),
+    *("viewer/test_viewer.py", "commands/test_chat.py", "trainers/test_images.py", "rollout/test_parsers.py"),
+    *("commands/test_eval.py", "trainers/test_nccl.py", "tools/test_mcp_client.py", "tools/test_third_party.py"),
+    *("rollout/test_gateway_program.py", "trainers/test_sabotage.py", "tools/test_isolation.py", "test_agent.py"),
 )
-"""The files that take longest. They go first, so that parallel processes end together; the very first need no
-quickstart, which one process trains while the others have something to do."""
+"""The files that take longest. They go first, so that parallel processes end together."""
+
+TRAINED = "quickstart_run"
+"""The fixture that trains the quickstart, once for all parallel processes."""
 
 
 # the same examples in every run: a rare failure must not stop those who changed something else. Others by
@@ -72,15 +70,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the slow files first. A test that starts no process, by itself or by a fixture, is a unit test."""
-    places = {REPOSITORY / "tests" / name: place for place, name in enumerate(SLOW)}
-    items.sort(key=lambda item: places.get(item.path, len(SLOW)))
+    """Order the files. A test that starts no process, by itself or by a fixture, is a unit test."""
+    files = {item.path: False for item in items}
+    for item in items:
+        files[item.path] |= TRAINED in getattr(item, "fixturenames", ())
+    places = {path: number for number, path in enumerate(in_order(files))}
+    items.sort(key=lambda item: places[item.path])
     for item in items:
         # what has a target of its own (learn_*, vllm_*, wheel_*, gpu_*) runs whole commands
         if PROCESSES & {*getattr(item, "fixturenames", ())} or not item.path.name.startswith("test_"):
             item.add_marker("processes")
         if not any(map(item.get_closest_marker, ("processes", "long"))):
             item.add_marker("unit")
+
+
+def in_order(files: dict[Path, bool]) -> list[Path]:
+    """Return test files, slow ones first. `files` says of each whether it needs the trained quickstart: one such file
+    begins, in one process, and files that do not need it follow, so that no other process waits for it."""
+    slow = [path for name in SLOW if (path := REPOSITORY / "tests" / name) in files]
+    waiting = [path for path in slow if files[path]]
+    first = waiting[:1]
+    begin = [*first, *(path for path in slow if not files[path]), *waiting[1:]]
+    return [*begin, *(path for path in files if path not in slow)]
 
 
 _started: list[str] = []

@@ -222,7 +222,12 @@ FURTHER = [(0, "lora"), (1, "full"), (2, "full"), (2, "lora"), (4, "lora")]
 
 @pytest.mark.parametrize(
     ("k", "lora"),
-    [bound(0, "full"), bound(1, "lora"), bound(4, "full"), *(bound(*each, pytest.mark.long) for each in FURTHER)],
+    [
+        bound(0, "full", pytest.mark.long),
+        bound(1, "lora"),
+        bound(4, "full"),
+        *(bound(*each, pytest.mark.long) for each in FURTHER),
+    ],
 )
 def test_nothing_older_than_the_bound_is_trained(
     server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool

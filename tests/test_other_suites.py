@@ -12,6 +12,7 @@ TESTS = Path(__file__).parent
 SUITES = {"vllm": "vllm_*.py", "gpu": "gpu_*.py", "wheel": "wheel_*.py", "learn": "learn_*.py"}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_every_suite_can_be_collected() -> None:
     files = [str(file) for folder, pattern in SUITES.items() for file in sorted((TESTS / folder).glob(pattern))]

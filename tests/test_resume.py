@@ -175,8 +175,11 @@ def test_sigterm_ends_the_running_step_and_saves_it(model_folder: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("strategy", "train"),
-    [("ddp", FULL), ("fsdp2", FULL), ("fsdp2", ADAPTERS)],
-    ids=["ddp", "fsdp2", "fsdp2 with adapters"],
+    [
+        pytest.param("ddp", FULL, id="ddp", marks=pytest.mark.long),
+        pytest.param("fsdp2", FULL, id="fsdp2", marks=pytest.mark.long),
+        pytest.param("fsdp2", ADAPTERS, id="fsdp2 with adapters"),
+    ],
 )
 def test_a_run_of_one_process_goes_on_with_two(
     whole: Whole, tmp_path: Path, strategy: str, train: dict[str, Any]

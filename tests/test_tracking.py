@@ -192,7 +192,10 @@ def series(rows: Iterator[tuple[int, dict[str, Any]]]) -> Series:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("read", [wandb_series, tensorboard_series, trackio_series])
+@pytest.mark.parametrize(
+    "read",
+    [tensorboard_series, *(pytest.param(read, marks=pytest.mark.extended) for read in (wandb_series, trackio_series))],
+)
 def test_trackers_hold_what_metrics_jsonl_holds(
     tracked: Tracked, trackio_storage: Any, read: Callable[[Tracked, Any], Series]
 ) -> None:
@@ -330,6 +333,7 @@ def test_a_tracker_that_does_not_start_says_why(accelerator: Accelerator, tmp_pa
         Tracking(TrackConfig(trackers=["tensorboard"]), "run", tmp_path, {})
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_what_started_before_one_that_does_not_is_ended_and_goes_on_in_the_next_attempt(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

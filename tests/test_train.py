@@ -35,6 +35,7 @@ def test_what_train_py_cannot_do_is_told_with_the_command_that_can(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
     (tmp_path / "model").mkdir()

@@ -57,7 +57,7 @@ def whose() -> str:
 }
 
 
-@pytest.fixture(params=["package", "plain folder"])
+@pytest.fixture(params=["package", pytest.param("plain folder", marks=pytest.mark.long)])
 def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's folder, which is the current one; its tools/ is a package, or a folder of modules."""
     folder = tmp_path / "project"
@@ -98,8 +98,8 @@ STARTS = {"installed": [AGENTFACTORY], "python -m": [sys.executable, "-m", "agen
     ("start", "place", "project"),
     [
         ("installed", "project", "package"),
-        ("installed", "checkout", "plain folder"),
-        ("python -m", "project", "plain folder"),
+        pytest.param("installed", "checkout", "plain folder", marks=pytest.mark.long),
+        pytest.param("python -m", "project", "plain folder", marks=pytest.mark.long),
         ("python -m", "checkout", "package"),
         pytest.param("python -m", "checkout", "plain folder", marks=pytest.mark.long),
     ],

@@ -5,6 +5,7 @@ import filecmp
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -132,10 +133,11 @@ def _check_neighbours(path: Path) -> None:
     Python has only one module per name, so a file in another folder may have taken it. Checks `path` and the imported
     modules of its folder. Raises UserCodeError.
     """
-    files = [path]
+    files, folder = [path], str(path.parent)
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and Path(file).parent == path.parent and file != str(path):
+        # thousands of modules may be loaded: no Path for each
+        if file and file.endswith(".py") and os.path.dirname(file) == folder and file != str(path):
             files.append(Path(file))
     for file in files:
         for name in sorted(_imports(file)):

@@ -369,6 +369,7 @@ def completed(line: str) -> set[str]:
     return {word.strip() for word in result.stdout.splitlines()}
 
 
+@pytest.mark.extended
 def test_shells_complete_commands_options_and_fields(project: Path) -> None:
     assert {"train", "tools"} <= completed("agentfactory t")
     assert completed("agentfactory tools ch") == {"check"}
@@ -382,6 +383,7 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
     assert completed("agentfactory train recipe.yaml train.liger=") == {"true", "false"}
 
 
+@pytest.mark.extended
 def test_a_tab_imports_the_viewer_only_for_its_options(project: Path) -> None:
     answer = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
     answer += "from agentfactory.commands.completion import answer; "

@@ -81,6 +81,7 @@ def test_nothing_is_left_of_the_templates_name(folder: Path) -> None:
         assert b"my_task" not in path.read_bytes()
 
 
+@pytest.mark.extended
 def test_its_own_tests_pass(folder: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_own.py"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder)

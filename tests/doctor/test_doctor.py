@@ -178,6 +178,7 @@ def test_gpus_are_told_with_their_room() -> None:
     assert levels(doctor_machine.check_devices(seen)) == {Level.WARNING}
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_a_torchvision_of_another_torch(tmp_path: Path) -> None:
     # asked of a process of its own, as doctor does

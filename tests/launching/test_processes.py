@@ -74,6 +74,7 @@ def test_leaving_ends_grandchildren_too(tmp_path: Path, first: signal.Signals | 
     wait_for(lambda: is_gone(grandchild))
 
 
+@pytest.mark.extended
 @apart
 def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
     code = (

@@ -43,8 +43,15 @@ def recipe_of(dtype: str, **train: Any) -> TrainRecipe:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("qwen2_5_vl", "float32"),
+        pytest.param("qwen2_5_vl", "bfloat16", marks=pytest.mark.long),
+        pytest.param("qwen3_vl", "float32", marks=pytest.mark.long),
+        ("qwen3_vl", "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("train", [{}, {"vision": "trained"}, {"vision": "trained", "gradient_checkpointing": True}])
 def test_a_towers_memory_is_planned(kind: str, dtype: str, train: dict[str, Any]) -> None:
     recipe, network = recipe_of(dtype, **train), network_of(kind)

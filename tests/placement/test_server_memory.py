@@ -74,7 +74,9 @@ LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.ar
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("length", "sequences", "prompts"), [(250, 32, SHORT), (8192, 4, LONG)])
+@pytest.mark.parametrize(
+    ("length", "sequences", "prompts"), [(250, 32, SHORT), pytest.param(8192, 4, LONG, marks=pytest.mark.long)]
+)
 def test_the_embedded_engine_takes_what_is_planned(
     length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
 ) -> None:
@@ -214,7 +216,7 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
     windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 100}
     check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 8192, 4, LONG, dtype)

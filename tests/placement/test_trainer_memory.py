@@ -94,14 +94,16 @@ def allocated(prof: profile) -> int:
         ("qwen3", None, "tree", "bfloat16", {}),
         ("qwen3", LORA, "packed", "bfloat16", {}),
         ("qwen3", LORA, "tree", "float32", {}),
-        ("qwen2", None, "packed", "bfloat16", {"optimizer": {"name": "adafactor"}}),
-        ("qwen2", None, "tree", "float32", {"gradient_checkpointing": True}),
-        ("qwen2", LORA, "packed", "float32", {"gradient_checkpointing": True}),
-        ("qwen2", LORA, "tree", "bfloat16", {}),
-        ("llama", None, "packed", "float32", {"loss": {"kl": {"coefficient": 0.1}}}),
+        pytest.param("qwen2", None, "packed", "bfloat16", {"optimizer": {"name": "adafactor"}}, marks=pytest.mark.long),
+        pytest.param("qwen2", None, "tree", "float32", {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param("qwen2", LORA, "packed", "float32", {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param("qwen2", LORA, "tree", "bfloat16", {}, marks=pytest.mark.long),
+        pytest.param(
+            "llama", None, "packed", "float32", {"loss": {"kl": {"coefficient": 0.1}}}, marks=pytest.mark.long
+        ),
         ("llama", None, "tree", "bfloat16", {"algorithm": "ppo"}),
         ("llama", NF4, "packed", "bfloat16", {}),
-        ("llama", LORA, "tree", "float32", {"algorithm": "ppo"}),
+        pytest.param("llama", LORA, "tree", "float32", {"algorithm": "ppo"}, marks=pytest.mark.long),
     ],
 )
 def test_planned_is_what_updates_allocate(
@@ -156,8 +158,11 @@ HYBRID = Qwen3_5TextConfig(
 )
 
 
-@pytest.mark.parametrize("config", [SHAPES["qwen2"], HYBRID], ids=["one kind", "two kinds"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(SHAPES["qwen2"], id="one kind", marks=pytest.mark.long), pytest.param(HYBRID, id="two kinds")],
+)
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
 def test_all_layers_take_what_a_few_say(config: PreTrainedConfig, checkpointing: bool) -> None:
     recipe = make_recipe(lora=LORA, dtype="bfloat16", gradient_checkpointing=checkpointing, length=65)
     whole = max(_trace(recipe, config, "cpu").values(), key=lambda peak: peak.total)

@@ -58,6 +58,7 @@ async def test_only_the_named_box_pays() -> None:
         await screen.close()
 
 
+@pytest.mark.extended
 def test_transcripts_obey_only_with_please(pages: list[Page]) -> None:
     rng = random.Random(0)
     with_please: list[bool] = []

@@ -32,7 +32,8 @@ gui_r1, screen_spot, screen_spot_pro = (
     load_object(f"tasks.py:{name}", FOLDER) for name in ("gui_r1", "screen_spot", "screen_spot_pro")
 )
 KINDS = {"qwen3-vl-4b-grounding-lora-24gb": "qwen3_vl", "qwen2.5-vl-7b-grounding-full-8gpu": "qwen2_5_vl"}
-BROWSERS = {"qwen3-vl-4b-browser-lora-24gb": "qwen3_vl", "qwen2.5-vl-7b-browser-full-8gpu": "qwen2_5_vl"}
+LORA_BROWSER, FULL_BROWSER = "qwen3-vl-4b-browser-lora-24gb", "qwen2.5-vl-7b-browser-full-8gpu"
+BROWSERS = {LORA_BROWSER: "qwen3_vl", FULL_BROWSER: "qwen2_5_vl"}
 chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium")
 
 # ---- data
@@ -293,7 +294,7 @@ async def test_each_action_does_what_it_says(browser: Any) -> None:
 @pytest.mark.processes
 @pytest.mark.extended
 @chromium
-@pytest.mark.parametrize("name", BROWSERS)
+@pytest.mark.parametrize("name", [LORA_BROWSER, pytest.param(FULL_BROWSER, marks=pytest.mark.long)])
 async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(name: str, tmp_path: Path) -> None:
     recipe = small(name, tmp_path, BROWSERS[name])
     assert {task["seed"] for task in load_tasks(recipe.data)}.isdisjoint(

@@ -33,6 +33,7 @@ def environment() -> Iterator[ScienceWorld]:
     environment.close()
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_transcripts_are_what_the_world_shows(environment: ScienceWorld) -> None:
     rng = random.Random(0)

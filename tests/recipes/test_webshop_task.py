@@ -62,6 +62,7 @@ def test_what_heldout_tasks_ask_for_is_never_asked_in_training(prepared: Path) -
         assert all(word in instruction for word in searched.split())  # its own instruction asks for what it searches
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path) -> None:
     rows = [row for row in read_rows(prepared / "transcripts.jsonl") if len(row["messages"]) > 5][:400]
@@ -90,6 +91,7 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
     assert sum(rewards) / len(rewards) < 0.25
 
 
+@pytest.mark.long
 @pytest.mark.extended
 @pytest.mark.processes
 def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_no_picture_is_trained_and_held_out(prepared: Path) -> None:
     assert not heldout & train
 
 
+@pytest.mark.long
 def test_most_transcripts_give_up_on_a_question_and_zoom_when_told_to(prepared: Path) -> None:
     tasks = {task["images"][0]: task["answer"] for task in rows(prepared / "train.jsonl")}
     told: dict[str, list[tuple[str, bool]]] = {}

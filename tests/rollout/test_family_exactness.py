@@ -19,7 +19,8 @@ from tests.scripted_server import serve_script
 
 by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 by_reasoning = pytest.mark.parametrize(
-    "reasoning", ["template", *(pytest.param(mode, marks=pytest.mark.extended) for mode in ("keep", "drop"))]
+    "reasoning",
+    ["template", pytest.param("keep", marks=pytest.mark.long), pytest.param("drop", marks=pytest.mark.extended)],
 )
 
 

@@ -118,7 +118,7 @@ async def test_a_program_on_the_openai_sdk_works_in_a_folder_of_its_own(
 
 
 @pytest.mark.parametrize("kind", SandboxKind)
-@pytest.mark.parametrize("way", ["end", "fail", "wait"])
+@pytest.mark.parametrize("way", ["end", pytest.param("fail", marks=pytest.mark.extended), "wait"])
 async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
     keep = {"keep_workspaces": str(tmp_path / "kept")}
     mark = f"left-{os.getpid()}-{way}-{kind}"
@@ -240,6 +240,7 @@ print(OpenAI().chat.completions.create(model="m", messages=messages).choices[0].
 """
 
 
+@pytest.mark.extended
 async def test_a_program_cannot_take_all_open_files_of_the_worker(tmp_path: Path) -> None:
     trajectory = await play(tmp_path, FLOOD, ["tea"])
     assert (trajectory.error, trajectory.result) == (None, "256 open 144 closed\ntea")
@@ -294,6 +295,7 @@ async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert "no-such-agent cannot be started: No such file or directory" in (trajectory.error or "")
 
 
+@pytest.mark.extended
 async def test_the_time_limit_begins_when_the_workspace_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -405,6 +405,7 @@ def whole(history: list[tuple[str, Message]]) -> list[tuple[str, Message]]:
     return kept
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_thousand_agents_that_edit_their_histories(appending: TemplateRenderer) -> None:
     rows, turns, unmatched = 0, 0, 0

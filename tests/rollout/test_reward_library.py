@@ -161,6 +161,7 @@ async def test_mathematics_of_gsm8k_and_of_tags() -> None:
     assert (await score("math_equal", "<answer>x + 1</answer>", {"answer": "1"}, **tagged)).reward == 0.0
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> None:
     equal = MathEqual(processes=1, seconds=1.0)

@@ -89,6 +89,7 @@ def test_published_templates(name: str, tools: bool, expected: str) -> None:
             choose(trl_template(name), tools)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("tools", [True, False])
 def test_every_template_of_trl_gets_a_verdict_with_a_reason(tools: bool) -> None:

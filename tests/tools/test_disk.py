@@ -38,6 +38,7 @@ def test_a_place_to_write() -> None:
     assert (refusal(Path("/proc")) is None, refusal(Path("/tmp"))) == (False, None)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.parametrize("library", ["safetensors", "torch"])
 def test_real_libraries_at_a_file_size_limit(tmp_path: Path, library: str) -> None:

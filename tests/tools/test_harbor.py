@@ -250,6 +250,7 @@ async def test_an_agent_cannot_keep_the_tests_from_judging_it(tmp_path: Path, co
     assert await play(row, [command]) == {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 async def test_the_tasks_own_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOUR", "red")
@@ -336,6 +337,7 @@ def test_what_a_task_asks_for_in_vain_is_told(tmp_path: Path, files: dict[str, s
     assert told.match(problem)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_the_check_tells_tasks_that_do_not_work(tmp_path: Path) -> None:
     folder = make(tmp_path, **{"solution/solve.sh": "#!/bin/bash\nexit 1\n"})

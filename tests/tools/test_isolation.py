@@ -70,7 +70,7 @@ async def at_rest(toolset: Toolset) -> dict[str, float]:
     ("kind", "chains"),
     [
         ("in process", 1000),
-        ("subprocess", 1000),
+        pytest.param("subprocess", 1000, marks=pytest.mark.long),
         pytest.param("http", 1000, marks=pytest.mark.long),
         ("http sessions", 100),
     ],

@@ -76,6 +76,7 @@ async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path, capl
     assert str(told[0]).startswith("tool server pad was lost, and it is started again: ")
 
 
+@pytest.mark.extended
 async def test_kill_9_under_64_chains(folder: Path) -> None:
     """Calls in flight are typed, the server is back for the next call, and the other chains finish."""
     log: list[dict[str, Any]] = []
@@ -111,6 +112,7 @@ async def test_kill_9_under_64_chains(folder: Path) -> None:
     assert events == ["tool_server_opened", "tool_server_lost", "tool_server_opened"]
 
 
+@pytest.mark.extended
 async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_client, "REOPEN_DELAYS", (0.0, 0.0, 0.0))
     recipe = recipe_of(pad=stdio_server("scratchpad.py:die"))
@@ -124,6 +126,7 @@ async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: 
             await ask(session, "die")
 
 
+@pytest.mark.extended
 async def test_a_dead_http_server(folder: Path) -> None:
     port = reserved_port()
     with http_server(*SERVED, port=port) as (process, url):

@@ -176,6 +176,7 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
             await client.call_tool("close", {}, meta={CHAIN_KEY: chain})  # type: ignore[arg-type]
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)

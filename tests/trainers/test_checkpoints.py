@@ -107,7 +107,12 @@ RECORDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", RECORDED)
+RARE = {"critic as an adapter", "muon", "adafactor", "without a state"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.extended) if case in RARE else case for case in RECORDED]
+)
 def test_training_goes_on_bit_by_bit(
     make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
 ) -> None:

@@ -39,8 +39,15 @@ def rows_of(album: Album) -> list[TrainingRow]:
     return [row for row in made if row is not None]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        pytest.param("qwen2_5_vl", "ddp", marks=pytest.mark.long),
+        ("qwen2_5_vl", "fsdp2"),
+        ("qwen3_vl", "ddp"),
+        pytest.param("qwen3_vl", "fsdp2", marks=pytest.mark.long),
+    ],
+)
 def test_two_processes_equal_one(tmp_path: Path, strategy: str, kind: str) -> None:
     model = make_vision_model(tmp_path / "model", kind)
     album = Album(model, tmp_path / "images")

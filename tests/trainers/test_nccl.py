@@ -68,7 +68,7 @@ def receiving(file: Path, fault: str = "") -> Iterator[ServerControl]:
             process.kill()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_weights_arrive_in_every_server(policy: Policy, tmp_path: Path, count: int) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(receiver(policy, tmp_path)) for _ in range(count)]
@@ -102,6 +102,7 @@ def test_a_server_that_refuses_stops_the_run_at_once(policy: Policy, tmp_path: P
             sync.push(0, policy, policy.gather())
 
 
+@pytest.mark.extended
 def test_weights_that_were_received_and_not_kept_are_found(policy: Policy, tmp_path: Path) -> None:
     with receiver(policy, tmp_path, "forgets") as server:
         sync = NcclSync([server], open_group=GlooGroup)
@@ -110,6 +111,7 @@ def test_weights_that_were_received_and_not_kept_are_found(policy: Policy, tmp_p
         assert server.get("/calls")["calls"][-1].startswith("/pause"), "nothing more is sampled from it"
 
 
+@pytest.mark.extended
 def test_a_server_that_was_started_again_cannot_join_again(policy: Policy, tmp_path: Path) -> None:
     with receiver(policy, tmp_path) as server:
         sync = NcclSync([server], open_group=GlooGroup)

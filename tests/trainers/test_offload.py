@@ -61,6 +61,7 @@ def kept(learner: Learner) -> Iterator[tuple[str, Tensor]]:
                     yield f"{name}: {key}", value
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_does_not_notice(
     make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, name: str

@@ -256,7 +256,7 @@ def test_flash_attention_takes_packed_rows(make_recipe: Make) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2}, marks=pytest.mark.extended)])
 def test_options_change_no_gradient(
     make_recipe: Make, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None
 ) -> None:

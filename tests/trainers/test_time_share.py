@@ -326,6 +326,7 @@ def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch:
         pytest.fail("the trainer's turn")
 
 
+@pytest.mark.extended
 async def test_a_turn_that_sleep_cuts_is_sampled_again_from_its_ids(recorder: Recorder) -> None:
     await cut_by_sleep(recorder, tokens=900)
 

@@ -944,6 +944,7 @@ def test_an_image_is_known_by_what_it_shows(folders: list[Path]) -> None:
 # ---- the exported file, and errors
 
 
+@pytest.mark.extended
 def test_an_exported_file_works_by_itself(
     file_page: "tuple[Page, list[str]]", exported: tuple[Path, str], folders: list[Path]
 ) -> None:

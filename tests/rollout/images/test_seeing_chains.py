@@ -97,6 +97,7 @@ async def test_more_images_than_a_row_can_hold_end_the_chain(model, tmp_path):
     assert chain.rows[0].images[0].offset > chain.rows[0].turn_ends[-1]
 
 
+@pytest.mark.extended
 async def test_two_hundred_random_chains_are_sent_as_they_stand_in_the_rows(model, tmp_path):
     draw = random.Random(0)
 

@@ -168,6 +168,7 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
     return shown
 
 
+@pytest.mark.long
 def test_games_in_turns_show_what_they_show_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it the order of things in a room follows from addresses in memory: the engine's own chance.
     monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")

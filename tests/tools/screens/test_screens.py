@@ -130,6 +130,7 @@ async def do_nothing(screen: Screen, page: str, seed: int) -> dict[str, float]:
     return screen.reward()
 
 
+@pytest.mark.extended
 async def test_a_player_solves_every_page_and_one_that_does_nothing_solves_none(screen: Screen) -> None:
     assert set(PLAYERS) == set(PAGE_NAMES)
     for page in PAGE_NAMES:
@@ -385,6 +386,7 @@ async def test_no_key_stays_held_where_another_is_unknown(screen: Screen) -> Non
     assert await Player(screen, "").ask("() => document.querySelector('input').value") == "a+"
 
 
+@pytest.mark.extended
 async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
     # what a tab could carry from one chain to the next
     for file in PAGES_FOLDER.iterdir():
@@ -493,6 +495,7 @@ async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
         await screen.close()
 
 
+@pytest.mark.extended
 async def test_a_page_that_lies_about_its_elements_has_no_marks_and_a_score(server: str) -> None:
     screen = MarkedScreen(**SIZE, allowed=[server])
     try:
@@ -522,6 +525,7 @@ async def test_pages_that_go_elsewhere_are_seen_where_they_are(server: str) -> N
             await screen.close()
 
 
+@pytest.mark.extended
 async def test_a_page_changes_its_address_only_so_often(screen: Screen, server: str) -> None:
     await screen.reset(**at(server, "/plain"))
     addresses: list[str] = []
@@ -559,6 +563,7 @@ ASKS_ABOUT = """async ([reached, name]) => {
 }"""
 
 
+@pytest.mark.extended
 async def test_webrtc_reaches_nothing_and_looks_nothing_up(server: str, tmp_path: Path) -> None:
     log, program = tmp_path / "net.json", tmp_path / "chromium"
     program.write_text(f'#!/bin/sh\nexec {shutil.which("chromium")} "$@" --log-net-log={log}\n', encoding="utf-8")
@@ -634,6 +639,7 @@ async def test_chains_go_on_after_what_a_browser_runs_on_is_killed(screen: Scree
         await other.close()
 
 
+@pytest.mark.extended
 async def test_sixteen_chains_at_once_and_nothing_stays(server: str) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     screens = [Screen(**SIZE) for _ in range(16)]
@@ -658,6 +664,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.extended
 def test_no_browser_outlives_a_killed_worker() -> None:
     worker = subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None

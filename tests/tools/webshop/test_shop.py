@@ -238,6 +238,7 @@ def test_processes_that_start_together_build_one_shop(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2  # the catalogue, and one shop
 
 
+@pytest.mark.extended
 def test_the_catalogue_is_the_same_everywhere(tmp_path: Path) -> None:
     write_catalogue(tmp_path / "catalogue")
     files = DataFiles.find(tmp_path / "catalogue")
