@@ -229,13 +229,14 @@ def plant(fault: Fault, copy: Path) -> None:
     file.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
 
 
-def test_files(fault: Fault, copy: Path) -> list[str]:
-    """Return the test files of the fault's package, the one that mirrors the faulty module first."""
+def test_files(fault: Fault, copy: Path) -> list[list[str]]:
+    """Return the test files of the fault's package in two parts: those that mirror the faulty module, and the others."""
     place = copy / "tests" / fault.tests
-    files = [place] if place.suffix else sorted(place.rglob("test_*.py"))
-    own = {word for word in Path(fault.file).with_suffix("").parts[1:]}
-    names = sorted(files, key=lambda file: not any(word in file.stem or word in file.parts[-2] for word in own))
-    return [str(file.relative_to(copy)) for file in names]
+    files = sorted(place.rglob("test_*.py"))
+    words = Path(fault.file).with_suffix("").parts[1:]
+    mirrors = [file for file in files if any(word in file.stem or word == file.parent.name for word in words)]
+    parts = (mirrors, [file for file in files if file not in mirrors])
+    return [[str(file.relative_to(copy)) for file in part] for part in parts if part]
 
 
 def copied(folder: Path) -> Path:
@@ -261,16 +262,23 @@ def find(fault: Fault) -> tuple[str | None, float]:
         folder.chmod(0o755)
         copy = copied(folder)
         plant(fault, copy)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", IN_CI, "-p", "no:cacheprovider"]
-        env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        command += [f"--basetemp={folder / 'pytest'}", "--tb=no", *test_files(fault, copy)]
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+        failed = None
+        for files in test_files(fault, copy):
+            failed = failed or first_failure(files, copy)
+    return failed, time.monotonic() - started
+
+
+def first_failure(files: list[str], copy: Path) -> str | None:
+    """Run test files until a test fails; return its name."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", IN_CI, "-p", "no:cacheprovider", "--tb=no"]
+    env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    command += [f"--basetemp={copy.parent / 'pytest'}", *files]
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    if done.returncode not in (0, 1) or (done.returncode == 1 and not failed):
-        raise RuntimeError(
-            f"{fault.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
-    return failed[1] if failed else None, time.monotonic() - started
+    # 5: no test was selected
+    if done.returncode not in (0, 1, 5) or (done.returncode == 1 and not failed):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return failed[1] if failed else None
 
 
 def main() -> None:
