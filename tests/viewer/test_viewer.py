@@ -611,7 +611,7 @@ def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) 
 
 def test_a_growing_file_gives_every_whole_line_once_also_when_it_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    file = GrowingFile(path)
+    file = GrowingFile(path, tmp_path)
     assert file.take(100).lines == []
     path.write_bytes(b"one\ntwo\nthr")
     assert file.take(1).lines == [(0, b"one\n")]
