@@ -690,7 +690,7 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     offsets = [len(good) + sum(map(len, odd[:number])) for number in range(len(odd))]
     told = [problem for problem in state["problems"] if problem.startswith("trajectories/train.jsonl")]
     assert [int(re.search(r"byte (\d+)", problem)[1]) for problem in told] == offsets
-    for problem in ("'odd\\udcff.jsonl'", "'trajectories/folder.jsonl'", "trajectories/credit.jsonl, byte 0"):
+    for problem in ("'odd\\udcff.jsonl'", "trajectories/folder.jsonl is a folder", "trajectories/credit.jsonl, byte 0"):
         assert any(problem in told for told in state["problems"]), problem
     assert str(tmp_path) not in str(state["problems"])
     # an exported file has all of it too, and says that something is missing
