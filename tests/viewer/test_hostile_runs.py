@@ -1,4 +1,4 @@
-"""A run folder that somebody else has filled: nothing outside of it is opened, nothing hangs, nothing fills the memory."""
+"""Run folders that somebody else has filled: nothing outside is opened, nothing hangs, nothing fills the memory."""
 
 import json
 import os
@@ -34,6 +34,7 @@ _FILES = [
     *("checkpoints/step-000010/trainer_state.json", "checkpoints/step-000010/tokenizer.json"),
     *("stage/metrics.jsonl", "stage/summary.json"),
 ]
+_KINDS = ("link", "loop", "fifo", "device", "socket", "folder", "sparse")
 _FOLDERS = [
     *("trajectories", "trajectories/eval", "images", "images/{digest:.2}", "checkpoints", "checkpoints/step-000010"),
     *("stage", "stage/trajectories"),
@@ -121,12 +122,9 @@ def attacked(place: Path, kind: str, outside: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "kind"),
     [
-        *(
-            (where, kind)
-            for where in _FILES
-            for kind in ("link", "loop", "fifo", "device", "socket", "folder", "sparse")
-        ),
-        *((where, kind) for where in _FOLDERS for kind in ("link", "loop", "fifo")),
+        *((where, kind) for where in _FILES[:3] for kind in _KINDS),
+        *((where, kind) for where in _FILES[3:] for kind in ("link", "fifo", "sparse")),
+        *((where, kind) for where in _FOLDERS for kind in ("link", "fifo")),
     ],
 )
 def test_nothing_outside_of_a_run_is_shown_and_what_is_refused_is_told(
@@ -157,20 +155,18 @@ def test_nothing_outside_of_a_run_is_shown_and_what_is_refused_is_told(
     assert "1 run" in said or "2 runs" in said
 
 
+_VALUES = "more than 100,000 values with aliases resolved"
 _UNUSABLE: dict[str, str] = {
     "[" * 100_000: "more than 64 levels deep",
     "".join(f"{' ' * depth}a:\n" for depth in range(100)): "more than 64 levels deep",
-    "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 9)): "more than 100,000 values",
-    "a0: &a0 {x: 1}\n"
-    + "".join(
-        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9)
-    ): "more than 100,000 values",
+    "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 9)): _VALUES,
+    "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}\n" for n in range(1, 9)): _VALUES,
     "a: &a [*a]": "a value contains itself",
     "a: 1" + ":1" * 250_000: "a number of 500,001 characters",
 }
 
 
-@pytest.mark.parametrize("text", [*_UNUSABLE])
+@pytest.mark.parametrize("text", [*_UNUSABLE], ids=range(len(_UNUSABLE)))
 def test_a_recipe_that_would_take_all_memory_or_time_ends_view_with_an_error(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,7 +177,7 @@ def test_a_recipe_that_would_take_all_memory_or_time_ends_view_with_an_error(
     assert told.endswith("; fix: put back the recipe that the run has written\n")
 
 
-@pytest.mark.parametrize("kind", ["link", "loop", "fifo", "device", "socket", "folder", "sparse"])
+@pytest.mark.parametrize("kind", _KINDS)
 def test_a_recipe_that_is_no_regular_file_ends_view_with_an_error(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
