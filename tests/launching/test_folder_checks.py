@@ -1,4 +1,4 @@
-"""Commands on a run folder that somebody else has filled: refused in a line that names the file, before it is opened."""
+"""Commands on run folders that somebody else has filled: refused in a line that names the file, before it is opened."""
 
 import json
 import os
