@@ -278,3 +278,29 @@ def test_a_file_that_is_replaced_while_it_is_read_leads_nowhere(tmp_path: Path) 
     finally:
         ended.set()
         swapping.join()
+
+
+def test_a_model_that_the_recipe_of_another_user_names_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    shutil.rmtree(run.checkpoints / "step-000010")
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer().save(str(model / "tokenizer.json"))
+    for owner, is_read in ((os.geteuid(), True), (os.geteuid() + 1, False)):
+        run.recipe.write_text(f"name: {owner}\nmodel: {{path: {model}}}\n")
+        monkeypatch.setattr(os, "geteuid", lambda owner=owner: owner)
+        follower, client = asking(run.path)
+        rows = [row for row in client.get("/api/trajectories").json()["rows"] if row["file"] == "train.jsonl"]
+        place = {name: rows[0][name] for name in ("run", "file", "byte", "place")}
+        assert client.get("/api/trajectory", params=place).json()["tokenizer"] is is_read
+        told = str([problem for shown in follower.runs for problem in shown.problems])
+        assert ("the recipe is another user's" in told) is not is_read
+    # nor is a FIFO in the folder that one's own recipe names
+    monkeypatch.undo()
+    (model / "tokenizer.json").unlink()
+    os.mkfifo(model / "tokenizer.json")
+    follower, client = asking(run.path)
+    assert client.get("/api/trajectory", params=place).json()["tokenizer"] is False
+    assert "tokenizer.json is a FIFO" in str([shown.problems for shown in follower.runs])
