@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.commands.served_weights import Served, what_is_served
+from agentfactory.launching.folder_checks import check_run_of
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
 from agentfactory.launching.server_process import serve
 from agentfactory.recipe.composition import COMMAND_LINE
@@ -73,6 +74,7 @@ def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
         raise SettingError(
             "RUN", f"{folder} is no run folder", "name one, such as runs/quickstart", source=COMMAND_LINE
         )
+    check_run_of(folder / RECIPE)
     # the run folder may have moved, and the chat starts its own server
     recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
     last = stages_of(recipe)[-1]

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from agentfactory.launching.folder_checks import check_weights_folder
 from agentfactory.launching.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free, named_base
 from agentfactory.trainers.checkpoint_folder import (
     DIGESTS,
@@ -30,6 +31,10 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
 
     Raises ExportError.
     """
+    try:
+        check_weights_folder(checkpoint)
+    except RunFolderError as error:
+        raise ExportError(str(error)) from None
     if not (checkpoint / INFO).is_file():
         raise ExportError(f"{checkpoint} is no checkpoint; fix: name one, such as runs/NAME/checkpoints/step-000080")
     if not is_free(output):
@@ -46,7 +51,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     if aside.exists():
         shutil.rmtree(aside)
     leave_out = (*_ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER))
-    shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns(*leave_out))
+    shutil.copytree(checkpoint, aside, symlinks=True, ignore=shutil.ignore_patterns(*leave_out))
     if base is not None:
         _merge(checkpoint, base, aside)
     if adapter:

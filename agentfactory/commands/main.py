@@ -67,6 +67,8 @@ def _terminable() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     # these imports do not load torch
+    from agentfactory.launching.folder_checks import check_run_of
+    from agentfactory.launching.run_folder import RunFolderError
     from agentfactory.recipe.load import load_recipe
     from agentfactory.tools.errors import SettingError
 
@@ -76,8 +78,9 @@ def _run(options: argparse.Namespace) -> int:
     try:
         # a dry run may happen on another machine than the one that the recipe is for
         lacks: list[SettingError] | None = [] if options.dry_run else None
+        check_run_of(Path(options.recipe).expanduser())
         recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
-    except SettingError as error:
+    except (SettingError, RunFolderError) as error:
         return _refuse(error)
     if options.dry_run:
         return _show(recipe, options, lacks or [])
@@ -87,7 +90,6 @@ def _run(options: argparse.Namespace) -> int:
     from agentfactory.launching import launcher
     from agentfactory.launching.conclusion import MostChainsDroppedError
     from agentfactory.launching.processes import ChildFailed
-    from agentfactory.launching.run_folder import RunFolderError
     from agentfactory.placement.placement import PlacementError
     from agentfactory.recipe.composition import display, recipe_file
 

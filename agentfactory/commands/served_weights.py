@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentfactory.launching.folder_checks import check_weights_folder
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -32,12 +33,16 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     if isinstance(checkpoint, str):
         return Served(_unquantised(stage.with_model(checkpoint)), checkpoint)
     if checkpoint is not None:
-        checkpoint = checkpoint.expanduser().resolve()
+        checkpoint = checkpoint.expanduser()
         check_weights(checkpoint, "--checkpoint")
+        check_weights_folder(checkpoint)
+        checkpoint = checkpoint.resolve()
     if isinstance(recipe, StagedRecipe):
         path = checkpoint or RunFolder(stage.output).need_checkpoint()
     else:
         path = checkpoint or Path(stage.model.path)
+    if path.is_dir():
+        check_weights_folder(path)
     step = _step_of(path)
     if (path / ADAPTER).is_file():
         served = stage.with_model(base_of_adapter(path))
@@ -64,7 +69,7 @@ def _step_of(path: Path) -> int | None:
         return None
     try:
         return int(read_info(path)["step"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path / INFO} cannot be read: {error!r}; fix: name another checkpoint") from error
 
 

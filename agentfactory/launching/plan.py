@@ -6,6 +6,7 @@ an `Assignment`: they neither compose nor check the recipe again.
 """
 
 import json
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -263,12 +264,16 @@ def _new(recipe: Recipe, before: StagePlan | None) -> StagePlan:
 
 
 def _resumed(recipe: Recipe, folder: RunFolder, asked: Path | None) -> StagePlan:
-    if not folder.recipe.exists():
+    if not os.path.lexists(folder.recipe):
         return StagePlan(recipe, folder)
+    folder.check_entries("--resume")
     checkpoint = choose(folder, asked)
     check_recipe(recipe, folder, checkpoint)
-    summary = folder.read_summary()
-    done = summary.get("status") == "completed" and summary["steps"] >= recipe.train.steps and asked is None
+    try:
+        summary = folder.read_summary()
+        done = summary.get("status") == "completed" and summary["steps"] >= recipe.train.steps and asked is None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunFolderError(f"--resume: {folder.summary} cannot be read: {error!r}; fix: delete it") from None
     return StagePlan(recipe, folder, State.COMPLETED if done else State.STARTED, checkpoint)
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
 from agentfactory.recipe.composition import COMMAND_LINE, display, resolve_saved
 from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.untrusted_files import RefusedFileError
 from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,
@@ -37,7 +37,10 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
 
     Raises RunFolderError if it is damaged; the message suggests the newest earlier one that is whole.
     """
-    found = checkpoints(folder.checkpoints)
+    try:
+        found = checkpoints(folder.checkpoints, folder.within)
+    except RefusedFileError as error:
+        raise RunFolderError(f"--resume: {error}") from None
     if asked is not None and asked not in found:
         raise RunFolderError(f"--resume: {asked} is no checkpoint; fix: name one in {folder.checkpoints}")
     path = asked or (found[-1] if found else None)
@@ -55,10 +58,13 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
 def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> None:
     """Raise SettingError if `recipe` would change what the run learns. It may ask for more steps, and change where and
     how the run executes."""
-    if checkpoint is None:
-        before, where = yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), folder.recipe
-    else:
-        before, where = read_info(checkpoint)["recipe"], checkpoint
+    where = checkpoint or folder.recipe
+    try:
+        before = read_info(checkpoint)["recipe"] if checkpoint else parse_yaml(folder.read_recipe())
+    except (OSError, ValueError, LookupError) as error:
+        raise RunFolderError(
+            f"--resume: {display(where)}: its recipe cannot be read: {error}; fix: output=OTHER"
+        ) from None
     old = _BEFORE | _leaves(resolve_saved(before, folder.path))
     new = _leaves(recipe.model_dump(mode="json"))
     for name in sorted(old.keys() | new.keys()):

@@ -4,16 +4,26 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agentfactory.recipe.composition import display, resolve_saved
+from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, train_files
-from agentfactory.tools.disk import append, refusal, writing
+from agentfactory.tools.disk import append, refusal, write_whole
+from agentfactory.tools.untrusted_files import (
+    RefusedFileError,
+    check_tree,
+    entries_of,
+    lines_of,
+    open_file,
+    read_file,
+    read_json,
+    refused,
+)
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoints, read_info
 
 RECIPE = "recipe.yaml"
@@ -21,6 +31,8 @@ ADAPTER = "adapter_config.json"
 """A file that marks a checkpoint as an adapter."""
 
 _BLOCK = 1 << 20
+_PREPARED = "prepared"
+"""Folder that the user's own code fills, which may make it a link."""
 
 
 class RunFolderError(Exception):
@@ -28,10 +40,12 @@ class RunFolderError(Exception):
 
 
 class RunFolder:
-    """A folder that one run writes to. `on_log` also gets every line of metrics, such as `Progress.update`."""
+    """A folder that one run writes to. `on_log` also gets every line of metrics, such as `Progress.update`. Links below
+    the folder `within` are not followed: that of the whole run for a stage that may be somebody else's."""
 
-    def __init__(self, path: Path, on_log: Callable[[dict[str, Any]], None] | None = None):
+    def __init__(self, path: Path, on_log: Callable[[dict[str, Any]], None] | None = None, within: Path | None = None):
         self.path = path
+        self.within = within or path
         self.on_log = on_log
         self.recipe = path / RECIPE
         self.assignment = path / "assignment.json"
@@ -45,7 +59,6 @@ class RunFolder:
         self.parts = (self.trajectories, self.checkpoints, self.logs)
         """Folders that every run folder has."""
         self.sync = path / "sync"
-        self.images = path / "images"
         self.summary = path / "summary.json"
         self.credit = self.trajectories / CREDIT_FILE
         self._stopping = path / ".stopping"
@@ -73,7 +86,7 @@ class RunFolder:
         folder = cls(path)
         with _usable(path):
             folder.need_run()
-            folder.recipe.write_text(recipe, encoding="utf-8")
+            write_whole(folder.recipe, recipe.encode())
             folder.summary.unlink(missing_ok=True)
         return folder
 
@@ -85,22 +98,26 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json atomically."""
-        aside = self.summary.with_suffix(".json.partial")
-        with writing(self.summary):
-            aside.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            aside.replace(self.summary)
+        write_whole(self.summary, f"{json.dumps(summary, indent=2, ensure_ascii=False)}\n".encode())
 
     def read_summary(self) -> dict[str, Any]:
-        """Return what `write_summary` wrote; empty if there is no summary."""
-        return json.loads(self.summary.read_text(encoding="utf-8")) if self.summary.exists() else {}
+        """Return what `write_summary` wrote; empty if there is no summary. Raises OSError or ValueError if it cannot be
+        read."""
+        try:
+            return read_json(self.summary, self.within)
+        except FileNotFoundError:
+            return {}
+
+    def read_recipe(self) -> str:
+        """Return the resolved recipe, as YAML. Raises OSError or ValueError if it cannot be read."""
+        return read_file(self.recipe, RECIPE_BYTES, self.within).decode()
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl. Leave out a last line that a kill cut short."""
-        if not self.metrics.exists():
-            return
-        for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
+        with suppress(FileNotFoundError), open_file(self.metrics, self.within) as file:
+            for line in lines_of(file):
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
 
     def growing(self) -> dict[str, Path]:
         """Return the files that exist of those that a run appends to and that a resumed run continues."""
@@ -136,10 +153,18 @@ class RunFolder:
     @property
     def title(self) -> str:
         """The run's name in trackers: its folder's name; for a stage, prefixed with the name of the whole run."""
-        whole = self.path.parent / RECIPE
-        stages = (yaml.safe_load(whole.read_text(encoding="utf-8")) or {}).get("stages", []) if whole.is_file() else []
-        is_stage = any(isinstance(stage, dict) and stage.get("name") == self.path.name for stage in stages)
-        return f"{whole.parent.name}-{self.path.name}" if is_stage else self.path.name
+        around = RunFolder(self.path.parent)
+        return f"{around.path.name}-{self.path.name}" if self.path.name in around.stage_names() else self.path.name
+
+    def stage_names(self) -> list[str]:
+        """Return the names of the recipe's stages; none if it has none or cannot be read."""
+        try:
+            recipe = parse_yaml(self.read_recipe())
+        except (OSError, ValueError):
+            return []
+        stages = recipe.get("stages") if isinstance(recipe, dict) else None
+        found = [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+        return [name for name in found if isinstance(name, str)]
 
     def note_credit(self, lines: list[str]) -> None:
         """Append lines to trajectories/credit.jsonl; if there are none, the file is not created."""
@@ -159,14 +184,32 @@ class RunFolder:
         return self._stopping.exists() or any(self.checkpoints.glob(".step-*.partial"))
 
     def last_checkpoint(self) -> Path | None:
-        """Return the checkpoint of the highest step; None if there is none."""
-        found = checkpoints(self.checkpoints)
+        """Return the checkpoint of the highest step; None if there is none. Raises RunFolderError if one is a link."""
+        try:
+            found = checkpoints(self.checkpoints, self.within)
+        except RefusedFileError as error:
+            raise RunFolderError(str(error)) from None
         return found[-1] if found else None
 
     def need_run(self) -> None:
-        """Raise RunFolderError if there is no run to resume."""
-        if not self.recipe.is_file():
+        """Raise RunFolderError if there is no run to resume, or its folder holds links or other special files."""
+        if not os.path.lexists(self.recipe):
             raise RunFolderError(f"--resume: there is no run in {self.path}; fix: leave out --resume")
+        self.check_entries("--resume")
+
+    def check_entries(self, option: str) -> None:
+        """Raise RunFolderError if an entry that our code reads or writes is neither a regular file nor a folder.
+        `option` names the folder."""
+        try:
+            for name, kind in entries_of(self.path, self.within).items():
+                if kind not in (stat.S_IFREG, stat.S_IFDIR) and name != _PREPARED:
+                    raise refused(self.path / name, kind)
+            for part in (*self.parts, self.sync):
+                check_tree(part, self.within)
+            # the images of a long run are many, and each is checked when it is read
+            check_tree(self.images, self.within, depth=0)
+        except RefusedFileError as error:
+            raise RunFolderError(f"{option}: {error}") from None
 
     def need_checkpoint(self) -> Path:
         """Return the checkpoint of the highest step. Raises RunFolderError if there is none."""
@@ -219,16 +262,20 @@ class Hold:
         RunFolderError if a live process holds the lock."""
         if self._held is not None:
             return
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | (os.O_CREAT if make else 0)
         try:
-            opened = os.open(self._file, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
+            opened = os.open(self._file, flags, 0o644)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             raise _unusable(self._path, error) from error
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            os.close(opened)
+            raise RunFolderError(f"output: {self._file} is no regular file; fix: delete it")
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            alive = f"a run is alive there (pid {os.pread(opened, 20, 0).decode()})"
+            alive = f"a run is alive there (pid {os.pread(opened, 20, 0).decode(errors='replace')})"
             os.close(opened)
             fix = "wait for it, end it, or output=OTHER"
             raise RunFolderError(f"output: {self._path}: {alive}; fix: {fix}") from None
@@ -294,14 +341,15 @@ def check_free(path: Path, overwrite: bool) -> None:
 def _described(path: Path) -> str:
     """Return words for the run in `path`: its name, and the folder of its recipe's code."""
     try:
-        saved = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
-    except yaml.YAMLError:
+        saved = parse_yaml(RunFolder(path).read_recipe())
+    except (OSError, ValueError):
         saved = None
     if not isinstance(saved, dict) or "name" not in saved:
         return "a run"
-    folders = saved.get("import_path") or [""]
+    folders = saved.get("import_path")
+    first = str(folders[0]) if isinstance(folders, list) and folders else ""
     # a run in the recipe's own folder has it as a path from there
-    of = f" of the recipe in {display(Path(folders[0]))}" if os.path.isabs(folders[0]) else ""
+    of = f" of the recipe in {display(Path(first))}" if os.path.isabs(first) else ""
     return f"the run {saved['name']!r}{of}"
 
 
@@ -316,20 +364,25 @@ def base_of_adapter(checkpoint: Path) -> str:
 
 def named_base(checkpoint: Path) -> str:
     """Return the folder or hub name of the model that an adapter is for, which may be missing. If it is in the run
-    folder of `checkpoint`, it is found from there, because the run may have been moved; peft wrote where it was."""
-    if (checkpoint / INFO).is_file():
-        saved = read_info(checkpoint)["recipe"]
-        run = checkpoint.resolve().parents[1]
-        inside = str(resolve_saved(saved, run)["model"]["path"])
-        if inside != saved["model"]["path"] and Path(inside).is_dir():
-            return inside
-    return str(json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    folder of `checkpoint`, it is found from there, because the run may have been moved; peft wrote where it was. Raises
+    RunFolderError if it cannot be read."""
+    try:
+        if (checkpoint / INFO).is_file():
+            saved = read_info(checkpoint)["recipe"]
+            run = checkpoint.resolve().parents[1]
+            inside = str(resolve_saved(saved, run)["model"]["path"])
+            if inside != saved["model"]["path"] and Path(inside).is_dir():
+                return inside
+        return str(read_json(checkpoint / ADAPTER, checkpoint)["base_model_name_or_path"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        fix = "name another checkpoint"
+        raise RunFolderError(f"{checkpoint}: its base model cannot be read: {error!r}; fix: {fix}") from None
 
 
 def next_free(path: Path) -> Path:
     """Return `path`, or the first of path-2, path-3, ... that does not exist."""
     number, candidate = 1, path
-    while candidate.exists():
+    while os.path.lexists(candidate):
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.untrusted_files import read_file
 
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -46,26 +46,6 @@ class Composed:
         return self.source
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as in pyyaml, except that duplicate keys are errors and 1e-5 is a number."""
-
-
-def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    seen = set()
-    for key, _ in node.value:
-        if key.value in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-        seen.add(key.value)
-    loader.flatten_mapping(node)
-    return {str(loader.construct_object(key)): loader.construct_object(value, deep=True) for key, value in node.value}
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 def display(path: Path) -> str:
     """Return `path` as a person would type it here."""
     try:
@@ -74,17 +54,11 @@ def display(path: Path) -> str:
         return str(path)
 
 
-def parse_value(text: str) -> Any:
-    """Return what `text` means as a value in a recipe. Raises YAMLError, ValueError."""
-    return yaml.load(text, _Loader)  # a SafeLoader
-
-
 def _parse(text: str, source: str, name: str) -> Any:
     try:
-        return parse_value(text)
-    except (yaml.YAMLError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise SettingError(name, f"not YAML: {problem}", "correct it", source=source) from None
+        return parse_yaml(text)
+    except ValueError as error:
+        raise SettingError(name, f"not YAML: {error}", "correct it", source=source) from None
 
 
 def recipe_file(name: str | Path, base: Path) -> Path:
@@ -97,17 +71,16 @@ def recipe_file(name: str | Path, base: Path) -> Path:
 def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     """Read the YAML mapping in the file `path`; `source` and `name` identify the request in errors."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, RECIPE_BYTES).decode()
     except FileNotFoundError:
         raise SettingError(name, f"{display(path)}: no such file", "name an existing recipe", source=source) from None
-    except IsADirectoryError:
+    except (OSError, UnicodeDecodeError) as error:
+        if not path.is_dir():
+            problem = f"{display(path)}: cannot be read: {error}"
+            raise SettingError(name, problem, "name a YAML file", source=source) from None
         inside = [file for file in (path / "recipe.yaml", path / f"{path.name}.yaml") if file.is_file()]
         fix = f"name {display(inside[0])}" if inside else "name a YAML file"
         raise SettingError(name, f"{display(path)}: is a folder", fix, source=source) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(
-            name, f"{display(path)}: cannot be read: {error}", "name a YAML file", source=source
-        ) from None
     if path.suffix == ".py":
         fix = f"name a recipe, which is YAML, such as one with `tools: [{path.name}:NAME]`"
         raise SettingError(name, f"{display(path)} is a Python file", fix, source=source)

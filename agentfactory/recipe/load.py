@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from agentfactory.recipe.checks import Purpose, check, check_prepare
@@ -19,12 +18,12 @@ from agentfactory.recipe.composition import (
     compose,
     override,
     parse_overrides,
-    parse_value,
     read_mapping,
     recipe_file,
     replace_prefixes,
 )
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.import_path import append_folders
@@ -313,8 +312,8 @@ def _without_quotes(given: Any) -> str | None:
     if not isinstance(given, str):
         return None
     try:
-        meant = parse_value(given)
-    except (yaml.YAMLError, ValueError):
+        meant = parse_yaml(given)
+    except ValueError:
         return None
     return given.strip() if isinstance(meant, (bool, int, float)) else None
 

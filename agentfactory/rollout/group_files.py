@@ -26,6 +26,7 @@ from safetensors.numpy import load, save
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.disk import append
+from agentfactory.tools.untrusted_files import lines_of, open_file
 
 STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
     "token_ids": (list[int], np.dtype(np.int32)),
@@ -35,6 +36,9 @@ STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
     "roles": (str, np.dtype(np.uint8)),
 }
 """Stream of a row -> its type where a line has it itself, and the type of its array. Roles are ASCII letters."""
+
+_RECORD_BYTES = 256 << 20
+"""Maximum size of a group's arrays: 64 chains of 100 thousand tokens have half."""
 
 CREDIT_FILE = "credit.jsonl"
 """File in a folder of trajectories with the trainer's values for their tokens. It contains no groups."""
@@ -125,25 +129,31 @@ def read_groups(path: str | Path) -> Iterator[Group]:
     """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order. The
     streams of their rows are arrays.
 
-    Raises ValueError with file and line if a line is not a group, or its arrays are missing or damaged.
+    Raises ValueError with file and line if a line is not a group, or its arrays are missing or damaged, and OSError if
+    a file cannot be read; of a folder's files, links are refused.
     """
     path = Path(path)
-    files = [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE] if path.is_dir() else [path]
+    within = path if path.is_dir() else None
+    files = [path] if within is None else [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE]
     for file in files:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open_file(file, within) as content:
+            number, lines = 0, lines_of(content)
+            while True:
+                number += 1
                 try:
+                    if (line := next(lines, None)) is None:
+                        break
                     saved = from_json(line)
-                    restore_streams(saved, read_record(saved, file))
+                    restore_streams(saved, read_record(saved, file, within))
                     group = _group(saved)
                 except ValueError as error:
                     raise ValueError(f"{file}:{number} is not a saved group: {error}") from error
                 yield group
 
 
-def read_record(saved: Any, path: Path) -> bytes:
-    """Return the record of a parsed line of the file `path`; empty if the line has none. Raises ValueError with a fix
-    if the file of the arrays cannot be read or is too short."""
+def read_record(saved: Any, path: Path, within: Path | None = None) -> bytes:
+    """Return the record of a parsed line of the file `path`; empty if the line has none. Links below the folder
+    `within` are not followed. Raises ValueError with a fix if the file of the arrays cannot be read or is too short."""
     place = saved.get("arrays") if isinstance(saved, dict) else None
     if place is None:
         return b""
@@ -152,11 +162,13 @@ def read_record(saved: Any, path: Path) -> bytes:
         start, length = int(place["offset"]), int(place["length"])
         if min(start, length) < 0:
             raise ValueError(f"its arrays begin at byte {start} and have {length} bytes")
-        with arrays.open("rb") as file:
+        with open_file(arrays, within) as file:
             # a damaged line may ask for more than fits in memory
             if start + length > (size := file.seek(0, os.SEEK_END)):
                 problem = f"its arrays end at byte {start + length} of {arrays.name}, which has only {size}"
                 raise ValueError(f"{problem}; fix: copy the whole file, or leave out the line")
+            if length > _RECORD_BYTES:
+                raise ValueError(f"its arrays have more than {_RECORD_BYTES:,} bytes; fix: leave out the line")
             file.seek(start)
             return file.read(length)
     except OSError as error:

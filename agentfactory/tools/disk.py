@@ -54,7 +54,9 @@ def write_whole(path: Path, content: bytes) -> None:
     DiskError."""
     aside = path.with_name(f"{path.name}.new")
     with writing(path):
-        with aside.open("wb") as file:
+        # never write through a link that somebody has put there
+        aside.unlink(missing_ok=True)
+        with aside.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

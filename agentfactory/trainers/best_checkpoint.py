@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfactory.tools.untrusted_files import RefusedFileError
 from agentfactory.trainers.checkpoint_folder import read_info, step_of
 
 AUTO = "auto"
@@ -23,14 +24,17 @@ class BestCheckpoint:
     value: float
 
 
-def find_best(checkpoints: Sequence[Path], metric: str | None) -> BestCheckpoint | None:
+def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | None = None) -> BestCheckpoint | None:
     """Returns the checkpoint with the highest value (of several, the newest); `metric` is the value of
     `train.keep_best`. None if no checkpoint has a finite value. A checkpoint has one if it was written in a step that
-    measured the metric."""
+    measured the metric. Links below the folder `within` (None: in the checkpoint) are not followed: they raise
+    RefusedFileError."""
     measured = {}
     for path in checkpoints:
         try:
-            measured[path] = read_info(path)["metrics"]
+            measured[path] = read_info(path, within)["metrics"]
+        except RefusedFileError:
+            raise
         except (OSError, ValueError, LookupError):
             continue  # deleted in the meantime, or written by another program
     for name in metric_names(metric):

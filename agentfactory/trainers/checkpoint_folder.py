@@ -3,18 +3,24 @@
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.disk import writing
+from agentfactory.tools.untrusted_files import check_tree, entries_of, open_file, read_json, refused
 
 INFO = "trainer_state.json"
 DIGESTS = "digests.json"
 ONLY_BEST = "only_best"
 """Key in INFO; true: the checkpoint was not due, but was written because its evaluation was the best so far."""
+
+
+_NAME = re.compile(r"step-\d{1,18}")
 
 
 class DamagedCheckpointError(Exception):
@@ -31,14 +37,22 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, in the order of their steps."""
-    return sorted(folder.glob("step-*"), key=step_of)
+def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
+    """Returns the checkpoints in `folder`, in the order of their steps; links below the folder `within` are not
+    followed. Raises RefusedFileError if `folder` or one of them is no folder."""
+    found = []
+    for name, kind in entries_of(folder, within or folder).items():
+        if _NAME.fullmatch(name):
+            if kind != stat.S_IFDIR:
+                raise refused(folder / name, kind)
+            found.append(folder / name)
+    return sorted(found, key=step_of)
 
 
-def read_info(path: Path) -> dict[str, Any]:
-    """Returns the contents of `trainer_state.json`."""
-    return json.loads((path / INFO).read_text(encoding="utf-8"))
+def read_info(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """Returns the contents of `trainer_state.json`; links below the folder `within` (None: in the checkpoint) are not
+    followed. Raises OSError or ValueError if it cannot be read."""
+    return read_json(path / INFO, within or path)
 
 
 def partial_path(path: Path) -> Path:
@@ -91,16 +105,23 @@ def set_usual_modes(folder: Path) -> None:
 
 
 def verify(path: Path) -> None:
-    """Compares every file with its digest. Raises DamagedCheckpointError."""
+    """Compares every file with its digest. Raises DamagedCheckpointError, also if the folder holds anything but files
+    and folders."""
     try:
-        digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
+        digests = read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} cannot be read ({error})") from None
-    for name, expected in digests.items():
-        if not (path / name).is_file():
-            raise DamagedCheckpointError(f"{path} is damaged: {name} is gone")
-        if digest(path / name) != expected:
-            raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written (sha256)")
+    try:
+        check_tree(path, path)
+        for name, expected in digests.items():
+            if digest(path / name, path) != expected:
+                raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written (sha256)")
+    except FileNotFoundError as error:
+        gone = Path(error.filename).relative_to(path)
+        raise DamagedCheckpointError(f"{path} is damaged: {gone} is gone") from None
+    except (OSError, ValueError) as error:
+        # ValueError: a name that leads out of the folder
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
 
 
 def newest_whole(paths: list[Path]) -> Path | None:
@@ -130,9 +151,9 @@ def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
             shutil.rmtree(doomed)
 
 
-def digest(file: Path) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal."""
-    with file.open("rb") as content:
+def digest(file: Path, within: Path | None = None) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal. Links below the folder `within` are not followed."""
+    with open_file(file, within) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 

@@ -148,7 +148,7 @@ class _Answers:
         if not query.text:
             return None, 0
         searching = self._searches.get(query.text)
-        return searching.number, searching.go_on(self._follower.index, self._follower.path_of, SECONDS)
+        return searching.number, searching.go_on(self._follower.index, self._follower.bytes_of, SECONDS)
 
     def trajectory(self, request: Request) -> Response:
         """Return everything about one chain."""

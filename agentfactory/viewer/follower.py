@@ -9,12 +9,14 @@ from typing import Any
 from agentfactory.trainers.best_checkpoint import BestCheckpoint
 from agentfactory.viewer.index import Index, Line, has_run_version, rows_of
 from agentfactory.viewer.runs import CreditLine, Run, Runs
-from agentfactory.viewer.saved_groups import outline
+from agentfactory.viewer.saved_groups import outline, read_bytes
 
 _EVERY_SECONDS = 0.4
 _IDLE_SECONDS = 15.0
 """Reading stops this long after the last request."""
 _BYTES_AT_ONCE = 4 << 20
+_MOST_STEPS = 1 << 63
+"""Largest number that the index holds."""
 _BAD_LINE = (ValueError, OverflowError)
 """Errors of a line that is invalid or has numbers too large for the index."""
 
@@ -51,12 +53,12 @@ class Follower:
         """Return the run with this id, or None."""
         return next((run for run in self.runs if run.id == run_id), None)
 
-    def path_of(self, line: Line) -> Path:
-        """Return the file that contains a line of the index. Raises FileNotFoundError if its run is gone."""
+    def bytes_of(self, line: Line) -> bytes:
+        """Return a line of the index. Raises OSError if it cannot be read, or its run is gone."""
         run = self.run(line.run)
         if run is None:
             raise FileNotFoundError(line.run)
-        return run.folder.trajectories / line.file
+        return read_bytes(run.folder.trajectories / line.file, line.byte, line.length, run.folder.within)
 
     def read_all(self) -> None:
         """Read everything that exists now."""
@@ -134,7 +136,9 @@ class Follower:
             return bool(read(*given))
         except OSError as error:
             run.note_unreadable(error)
-            return False
+        except Exception as error:  # boundary: files of others may hold anything
+            run.note(f"{read.__name__.strip('_').replace('_', ' ')}: {error!r:.500}")
+        return False
 
     def _read_metrics(self, run: Run) -> bool:
         read = run.follow_metrics(_BYTES_AT_ONCE)
@@ -145,7 +149,7 @@ class Follower:
 
     def _note_version(self, run: Run, name: str) -> None:
         step = run.step()
-        if has_run_version(name) and type(step) is int:
+        if has_run_version(name) and type(step) is int and abs(step) < _MOST_STEPS:
             self.index.note_version(run.id, name, step)
 
     def _read_file(self, run: Run, name: str) -> bool:

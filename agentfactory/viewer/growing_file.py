@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentfactory.tools.untrusted_files import LINE_BYTES, RefusedFileError, open_file
+
 _MARK = 256
 
 
@@ -17,21 +19,26 @@ class Taken:
 
 
 class GrowingFile:
-    """Reads every whole line once. An incomplete last line is read later, once it is complete."""
+    """Reads every whole line once. An incomplete last line is read later, once it is complete. Links below the folder
+    `within` are not followed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, within: Path) -> None:
         self.path = path
+        self._within = within
         self.offset = 0
         """Bytes read so far."""
         self.size = 0
         """Bytes of whole lines that the file had at the last read."""
         self._inode = -1
         self._mark = b""
+        self._too_long: tuple[int, int] | None = None
+        """Inode and offset of a line that is too long to be read."""
 
     def take(self, most: int) -> Taken:
-        """Return the new lines, up to about `most` bytes."""
+        """Return the new lines, up to about `most` bytes. Raises OSError if the file, or its next line, cannot be
+        read."""
         try:
-            file = self.path.open("rb")
+            file = open_file(self.path, self._within)
         except FileNotFoundError:
             restarted = self.offset > 0
             self.offset = self.size = 0
@@ -51,7 +58,16 @@ class GrowingFile:
             lines: list[tuple[int, bytes]] = []
             start = self.offset
             while self.offset - start < most:
-                line = file.readline()
+                # without reading it again
+                is_refused = self._too_long == (status.st_ino, self.offset)
+                line = b"" if is_refused else file.readline(LINE_BYTES + 1)
+                if is_refused or len(line) > LINE_BYTES:
+                    self._too_long = (status.st_ino, self.offset)
+                    self.size = self.offset
+                    if lines or restarted:
+                        break
+                    problem = f"has a line of more than {LINE_BYTES:,} bytes, at byte {self.offset}"
+                    raise RefusedFileError(self.path, problem, "leave out the line: what follows it is not read")
                 if not line.endswith(b"\n"):
                     # a run that was killed while it wrote leaves such a line permanently
                     self.size = self.offset

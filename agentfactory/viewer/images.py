@@ -24,7 +24,7 @@ def read_image(run: Run, url: str) -> tuple[str, bytes]:
     """Return the kind and bytes of an image at an address from `image_url`. Raises ValueError if it is damaged or
     missing."""
     if digest := stored_digest(url):
-        return "image/png", ImageStore(run.folder.images).png(digest)
+        return "image/png", ImageStore(run.folder.images, run.folder.within).png(digest)
     found = _data(url)
     if found is None:
         raise ValueError("no image that may be shown")

@@ -1,18 +1,16 @@
 """Where in its images a chain's tools looked, as boxes, and acted, as places: in any coordinates of models."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from transformers.utils.hub import cached_file
 
 from agentfactory.rollout.images.families import STATED
 from agentfactory.tools.images.coordinates import Coordinates
+from agentfactory.tools.untrusted_files import read_json
 from agentfactory.viewer.images import image_url, read_image
 from agentfactory.viewer.runs import Run
 from agentfactory.viewer.saved_groups import calls_of
@@ -154,7 +152,7 @@ def _units(run: Run, url: str, coordinates: Coordinates) -> tuple[int, int] | No
     try:
         # the image is stored in the size that the model got
         return Image.open(BytesIO(read_image(run, url)[1])).size
-    except (OSError, ValueError):
+    except (OSError, ValueError, Image.DecompressionBombError):
         return None
 
 
@@ -163,14 +161,15 @@ def _coordinates(run: Run) -> Coordinates:
     asked = run.coordinates()
     if asked in tuple(Coordinates):
         return Coordinates(asked)
-    return STATED.get(_model_type(run.model_path()), Coordinates.RELATIVE1000)
+    return STATED.get(_model_type(run), Coordinates.RELATIVE1000)
 
 
-def _model_type(model: str | None) -> str:
+def _model_type(run: Run) -> str:
+    found = run.model_file("config.json")
     try:
-        file = cached_file(
-            model or "", "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
-        )
-        return str(json.loads(Path(file).read_text(encoding="utf-8")).get("model_type")) if file else ""
-    except (OSError, ValueError):
+        return str(read_json(*found).get("model_type")) if found else ""
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        run.note_unreadable(error)
         return ""

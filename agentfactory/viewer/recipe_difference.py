@@ -9,6 +9,7 @@ import yaml
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.composition import replace_prefixes, resolve_saved
+from agentfactory.recipe.yaml_text import parse_yaml
 
 _MISSING = object()
 
@@ -30,8 +31,8 @@ def difference(one: str, other: str, folders: Sequence[RunFolder] = ()) -> dict[
 
 def _parsed(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except ValueError:
         return text
 
 

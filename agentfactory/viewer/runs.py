@@ -1,23 +1,26 @@
 """The runs to show: found in the folders that the user names, and followed."""
 
 import hashlib
-import json
-import re
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from pydantic_core import from_json
 
 from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.recipe.composition import resolve_saved
+from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_yaml
 from agentfactory.rollout.group_files import CREDIT_FILE
+from agentfactory.tools.untrusted_files import RefusedFileError, entries_of, open_file, refused
 from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
+from agentfactory.trainers.checkpoint_folder import checkpoints
 from agentfactory.viewer.growing_file import GrowingFile
 
-_CHECKPOINT = re.compile(r"step-\d+")
 _MOST_PROBLEMS = 20
 
 
@@ -35,13 +38,14 @@ class CreditLine:
 
 
 class Run:
-    """One run, or one stage of a run: the data read so far."""
+    """One run, or one stage of a run: the data read so far. Links below `within`, the folder that a user named, are not
+    followed."""
 
-    def __init__(self, path: Path, label: str) -> None:
+    def __init__(self, path: Path, label: str, within: Path) -> None:
         self.id = hashlib.sha256(str(path).encode()).hexdigest()[:12]
         """Stable, because it is part of URLs."""
         self.label = label
-        self.folder = RunFolder(path)
+        self.folder = RunFolder(path, within=within)
         self.generation = 0
         """How often metrics.jsonl has restarted."""
         self._begin()
@@ -50,10 +54,10 @@ class Run:
         self.problems: list[str] = []
         self.lines: list[dict[str, Any]] = []
         """Lines of metrics.jsonl."""
-        self.metrics_file = GrowingFile(self.folder.metrics)
+        self.metrics_file = GrowingFile(self.folder.metrics, self.folder.within)
         self.files: dict[str, GrowingFile] = {}
         """Trajectory files by their path within `trajectories`."""
-        self.credit_file = GrowingFile(self.folder.credit)
+        self.credit_file = GrowingFile(self.folder.credit, self.folder.within)
         self.credit: dict[str, CreditLine] = {}
         """Credit lines by group."""
         self.best: BestCheckpoint | None = None
@@ -62,6 +66,7 @@ class Run:
         """Whether the recipe is of supervised fine-tuning."""
         self._model: str | None = None
         self._checkpoints_seen: list[tuple[str, int]] = []
+        self._recipe = _RecipeFile(self.folder)
 
     def forget(self) -> None:
         """Note that the run is gone, such as a deleted stage. If it reappears, it is read from the beginning."""
@@ -75,35 +80,50 @@ class Run:
 
     def has_data(self) -> bool:
         """Return whether there is anything to show."""
-        return self.folder.metrics.exists() or next(self._trajectory_files(), None) is not None
+        return os.path.lexists(self.folder.metrics) or next(self._trajectory_files(), None) is not None
 
     def find_files(self) -> None:
-        """Look for new trajectory files."""
+        """Look for new trajectory files, and for links and special files, which are not opened. Raises OSError if a
+        folder cannot be read."""
+        for name, kind in entries_of(self.path, self.folder.within).items():
+            if kind not in (stat.S_IFREG, stat.S_IFDIR) and _is_text(name):
+                self.note_unreadable(refused(self.path / name, kind))
         for path in self._trajectory_files():
-            self.files.setdefault(path.relative_to(self.folder.trajectories).as_posix(), GrowingFile(path))
+            name = path.relative_to(self.folder.trajectories).as_posix()
+            self.files.setdefault(name, GrowingFile(path, self.folder.within))
 
     def _trajectory_files(self) -> Iterator[Path]:
-        for pattern in ("*.jsonl", "eval/*.jsonl"):
-            for path in sorted(self.folder.trajectories.glob(pattern)):
-                if path.name != CREDIT_FILE and self._can_be_named(path):
-                    yield path
+        for folder in (self.folder.trajectories, self.folder.trajectories / "eval"):
+            try:
+                names = list(entries_of(folder, self.folder.within))
+            except OSError as error:
+                self.note_unreadable(error)
+                continue
+            for name in names:
+                if name.endswith(".jsonl") and name != CREDIT_FILE and self._can_be_named(name):
+                    yield folder / name
 
-    def _can_be_named(self, path: Path) -> bool:
-        if not _is_text(path.name):
-            self.note(f"{path.name!a}: left out, for its name is not UTF-8")
+    def _can_be_named(self, name: str) -> bool:
+        if not _is_text(name):
+            self.note(f"{name!a}: left out, for its name is not UTF-8")
             return False
         return True
 
+    def saved_checkpoints(self) -> list[Path]:
+        """Return the checkpoints in the order of their steps. Raises RefusedFileError if one is a link."""
+        return checkpoints(self.folder.checkpoints, self.folder.within)
+
     def find_checkpoints(self) -> None:
         """Find the best checkpoint so far, and read what the recipe says about the run."""
-        found = [path for path in self.folder.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
+        found = self.saved_checkpoints()
         try:
-            seen = [(path.name, path.stat().st_mtime_ns) for path in [self.folder.recipe, *sorted(found)]]
+            seen = [(path.name, path.lstat().st_mtime_ns) for path in [self.folder.recipe, *found]]
         except FileNotFoundError:
             return  # the run is deleting checkpoints: the next call finds out
         if seen != self._checkpoints_seen:
+            self.note_recipe()
             metric = self._setting("train", "keep_best")
-            self.best = find_best(found, metric)
+            self.best = find_best(found, metric, self.folder.within)
             self.supervised = self._setting("train", "algorithm") == "sft"
             self._model = self.model_path()
             self._checkpoints_seen = seen
@@ -137,10 +157,16 @@ class Run:
         """Return the prefix of problems of this file's lines."""
         return f"{path.relative_to(self.path)}, byte "
 
-    def note_unreadable(self, error: OSError) -> None:
+    def note_unreadable(self, error: OSError | ValueError) -> None:
         """Note that a file cannot be read."""
         # name it relative to the run, because an exported page is shared with others
-        self.note(str(error).replace(f"{self.path}/", ""))
+        self.note(str(error).replace(f"{self.path}/", "").replace(f"{self.folder.within}/", ""))
+
+    def note_recipe(self) -> None:
+        """Note why the recipe cannot be read, if it cannot."""
+        problem = self._recipe.problem()
+        if problem is not None:
+            self.note(problem)
 
     def note(self, problem: str) -> None:
         """Note a problem for people to see."""
@@ -153,22 +179,49 @@ class Run:
         summary = self.summary()
         if summary:
             return str(summary.get("status", "completed"))
-        whole = _read_json(self.path.parent / "summary.json") if (self.path.parent / RECIPE).is_file() else {}
+        around = RunFolder(self.path.parent)
+        whole = self._summary_of(around) if around.recipe.is_file() else {}
         status = str(whole.get("status", ""))
         return status if status in ("failed", "interrupted", "stopped") else "in progress"
 
     def summary(self) -> dict[str, Any]:
         """Return summary.json; empty until the run has ended."""
-        return _read_json(self.folder.summary)
+        return self._summary_of(self.folder)
+
+    def _summary_of(self, folder: RunFolder) -> dict[str, Any]:
+        try:
+            return folder.read_summary()
+        except (OSError, ValueError) as error:
+            self.note(f"{folder.summary.name}: {error}".replace(f"{folder.path}/", ""))
+            return {}
 
     def recipe(self) -> str:
-        """Return the resolved recipe as YAML."""
-        return self.folder.recipe.read_text(encoding="utf-8")
+        """Return the resolved recipe as YAML. Raises OSError or ValueError if it cannot be read."""
+        return self.folder.read_recipe()
 
     def model_path(self) -> str | None:
         """Return the folder or name of the run's initial model."""
         path = self._setting("model", "path")
-        return None if path is None else resolve_saved({"path": path}, self.path)["path"]
+        return None if path is None or "\0" in path else resolve_saved({"path": path}, self.path)["path"]
+
+    def model_file(self, name: str) -> tuple[Path, Path | None] | None:
+        """Return a file of the run's initial model that is on this machine, and the folder below which it has no links;
+        it may be missing. None if there is no such model, or it is outside of the run folder and the recipe is another
+        user's: what that names may be private."""
+        model = self.model_path()
+        if not model:
+            return None
+        if not os.path.isabs(model):
+            # the viewer downloads nothing
+            cached = try_to_load_from_cache(model, name) if _is_hub_name(model) else None
+            return (Path(cached), None) if isinstance(cached, str) else None
+        path = Path(os.path.normpath(model)) / name
+        if path.is_relative_to(self.folder.within):
+            return path, self.folder.within
+        if not self._recipe.is_own():
+            self.note("model: not read, for the recipe is another user's and names a folder outside of the run")
+            return None
+        return path, None
 
     def coordinates(self) -> str:
         """Return how the model states places in images: `rollout.coordinates`."""
@@ -185,9 +238,51 @@ class Run:
 
     def _setting(self, section: str, name: str) -> str | None:
         """Return a text field of the recipe, or None."""
-        part = _read_recipe(self.folder.recipe).get(section)
+        part = self._recipe.data().get(section)
         value = part.get(name) if isinstance(part, dict) else None
         return value if isinstance(value, str) else None
+
+
+class _RecipeFile:
+    """The recipe of a run, parsed again only if the file changes."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._seen: tuple[int, ...] = ()
+        self._data: dict[str, Any] = {}
+        self._problem: str | None = None
+        self._owner = -1
+
+    def data(self) -> dict[str, Any]:
+        """Return the recipe's mapping; empty if it cannot be read."""
+        try:
+            with open_file(self._folder.recipe, self._folder.within) as file:
+                status = os.fstat(file.fileno())
+                seen = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                if seen != self._seen:
+                    self._data, self._problem, self._owner = {}, None, status.st_uid
+                    self._seen = seen
+                    if status.st_size > RECIPE_BYTES:
+                        raise ValueError(f"has more than {RECIPE_BYTES:,} bytes")
+                    found = parse_yaml(file.read(RECIPE_BYTES).decode())
+                    if not isinstance(found, dict):
+                        raise ValueError("holds no mapping")
+                    self._data = found
+        except OSError as error:
+            self._data, self._problem, self._seen = {}, str(error).replace(f"{self._folder.path}/", ""), ()
+        except ValueError as error:
+            self._problem = f"{RECIPE}: {error}"
+        return self._data
+
+    def problem(self) -> str | None:
+        """Return why the recipe cannot be read; None if it can."""
+        self.data()
+        return self._problem
+
+    def is_own(self) -> bool:
+        """Return whether the recipe belongs to the user of this process."""
+        self.data()
+        return self._owner == os.geteuid()
 
 
 class Runs:
@@ -200,41 +295,63 @@ class Runs:
             _check_run(root)
         self._labels = _labels(self._roots)
         self._known: dict[Path, Run] = {}
+        self._recipes = {root: _RecipeFile(RunFolder(root)) for root in self._roots}
 
     def find(self) -> list[Run]:
         """Return the runs that exist now, in the order of the folders and stages."""
         found: list[Run] = []
         for root in self._roots:
             label = self._labels[root]
-            parts = [self._run(part, f"{label}/{part.name}") for part in _parts(root) if part not in self._roots]
+            names = _stages(self._recipes[root].data())
+            parts = [
+                self._run(part, f"{label}/{part.name}", root) for part in _parts(root, names) if part not in self._roots
+            ]
             parts = [run for run in parts if run.has_data()]
-            whole = self._run(root, label)
-            found += [whole, *parts] if whole.has_data() or not parts else parts
+            whole = self._run(root, label, root)
+            shown = [whole, *parts] if whole.has_data() or not parts else parts
+            if (problem := self._recipes[root].problem()) is not None:
+                shown[0].note(problem)
+            found += shown
         return found
 
-    def _run(self, path: Path, label: str) -> Run:
+    def _run(self, path: Path, label: str, within: Path) -> Run:
         if path not in self._known:
-            self._known[path] = Run(path, label)
+            self._known[path] = Run(path, label, within)
         return self._known[path]
 
 
-def _parts(root: Path) -> list[Path]:
+def _stages(recipe: dict[str, Any]) -> list[Any]:
+    """Return the names of a recipe's stages."""
+    stages = recipe.get("stages")
+    return [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+
+
+def _parts(root: Path, names: Sequence[Any]) -> list[Path]:
     """Return the folders of the stages in order, then folders that other commands wrote next to them."""
-    folders = sorted(path.parent for path in root.glob(f"*/{RECIPE}") if _is_text(path.parent.name))
-    stages = _read_recipe(root / RECIPE).get("stages")
-    names = [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
-    return sorted(folders, key=lambda path: names.index(path.name) if path.name in names else len(names))
+    kinds = {name: kind for name, kind in entries_of(root, root).items() if _is_text(name)}
+    folders = [root / name for name, kind in kinds.items() if kind == stat.S_IFDIR]
+    found = [folder for folder in folders if os.path.lexists(folder / RECIPE)]
+    return sorted(found, key=lambda path: names.index(path.name) if path.name in names else len(names))
 
 
 def _check_run(root: Path) -> None:
-    if (root / RECIPE).is_file():
-        if not any(map(_has_begun, [root, *_parts(root)])):
+    if os.path.lexists(root / RECIPE):
+        try:
+            parse_yaml(RunFolder(root).read_recipe())
+        except RefusedFileError as error:
+            raise ViewError(str(error)) from None
+        except (OSError, YamlBoundsError) as error:
+            fix = "put back the recipe that the run has written"
+            raise ViewError(f"{root / RECIPE} cannot be read: {error}; fix: {fix}") from None
+        except ValueError:
+            pass  # the curves can be shown, and the page says so
+        if not any(map(_has_begun, [root, *_parts(root, ())])):
             fix = "name the `output` folder of a run, such as runs/NAME"
             raise ViewError(f"{root} has a {RECIPE}, but nothing that a run has written; fix: {fix}")
         return
     if not root.is_dir():
         raise ViewError(f"{root}: no such folder; fix: name the folder of a run, such as runs/NAME")
-    inside = sorted(path.parent.name for path in root.glob(f"*/{RECIPE}"))[:3]
+    inside = [path.name for path in _parts(root, ())][:3]
     fix = f"name a run in it, such as {root / inside[0]}" if inside else "name the `output` folder of a run"
     raise ViewError(f"{root} is no run folder, for it has no {RECIPE}; fix: {fix}")
 
@@ -243,7 +360,7 @@ def _has_begun(path: Path) -> bool:
     """Return whether a run has written to this folder; the folder of a task has a recipe, too."""
     folder = RunFolder(path)
     written = (folder.metrics, folder.trajectories, folder.checkpoints, folder.logs, folder.summary)
-    return any(part.exists() for part in written)
+    return any(map(os.path.lexists, written))
 
 
 def _labels(roots: Sequence[Path]) -> dict[Path, str]:
@@ -265,17 +382,9 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
+def _is_hub_name(name: str) -> bool:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True

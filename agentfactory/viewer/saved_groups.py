@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from agentfactory.rollout.group_files import read_record, restore_streams
 from agentfactory.tools.messages import text_of
+from agentfactory.tools.untrusted_files import open_file
 
 # a quote within a string is escaped, so no text of a message can match
 _STREAM = re.compile(
@@ -29,20 +30,20 @@ def _count(stream: re.Match[bytes]) -> bytes:
     return b'"%b": %d' % (stream[1], entries)
 
 
-def read_line(path: Path, offset: int, length: int) -> Any:
+def read_line(path: Path, offset: int, length: int, within: Path) -> Any:
     """Parse a complete line. Raises ValueError if it is not JSON, OSError if the file cannot be read."""
-    return from_json(read_bytes(path, offset, length))
+    return from_json(read_bytes(path, offset, length, within))
 
 
-def read_group(path: Path, offset: int, length: int) -> tuple[Any, str | None]:
+def read_group(path: Path, offset: int, length: int, within: Path) -> tuple[Any, str | None]:
     """Parse a complete group, with arrays for the streams of its rows. If its arrays cannot be read, its chains have no
     rows, and the second value says why.
 
     Raises ValueError if the line is not a group, OSError if the file cannot be read.
     """
-    group = read_line(path, offset, length)
+    group = read_line(path, offset, length, within)
     try:
-        restore_streams(group, read_record(group, path))
+        restore_streams(group, read_record(group, path, within))
     except ValueError as error:
         for chain in group["trajectories"]:
             chain["rows"] = []
@@ -50,9 +51,9 @@ def read_group(path: Path, offset: int, length: int) -> tuple[Any, str | None]:
     return group, None
 
 
-def read_bytes(path: Path, offset: int, length: int) -> bytes:
-    """Return `length` bytes from `offset` on."""
-    with path.open("rb") as file:
+def read_bytes(path: Path, offset: int, length: int, within: Path) -> bytes:
+    """Return `length` bytes from `offset` on. Links below the folder `within` are not followed."""
+    with open_file(path, within) as file:
         file.seek(offset)
         return file.read(length)
 

@@ -4,10 +4,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 
 from agentfactory.viewer.index import Index, Line
-from agentfactory.viewer.saved_groups import outline, read_bytes, texts_of
+from agentfactory.viewer.saved_groups import outline, texts_of
 
 SECONDS = 0.3
 """How long one request searches."""
@@ -28,22 +27,22 @@ class TextSearch:
         self._last = 0
         self._lock = threading.Lock()
 
-    def go_on(self, index: Index, path_of: Callable[[Line], Path], seconds: float) -> int:
+    def go_on(self, index: Index, bytes_of: Callable[[Line], bytes], seconds: float) -> int:
         """Search for at most `seconds`; return the number of chains still to be searched."""
         until = time.monotonic() + seconds
         with self._lock:
             while lines := index.lines_after(self._last, _CHAINS_AT_ONCE):
                 for line in lines:
-                    if places := self._places(path_of, line):
+                    if places := self._places(bytes_of, line):
                         index.note_found(self.number, line, places)
                     self._last = line.last
                     if time.monotonic() > until:
                         return index.left_after(self._last)
             return 0
 
-    def _places(self, path_of: Callable[[Line], Path], line: Line) -> list[int]:
+    def _places(self, bytes_of: Callable[[Line], bytes], line: Line) -> list[int]:
         try:
-            raw = read_bytes(path_of(line), line.byte, line.length)
+            raw = bytes_of(line)
             if self._bytes is not None and self._bytes not in raw.lower():
                 return []
             group = outline(raw)

@@ -1,15 +1,17 @@
 """Texts of token ids, from the run's own tokenizer and without torch."""
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
+from agentfactory.tools.untrusted_files import open_file, read_file
 from agentfactory.viewer.runs import Run
 
 _FILE = "tokenizer.json"
+_BYTES = 256 << 20
 _INCOMPLETE = "\ufffd"
 _LONGEST = 8
 """Maximum number of tokens that one character may be spread over."""
@@ -55,23 +57,34 @@ class TokenTexts:
 
 def token_texts(run: Run) -> TokenTexts | None:
     """Use the tokenizer of the run's last checkpoint, or of its model if that is on this machine; None if neither."""
-    path = _find(run)
-    return None if path is None else _load(path, path.stat().st_mtime_ns)
+    try:
+        found = _find(run)
+        return None if found is None else _load(*found)
+    except (OSError, ValueError) as error:
+        run.note_unreadable(error)
+        return None
 
 
-def _find(run: Run) -> Path | None:
-    checkpoint = run.folder.last_checkpoint()
-    model = run.model_path()
-    for folder in [checkpoint, Path(model) if model else None]:
-        if folder is not None and (folder / _FILE).is_file():
-            return folder / _FILE
-    if model and not Path(model).is_absolute():
-        # the viewer downloads nothing
-        cached = try_to_load_from_cache(model, _FILE)
-        return Path(cached) if isinstance(cached, str) else None
+def _find(run: Run) -> tuple[Path, Path | None, tuple[int, ...]] | None:
+    """Return the file, the folder below which it has no links, and what changes with its content."""
+    checkpoints = run.saved_checkpoints()
+    places: list[tuple[Path, Path | None]] = [(checkpoints[-1] / _FILE, run.folder.within)] if checkpoints else []
+    if (of_model := run.model_file(_FILE)) is not None:
+        places.append(of_model)
+    for path, within in places:
+        try:
+            with open_file(path, within) as file:
+                status = os.fstat(file.fileno())
+        except FileNotFoundError:
+            continue
+        return path, within, (status.st_ino, status.st_size, status.st_mtime_ns)
     return None
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, changed: int) -> TokenTexts:
-    return TokenTexts(Tokenizer.from_file(str(path)))
+def _load(path: Path, within: Path | None, changed: tuple[int, ...]) -> TokenTexts:
+    content = read_file(path, _BYTES, within)
+    try:
+        return TokenTexts(Tokenizer.from_buffer(content))
+    except Exception as error:  # boundary: the library raises Exception itself
+        raise ValueError(f"{path} is no tokenizer: {error}") from None

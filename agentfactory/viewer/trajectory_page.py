@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.trajectory import Activity, Stretch
+from agentfactory.tools.untrusted_files import open_file
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.images import image_url, read_image
 from agentfactory.viewer.index import Line, source_of
@@ -50,8 +52,10 @@ def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int
     if run is None or line is None:
         raise NotThere("no such trajectory: the run's files may have been cut since, or are not read so far yet")
     try:
-        path = follower.path_of(line)
-        group, problem = _read_group(path, line, path.stat().st_ino)
+        folder = run.folder
+        with open_file(folder.trajectories / line.file, folder.within) as lines:
+            inode = os.fstat(lines.fileno()).st_ino
+        group, problem = _read_group(folder.trajectories / line.file, folder.within, line, inode)
     except (OSError, ValueError):
         raise NotThere(f"{file} has changed since: load the page anew") from None
     if not 0 <= place < len(group["trajectories"]):
@@ -60,9 +64,9 @@ def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int
 
 
 @lru_cache(maxsize=2)
-def _read_group(path: Path, line: Line, inode: int) -> tuple[dict[str, Any], str | None]:
+def _read_group(path: Path, within: Path, line: Line, inode: int) -> tuple[dict[str, Any], str | None]:
     # a page with many images requests its group once per image
-    return read_group(path, line.byte, line.length)
+    return read_group(path, line.byte, line.length, within)
 
 
 def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
@@ -192,7 +196,9 @@ def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
         return None
     path = chain.run.credit_file.path
     try:
-        saved = read_line(path, place.offset, place.length)["chains"].get(chain.saved["id"], [])
+        saved = read_line(path, place.offset, place.length, chain.run.folder.within)["chains"].get(
+            chain.saved["id"], []
+        )
         streams = [
             (entry["row"], name, _stream(rows[entry["row"]], entry, name)) for entry in saved for name in _CREDITED
         ]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import struct
 import zlib
@@ -313,3 +314,17 @@ def test_a_saved_reward_that_is_no_number_is_refused(tmp_path: Path, wrong: dict
         lines.write(json.dumps(saved) + "\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl:2 is not a saved group: .*{problem}"):
         list(read_groups(path))
+
+
+def test_a_folder_of_groups_has_no_links_and_no_fifos(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside.jsonl", tmp_path / "trajectories"
+    outside.write_text("private\n")
+    folder.mkdir()
+    (folder / "train.jsonl").symlink_to(outside)
+    with pytest.raises(OSError, match=r"train\.jsonl is a link, which is not followed; fix: "):
+        list(read_groups(folder))
+    (folder / "train.jsonl").unlink()
+    os.mkfifo(folder / "train.jsonl")
+    for named in (folder, folder / "train.jsonl"):
+        with pytest.raises(OSError, match=r"train\.jsonl is a FIFO; fix: "):
+            list(read_groups(named))

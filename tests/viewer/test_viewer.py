@@ -611,7 +611,7 @@ def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) 
 
 def test_a_growing_file_gives_every_whole_line_once_also_when_it_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    file = GrowingFile(path)
+    file = GrowingFile(path, tmp_path)
     assert file.take(100).lines == []
     path.write_bytes(b"one\ntwo\nthr")
     assert file.take(1).lines == [(0, b"one\n")]
@@ -690,7 +690,7 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     offsets = [len(good) + sum(map(len, odd[:number])) for number in range(len(odd))]
     told = [problem for problem in state["problems"] if problem.startswith("trajectories/train.jsonl")]
     assert [int(re.search(r"byte (\d+)", problem)[1]) for problem in told] == offsets
-    for problem in ("'odd\\udcff.jsonl'", "'trajectories/folder.jsonl'", "trajectories/credit.jsonl, byte 0"):
+    for problem in ("'odd\\udcff.jsonl'", "trajectories/folder.jsonl is a folder", "trajectories/credit.jsonl, byte 0"):
         assert any(problem in told for told in state["problems"]), problem
     assert str(tmp_path) not in str(state["problems"])
     # an exported file has all of it too, and says that something is missing

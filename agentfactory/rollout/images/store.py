@@ -11,17 +11,20 @@ from typing import BinaryIO
 from PIL import Image
 
 from agentfactory.tools.disk import writing
+from agentfactory.tools.untrusted_files import open_file, read_file
 
 _SCHEME = "image:"
+_IMAGE_BYTES = 256 << 20
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class ImageStore:
     """A folder of images, `DIGEST.png` in a subfolder named after the digest's first two letters. Several processes may
-    use it at a time."""
+    use it at a time. Links below the folder `within` (None: in the folder of images) are not followed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, within: Path | None = None) -> None:
         self.folder = folder
+        self._within = within or folder
 
     def put(self, image: Image.Image) -> str:
         """Store an RGB image, unless it is stored already, and return its digest. Raises DiskError."""
@@ -43,13 +46,15 @@ class ImageStore:
 
     def png(self, digest: str) -> bytes:
         """Return the bytes of an image's file. Raises ValueError if it is not stored."""
-        with self.open(digest) as file:
-            return file.read()
+        try:
+            return read_file(self.path(digest), _IMAGE_BYTES, self._within)
+        except OSError as error:
+            raise self._lost(digest, error) from error
 
     def open(self, digest: str) -> BinaryIO:
         """Open an image's file. Raises ValueError if it is not stored."""
         try:
-            return self.path(digest).open("rb")
+            return open_file(self.path(digest), self._within)
         except OSError as error:
             raise self._lost(digest, error) from error
 

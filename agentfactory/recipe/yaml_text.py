@@ -1,0 +1,89 @@
+"""Parse YAML, which may be somebody else's: bounded in size, depth and expansion of aliases."""
+
+import re
+from typing import Any
+
+import yaml
+
+RECIPE_BYTES = 1 << 20
+"""Maximum size of a recipe file."""
+_DEPTH = 64
+_NODES = 100_000
+"""Maximum number of values, each alias counted as the values that it stands for."""
+_NUMBER_LENGTH = 400
+"""Maximum length of a number: numbers of base 60 take quadratic time."""
+
+
+class YamlBoundsError(ValueError):
+    """The text is YAML that nobody writes by hand; the message says which bound it exceeds."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as in pyyaml, except that duplicate keys are errors and 1e-5 is a number."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._nodes = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose one value. Raises YamlBoundsError."""
+        mark, before = self.peek_event().start_mark, self._nodes
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > _DEPTH:
+            raise YamlBoundsError(f"more than {_DEPTH} levels deep, line {mark.line + 1}")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and node not in self._sizes:
+            raise YamlBoundsError(f"a value contains itself, line {mark.line + 1}")
+        self._nodes += self._sizes[node] if node is not None and is_alias else 1
+        if self._nodes > _NODES:
+            raise YamlBoundsError(f"more than {_NODES:,} values with aliases resolved, line {mark.line + 1}")
+        if node is not None:
+            self._sizes[node] = self._nodes - before
+        return node
+
+    def _bounded(self, node: yaml.ScalarNode) -> None:
+        if len(node.value) > _NUMBER_LENGTH:
+            raise YamlBoundsError(f"a number of {len(node.value):,} characters, line {node.start_mark.line + 1}")
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Return an integer. Raises YamlBoundsError if it is too long."""
+        self._bounded(node)
+        return super().construct_yaml_int(node)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        """Return a number. Raises YamlBoundsError if it is too long."""
+        self._bounded(node)
+        return super().construct_yaml_float(node)
+
+
+def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
+    seen = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+        seen.add(key.value)
+    loader.flatten_mapping(node)
+    return {str(loader.construct_object(key)): loader.construct_object(value, deep=True) for key, value in node.value}
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text. Raises YamlBoundsError, or ValueError if it is not YAML."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except YamlBoundsError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except Exception as error:  # boundary: pyyaml raises anything for a text that does not fit its tag
+        raise ValueError(f"{type(error).__name__}: {error}") from None

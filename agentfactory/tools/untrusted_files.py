@@ -1,0 +1,171 @@
+"""Open files in folders that somebody else may have filled: regular files only, no links, bounded sizes."""
+
+import os
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic_core import from_json
+
+JSON_BYTES = 64 << 20
+"""Maximum size of a JSON file that is read as a whole."""
+LINE_BYTES = 128 << 20
+"""Maximum length of a line of JSON lines."""
+
+_KINDS = {
+    stat.S_IFLNK: "a link, which is not followed",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class RefusedFileError(OSError):
+    """A file or folder that is not opened; the message gives the path, the reason and a fix."""
+
+    def __init__(self, path: Path, problem: str, fix: str) -> None:
+        super().__init__(None, f"{problem}; fix: {fix}", str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+def open_file(path: Path, within: Path | None = None) -> BufferedReader:
+    """Open the regular file `path` for reading, without following a link below the folder `within`. Without `within`,
+    a user has named the path, and links are followed.
+
+    Raises RefusedFileError for anything but a regular file, OSError if it cannot be opened.
+    """
+    if within is None:
+        return os.fdopen(_open_regular(path, str(path), None), "rb")
+    *folders, name = _parts(path, within)
+    folder = _open_folder(within, folders)
+    try:
+        return os.fdopen(_open_regular(path, name, folder), "rb")
+    finally:
+        os.close(folder)
+
+
+def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
+    """Return the content of a file like `open_file`. Raises RefusedFileError if it has more than `most` bytes."""
+    with open_file(path, within) as file:
+        size = os.fstat(file.fileno()).st_size
+        # it may have grown since, or be a file of /proc, which has no size
+        content = file.read(most + 1) if size <= most else b""
+    if max(size, len(content)) > most:
+        raise RefusedFileError(path, f"has more than {most:,} bytes", "replace it with the file that was written")
+    return content
+
+
+def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) -> dict[str, object]:
+    """Return the JSON object in a file like `read_file`. Raises ValueError if it holds anything else."""
+    found = from_json(read_file(path, most, within))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+def lines_of(file: BinaryIO, most: int = LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file. Raises ValueError at a line of more than `most` bytes."""
+    while line := file.readline(most + 1):
+        if len(line) > most:
+            raise ValueError(f"the line has more than {most:,} bytes; fix: leave it out")
+        yield line
+
+
+def entries_of(path: Path, within: Path) -> dict[str, int]:
+    """Return the names in a folder, sorted, with the type of each (`stat.S_IFREG`, ...), without following a link below
+    `within`. A folder that is missing has none. Raises RefusedFileError if it is no folder."""
+    try:
+        folder = _open_folder(within, _parts(path, within))
+    except FileNotFoundError:
+        return {}
+    try:
+        kinds = {}
+        for name in sorted(os.listdir(folder)):
+            try:
+                kinds[name] = stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+        return kinds
+    finally:
+        os.close(folder)
+
+
+def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
+    """Raise RefusedFileError unless everything in the folder `path` is a regular file or a folder, down to `depth`
+    levels below it (None: all)."""
+    for name, kind in entries_of(path, within).items():
+        if kind == stat.S_IFDIR:
+            if depth != 0:
+                check_tree(path / name, within, None if depth is None else depth - 1)
+        elif kind != stat.S_IFREG:
+            raise refused(path / name, kind)
+
+
+def refused(path: Path, kind: int) -> RefusedFileError:
+    """Return the error for a path of a type that is not opened."""
+    fix = "put the file or folder itself there" if kind == stat.S_IFLNK else "replace it, or delete it"
+    return RefusedFileError(path, f"is {_KINDS.get(kind, 'a regular file')}", fix)
+
+
+def _parts(path: Path, within: Path) -> tuple[str, ...]:
+    parts = path.relative_to(within).parts
+    if ".." in parts:
+        raise RefusedFileError(path, f"leads out of {within}", "name a file in it")
+    return parts
+
+
+def _open_folder(within: Path, names: tuple[str, ...] | list[str]) -> int:
+    """Return a descriptor of the folder below `within`, which may itself be reached by a link."""
+    path, folder = within, os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for name in names:
+        path /= name
+        try:
+            below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            # a link is `not a directory` here
+            raise _explained(error, path, name, folder, stat.S_IFDIR) from None
+        finally:
+            os.close(folder)
+        folder = below
+    return folder
+
+
+def _open_regular(path: Path, name: str, folder: int | None) -> int:
+    follow = folder is None
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        # opening a device or a FIFO has effects, so look first; if it is replaced meanwhile, the flags limit them
+        _check_regular(path, os.stat(name, dir_fd=folder, follow_symlinks=follow))
+        descriptor = os.open(name, flags, dir_fd=folder)
+    except RefusedFileError:
+        raise
+    except OSError as error:
+        raise _explained(error, path, name, folder, stat.S_IFREG) from None
+    try:
+        _check_regular(path, os.fstat(descriptor))
+    except RefusedFileError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise refused(path, stat.S_IFMT(status.st_mode))
+
+
+def _explained(error: OSError, path: Path, name: str, folder: int | None, wanted: int) -> OSError:
+    """Return the error for `path`: refused if it is of another type than `wanted`, else the system's own."""
+    try:
+        kind = stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=folder is None).st_mode)
+    except OSError:
+        kind = wanted
+    if kind != wanted:
+        return refused(path, kind)
+    return type(error)(error.errno, error.strerror, str(path))

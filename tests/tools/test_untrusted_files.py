@@ -1,0 +1,102 @@
+"""Opening files in folders that somebody else may have filled."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from agentfactory.tools.untrusted_files import (
+    RefusedFileError,
+    check_tree,
+    entries_of,
+    lines_of,
+    open_file,
+    read_file,
+    read_json,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_text("secret")
+    made = tmp_path / "run"
+    (made / "below").mkdir(parents=True)
+    (made / "below" / "file").write_text('{"a": 1}')
+    (made / "link").symlink_to("below")
+    (made / "below" / "link").symlink_to(tmp_path / "outside" / "file")
+    os.mkfifo(made / "below" / "fifo")
+    return made
+
+
+def test_a_folder_may_be_reached_by_links_and_have_none(folder: Path) -> None:
+    by_link = folder.with_name("by-link")
+    by_link.symlink_to(folder)
+    assert read_file(by_link / "below" / "file", 100, by_link) == b'{"a": 1}'
+    assert read_json(by_link / "below" / "file", by_link) == {"a": 1}
+    # a path that a user has named may be a link, unlike one in a folder
+    assert read_file(folder / "below" / "link", 100) == b"secret"
+    for name, problem in {
+        "link/file": f"{folder}/link is a link, which is not followed; fix: put the file or folder itself there",
+        "below/link": f"{folder}/below/link is a link, which is not followed; fix: put the file",
+        "below/fifo": f"{folder}/below/fifo is a FIFO; fix: replace it, or delete it",
+        "below": f"{folder}/below is a folder; fix: ",
+        "below/file/x": f"{folder}/below/file is a regular file; fix: ",
+        "below/../below/file": "leads out of ",
+    }.items():
+        with pytest.raises(RefusedFileError, match=re.escape(problem)):
+            open_file(folder / name, folder)
+
+
+def test_what_is_no_file_is_refused_also_by_name(folder: Path) -> None:
+    for path in (folder / "below" / "fifo", Path("/dev/zero"), folder):
+        with pytest.raises(RefusedFileError, match=r"is a (FIFO|device|folder); fix: "):
+            open_file(path)
+    with pytest.raises(FileNotFoundError, match=str(folder / "below" / "none")):
+        open_file(folder / "below" / "none", folder)
+
+
+def test_a_file_that_becomes_a_fifo_after_the_look_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, look = folder / "below" / "file", os.stat
+
+    def swapped(*arguments: object, **options: object) -> os.stat_result:
+        found = look(*arguments, **options)
+        (folder / "below" / "fifo").replace(file)
+        monkeypatch.setattr(os, "stat", look)
+        return found
+
+    monkeypatch.setattr(os, "stat", swapped)
+    with pytest.raises(RefusedFileError, match="is a FIFO"):
+        open_file(file, folder)
+
+
+def test_sizes_and_lines_are_bounded(folder: Path) -> None:
+    file = folder / "below" / "file"
+    with pytest.raises(RefusedFileError, match="has more than 7 bytes; fix: "):
+        read_file(file, 7, folder)
+    # files of /proc have no size before they are read
+    with pytest.raises(RefusedFileError, match="has more than 7 bytes"):
+        read_file(Path("/proc/self/status"), 7)
+    file.write_bytes(b"1234\n123\n12345")
+    with file.open("rb") as content:
+        lines = lines_of(content, 5)
+        assert [next(lines), next(lines), next(lines)] == [b"1234\n", b"123\n", b"12345"]
+    with file.open("rb") as content, pytest.raises(ValueError, match="more than 4 bytes"):
+        next(lines_of(content, 4))
+
+
+def test_a_tree_holds_files_and_folders_only(folder: Path) -> None:
+    assert list(entries_of(folder, folder)) == ["below", "link"]
+    assert entries_of(folder / "none", folder) == {}
+    with pytest.raises(RefusedFileError, match="below/fifo is a FIFO"):
+        check_tree(folder, folder)
+    (folder / "below" / "fifo").unlink()
+    with pytest.raises(RefusedFileError, match="below/link is a link"):
+        check_tree(folder / "below", folder)
+    with pytest.raises(RefusedFileError, match="run/link is a link"):
+        check_tree(folder, folder, depth=0)
+    (folder / "link").unlink()
+    check_tree(folder, folder, depth=0)
+    (folder / "below" / "link").unlink()
+    check_tree(folder, folder)

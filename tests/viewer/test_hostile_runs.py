@@ -1,0 +1,306 @@
+"""Run folders that somebody else has filled: nothing outside is opened, nothing hangs, nothing fills the memory."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.rollout.images.store import ImageStore, url_of
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
+from agentfactory.viewer import growing_file
+from agentfactory.viewer.__main__ import main
+from agentfactory.viewer.export import export
+from tests.saved_groups import write_groups
+from tests.viewer.browsing import asking
+from tests.viewer.viewer_runs import BEST, chain, credit, credited, tokenizer
+
+SECRET = "of-another-user-7731"
+_SECONDS = 30
+"""Time after which an attack has made the viewer hang."""
+_FILES = [
+    *("metrics.jsonl", "summary.json", "trajectories/train.jsonl", "trajectories/train.arrays"),
+    *("trajectories/credit.jsonl", "trajectories/eval/000040-sampled.jsonl", "images/{digest:.2}/{digest}.png"),
+    *("checkpoints/step-000010/trainer_state.json", "checkpoints/step-000010/tokenizer.json"),
+    *("stage/metrics.jsonl", "stage/summary.json"),
+]
+_KINDS = ("link", "loop", "fifo", "device", "socket", "folder", "sparse")
+_FOLDERS = [
+    *("trajectories", "trajectories/eval", "images", "images/{digest:.2}", "checkpoints", "checkpoints/step-000010"),
+    *("stage", "stage/trajectories"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    def fail(*_: object) -> None:
+        raise TimeoutError("the viewer hangs")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def full_run(folder: Path, secret: str) -> tuple[RunFolder, str]:
+    """A run with every file that the viewer reads, each with a secret in it; also the digest of its image."""
+    ids = tokenizer()
+    run = RunFolder.create(folder, f"name: mine\ntrain: {{keep_best: {BEST}}}\nstages: [{{name: stage}}]\n")
+    stage = RunFolder.create(folder / "stage", f"name: {secret}\n")
+    for part in (run, stage):
+        part.log({"step": 1, f"x/{secret}": 1.0})
+        part.write_summary({"status": "completed", "said": secret})
+    digest = ImageStore(run.images).put(Image.new("RGB", (8, 8), (7, 3, 1)))
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of(digest)}}]}]
+    groups = [credited(ids), Group("seen", {"question": secret}, [chain("seen.0", seen, [], error=secret)], 1)]
+    write_groups(run.trajectories / "train.jsonl", groups)
+    run.note_credit([json.dumps(credit(groups[0]))])
+    (run.trajectories / "eval").mkdir()
+    for file in (run.trajectories / "eval" / "000040-sampled.jsonl", stage.trajectories / "rollout.jsonl"):
+        write_groups(file, groups[1:])
+    checkpoint = checkpoint_path(run.checkpoints, 10)
+    checkpoint.mkdir()
+    (checkpoint / INFO).write_text(json.dumps({"step": 10, "metrics": {BEST: 0.5}, "said": secret}))
+    ids.save(str(checkpoint / "tokenizer.json"))
+    return run, digest
+
+
+def all_answers(client: TestClient) -> Iterator[str]:
+    """Everything that a page can ask for, with every image."""
+    state = client.get("/api/state").json()
+    yield json.dumps(state)
+    for run in state["runs"]:
+        for path in ("/api/metrics", "/api/run"):
+            yield client.get(path, params={"run": run["id"]}).text
+    yield client.get("/api/charts").text
+    for listed in client.get("/api/trajectories", params={"text": "e"}).json()["rows"]:
+        place = {name: listed[name] for name in ("run", "file", "byte")} | {"place": 0}
+        page = client.get("/api/trajectory", params=place)
+        yield page.text
+        image = client.get("/api/image", params={**place, "message": 0, "part": 0})
+        yield image.content.decode("latin-1")
+
+
+def attacked(place: Path, kind: str, outside: Path) -> None:
+    """Put something hostile at a place of a run; `outside` is the same place of another user's run."""
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink()
+    if kind == "link":
+        place.symlink_to(outside)
+    elif kind == "loop":
+        place.symlink_to(place)
+    elif kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "device":
+        place.symlink_to("/dev/zero")
+    elif kind == "socket":
+        # the path of a socket has to be short
+        with socket.socket(socket.AF_UNIX) as made:
+            here = os.open(place.parent, os.O_RDONLY)
+            made.bind(f"/proc/self/fd/{here}/{place.name}")
+            os.close(here)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.touch()
+        os.truncate(place, 60 << 30)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        *((where, kind) for where in _FILES[:3] for kind in _KINDS),
+        *((where, kind) for where in _FILES[3:] for kind in ("link", "fifo", "sparse")),
+        *((where, kind) for where in _FOLDERS for kind in ("link", "fifo")),
+    ],
+)
+def test_nothing_outside_of_a_run_is_shown_and_what_is_refused_is_told(
+    where: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where != "metrics.jsonl":
+        # one line of the full length is enough
+        monkeypatch.setattr(growing_file, "LINE_BYTES", 1 << 20)
+    other, digest = full_run(tmp_path / "other", SECRET)
+    run, _ = full_run(tmp_path / "run", "mine")
+    name = where.format(digest=digest)
+    attacked(run.path / name, kind, other.path / name)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    follower, client = asking(run.path)
+    shown = [*all_answers(client)]
+    said = export([run.path], tmp_path / "page.html")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "kB"
+    problems = str([shown.problems for shown in follower.runs])
+    assert SECRET not in (tmp_path / "page.html").read_text() + "".join(shown)
+    assert str(tmp_path) not in problems
+    told = problems + "".join(shown)
+    reason = {"link": "a link, which is not followed", "loop": "a link", "device": "a link", "fifo": "a FIFO"}
+    reason |= {"socket": "a socket", "folder": "a folder", "sparse": "more than"}
+    if name.endswith(".arrays") and kind == "sparse":
+        reason["sparse"] = "its arrays are damaged"
+    assert reason[kind] in told
+    assert name.removeprefix("stage/") in told or "images" in name or name.endswith(".arrays")
+    assert "1 run" in said or "2 runs" in said
+
+
+_VALUES = "more than 100,000 values with aliases resolved"
+_UNUSABLE: dict[str, str] = {
+    "[" * 100_000: "more than 64 levels deep",
+    "".join(f"{' ' * depth}a:\n" for depth in range(100)): "more than 64 levels deep",
+    "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 9)): _VALUES,
+    "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}\n" for n in range(1, 9)): _VALUES,
+    "a: &a [*a]": "a value contains itself",
+    "a: 1" + ":1" * 250_000: "a number of 500,001 characters",
+}
+
+
+@pytest.mark.parametrize("text", [*_UNUSABLE], ids=range(len(_UNUSABLE)))
+def test_a_recipe_that_would_take_all_memory_or_time_ends_view_with_an_error(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "run", text)
+    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"agentfactory: {run.recipe} cannot be read: {_UNUSABLE[text]}")
+    assert told.endswith("; fix: put back the recipe that the run has written\n")
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_recipe_that_is_no_regular_file_ends_view_with_an_error(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "run", "name: mine\n")
+    private = tmp_path / "private"
+    private.write_text(SECRET)
+    attacked(run.recipe, kind, private)
+    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"agentfactory: {run.recipe} ")
+    assert "; fix: " in told
+    assert SECRET not in told
+
+
+def test_a_recipe_that_becomes_a_link_later_is_told_and_not_shown(tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    follower, client = asking(run.path)
+    private = tmp_path / "private"
+    private.write_text(SECRET)
+    attacked(run.recipe, "link", private)
+    follower.read_all()
+    shown = "".join(all_answers(client))
+    assert "recipe.yaml is a link, which is not followed" in shown
+    assert SECRET not in shown
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": ' * 100_000, "[" * 1_000_000, "\xff\xfe", '{"step": 1' + "0" * 5000 + "}", "{}" * 9]
+)
+def test_json_that_nobody_writes_costs_only_itself(text: str, tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    content = text.encode("latin-1")
+    for file in (run.metrics, run.credit, run.trajectories / "train.jsonl"):
+        file.write_bytes(content + b"\n" + file.read_bytes())
+    for file in (
+        run.summary,
+        run.checkpoints / "step-000010" / INFO,
+        run.checkpoints / "step-000010" / "tokenizer.json",
+    ):
+        file.write_bytes(content)
+    follower, client = asking(run.path)
+    assert all(all_answers(client))
+    (whole, _) = follower.runs
+    assert (len(whole.lines), len(whole.credit), follower.index.counts()[whole.id]) == (1, 1, 4)
+    for name in (
+        "metrics.jsonl, byte 0",
+        "credit.jsonl, byte 0",
+        "train.jsonl, byte 0",
+        "summary.json",
+        "tokenizer.json",
+    ):
+        assert name in str(whole.problems)
+
+
+def test_a_step_beyond_every_database_stops_nothing(tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    (run.path / "stage" / "metrics.jsonl").write_text('{"step": 1' + "0" * 40 + "}\n")
+    follower, _ = asking(run.path)
+    assert sum(follower.index.counts().values()) == 5
+
+
+def test_a_file_that_is_replaced_while_it_is_read_leads_nowhere(tmp_path: Path) -> None:
+    """Somebody swaps a file for a link, and back, as fast as they can."""
+    run, _ = full_run(tmp_path / "run", "mine")
+    other, _ = full_run(tmp_path / "other", SECRET)
+    ended = threading.Event()
+
+    def swap() -> None:
+        aside, links = run.path / "aside", [run.path / name for name in ("to-recipe", "to-metrics", "to-folder")]
+        targets = (run.recipe, run.metrics, run.trajectories)
+        aside.mkdir()
+        for target in targets:
+            (shutil.copytree if target.is_dir() else shutil.copy)(target, aside / target.name)
+        while not ended.is_set():
+            for target, link in zip(targets, links, strict=True):
+                link.symlink_to(other.path / target.name)
+                if target.is_dir():
+                    target.rename(aside / "was")
+                    link.rename(target)
+                    target.unlink()
+                    (aside / "was").rename(target)
+                else:
+                    link.rename(target)
+                    shutil.copy(aside / target.name, link)
+                    link.rename(target)
+
+    follower, client = asking(run.path)
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    try:
+        reads = refusals = 0
+        while not (reads and refusals):
+            follower.read_some()
+            shown = "".join(all_answers(client))
+            assert SECRET not in shown
+            reads += '"recipe":"name: mine' in shown
+            refusals += "is a link, which is not followed" in shown
+    finally:
+        ended.set()
+        swapping.join()
+
+
+def test_a_model_that_the_recipe_of_another_user_names_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    shutil.rmtree(run.checkpoints / "step-000010")
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer().save(str(model / "tokenizer.json"))
+    for owner, is_read in ((os.geteuid(), True), (os.geteuid() + 1, False)):
+        run.recipe.write_text(f"name: {owner}\nmodel: {{path: {model}}}\n")
+        monkeypatch.setattr(os, "geteuid", lambda owner=owner: owner)
+        follower, client = asking(run.path)
+        rows = [row for row in client.get("/api/trajectories").json()["rows"] if row["file"] == "train.jsonl"]
+        place = {name: rows[0][name] for name in ("run", "file", "byte", "place")}
+        assert client.get("/api/trajectory", params=place).json()["tokenizer"] is is_read
+        told = str([problem for shown in follower.runs for problem in shown.problems])
+        assert ("the recipe is another user's" in told) is not is_read
+    # nor is a FIFO in the folder that one's own recipe names
+    monkeypatch.undo()
+    (model / "tokenizer.json").unlink()
+    os.mkfifo(model / "tokenizer.json")
+    follower, client = asking(run.path)
+    assert client.get("/api/trajectory", params=place).json()["tokenizer"] is False
+    assert "tokenizer.json is a FIFO" in str([shown.problems for shown in follower.runs])
