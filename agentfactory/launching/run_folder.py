@@ -14,6 +14,7 @@ import yaml
 from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, train_files
 from agentfactory.tools.disk import append, refusal, writing
+from agentfactory.tools.lock_file import holder, open_lock
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoints, read_info
 
 RECIPE = "recipe.yaml"
@@ -220,7 +221,7 @@ class Hold:
         if self._held is not None:
             return
         try:
-            opened = os.open(self._file, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
+            opened = open_lock(self._file, make)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -228,10 +229,14 @@ class Hold:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            alive = f"a run is alive there (pid {os.pread(opened, 20, 0).decode()})"
+            wrote, holds = os.pread(opened, 20, 0).decode(errors="replace"), holder(opened)
             os.close(opened)
-            fix = "wait for it, end it, or output=OTHER"
-            raise RunFolderError(f"output: {self._path}: {alive}; fix: {fix}") from None
+            if holds.split()[:2] == ["pid", wrote] or not holds.startswith("pid "):
+                problem, fix = f"a run is alive there (pid {wrote})", "wait for it, end it, or output=OTHER"
+            else:
+                problem = f"{holds} holds {self._file.name}, which is not the run that wrote it (pid {wrote})"
+                fix = f"end that process, or remove {self._file}: only you can open the next one"
+            raise RunFolderError(f"output: {self._path}: {problem}; fix: {fix}") from None
         except OSError:
             # a filesystem without locks: no process can lock there, so continue without a lock
             os.close(opened)
