@@ -202,6 +202,11 @@ async def test_all_that_takes_disk_space_is_limited(shell: Shell, command: str, 
     assert not folder.exists()
 
 
+async def test_files_of_a_row_that_do_not_fit_are_refused(shell: Shell) -> None:
+    with pytest.raises(ValueError, match=r"files: they have 10 MiB; raise disk_mb \(8\)"):
+        await shell.reset(files={"one": "x" * (5 << 20), "two": "x" * (5 << 20)})
+
+
 async def test_short_commands_do_not_add_up(shell: Shell) -> None:
     """Each ends before it is measured."""
     for number in range(4):
