@@ -14,6 +14,7 @@ from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, train_files
 from agentfactory.tools.disk import append, refusal, write_whole
+from agentfactory.tools.lock_file import holder, open_lock
 from agentfactory.tools.untrusted_files import (
     RefusedFileError,
     check_tree,
@@ -262,9 +263,8 @@ class Hold:
         RunFolderError if a live process holds the lock."""
         if self._held is not None:
             return
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | (os.O_CREAT if make else 0)
         try:
-            opened = os.open(self._file, flags, 0o644)
+            opened = open_lock(self._file, make)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -275,10 +275,14 @@ class Hold:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            alive = f"a run is alive there (pid {os.pread(opened, 20, 0).decode(errors='replace')})"
+            wrote, holds = os.pread(opened, 20, 0).decode(errors="replace"), holder(opened)
             os.close(opened)
-            fix = "wait for it, end it, or output=OTHER"
-            raise RunFolderError(f"output: {self._path}: {alive}; fix: {fix}") from None
+            if holds.split()[:2] == ["pid", wrote] or not holds.startswith("pid "):
+                problem, fix = f"a run is alive there (pid {wrote})", "wait for it, end it, or output=OTHER"
+            else:
+                problem = f"{holds} holds {self._file.name}, which is not the run that wrote it (pid {wrote})"
+                fix = f"end that process, or remove {self._file}: only you can open the next one"
+            raise RunFolderError(f"output: {self._path}: {problem}; fix: {fix}") from None
         except OSError:
             # a filesystem without locks: no process can lock there, so continue without a lock
             os.close(opened)

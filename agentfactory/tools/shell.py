@@ -29,7 +29,7 @@ class Shell(Environment):
         seconds: time limit of a command.
         processes: processes and threads at a time.
         memory_mb: memory of all processes together, in MiB.
-        disk_mb: size of the files in the folder, in MiB.
+        disk_mb: size of the folder's files and folders together, in MiB; each takes at least 4 KiB.
         output_characters: text of a command that the model sees: its beginning and its end.
         files: folder with the files that rows name.
         root: root file system of the commands, read-only; `/` shows the machine's programs, libraries and /etc.
@@ -77,6 +77,8 @@ class Shell(Environment):
                 raise ValueError(
                     f"files: {name!r} does not name a file of the workspace; give a relative path without .."
                 )
+        if (size := sum(map(len, contents.values())) / 2**20) > self._limits.disk_mb:
+            raise ValueError(f"files: they have {size:.0f} MiB; raise disk_mb ({self._limits.disk_mb})")
         self.workspace = await in_folder_thread(_filled, contents)
 
     @tool

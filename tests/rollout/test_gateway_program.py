@@ -329,3 +329,12 @@ async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) ->
 def test_what_a_program_cannot_have_is_found_at_the_start(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingError, match=problem):
         ProgramAgent(AgentConfig(command=["x"], **fields), tmp_path)
+
+
+def test_a_workspace_that_is_larger_than_its_limit_is_found_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "desk").mkdir()
+    with (tmp_path / "desk" / "large").open("wb") as file:
+        file.truncate(3 << 20)
+    config = AgentConfig(command=["sh"], workspace=str(tmp_path / "desk"), sandbox="bubblewrap", disk_mb=2)
+    with pytest.raises(SettingError, match=r"rollout\.agent\.disk_mb: got 2, and .*desk has 3 MiB; fix: raise it"):
+        ProgramAgent(config, tmp_path)

@@ -149,6 +149,22 @@ def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
     assert (tmp_path.exists(), Path.home().exists()) == (False, True)
 
 
+def test_folders_beside_each_other_are_removed_and_links_are_not_followed(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "chain"
+    outside.mkdir(mode=0o555)
+    (folder / "read-only").mkdir(parents=True)
+    for number in range(300):
+        (folder / "read-only" / f"{number}" / "inner").mkdir(parents=True)
+        (folder / "read-only" / f"{number}" / "link").symlink_to(outside)
+    (folder / "read-only").chmod(0o500)
+    assert removal.remove(folder) == []
+    assert (folder.exists(), stat.S_IMODE(outside.stat().st_mode)) == (False, 0o555)
+    assert removal.remove(folder) == [], "there is nothing left to do"
+    folder.symlink_to(outside)
+    assert removal.remove(folder) == [f"{folder}: Not a directory"]
+    assert outside.exists()
+
+
 async def test_what_a_chain_leaves_is_kept_as_it_is_on_another_disk() -> None:
     """A file that is nearly all hole does not become a large one, and a pipe stops nothing."""
     params = StdioServerParameters(command="c", cwd="${chain}")

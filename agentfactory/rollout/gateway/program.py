@@ -57,7 +57,10 @@ class ProgramAgent(ClientAgent):
         self._limits = ProgramLimits(config.processes, config.memory_mb, config.disk_mb)
         self._readable: tuple[Path, ...] = ()
         if self._template is not None:
-            check_template("rollout.agent.workspace", self._template)
+            size = check_template("rollout.agent.workspace", self._template) >> 20
+            if self._sandboxed and size > config.disk_mb:
+                problem = f"got {config.disk_mb}, and {self._template} has {size} MiB"
+                raise SettingError("rollout.agent.disk_mb", problem, "raise it, or make the workspace smaller")
         if self._kept is not None:
             check_kept("rollout.agent.keep_workspaces", self._kept)
         if self._sandboxed:

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from agentfactory.tools.harbor.dockerfile import Copy
 from agentfactory.tools.harbor.task import HarborTask
 from agentfactory.tools.messages import EnvironmentReward
+from agentfactory.tools.sandbox.disk_use import measure
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
@@ -60,6 +62,7 @@ class Harbor(Shell):
         )
         self.workspace = make_folder()
         await in_folder_thread(_stage, found, self.workspace)
+        await self._allow(0)
         self._begun = monotonic()
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
@@ -89,6 +92,7 @@ class Harbor(Shell):
         env = {**self.environment(), "PYTHONNOUSERSITE": "1", **self.task.verifier_env}
         script = _script("/tests/test.sh", "/logs/verifier/test-stdout.txt")
         places = {"/tests": tests, "/logs/verifier": logs}
+        await self._allow(self._limits.disk_mb)  # an agent may have left no room for what its tests write
         result = await self._run(script, places, env, self.task.verifier_seconds)
         rewards = None if result.ended else await asyncio.to_thread(_rewards, logs)
         return {"reward": 0.0, "success": 0.0, "no_reward": 1.0} if rewards is None else rewards
@@ -108,6 +112,13 @@ class Harbor(Shell):
     def environment(self) -> dict[str, str]:
         """See Shell."""
         return {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **self.task.env}
+
+    async def _allow(self, disk_mb: int) -> None:
+        """Let the chain's files grow by `disk_mb`, if the limit does not allow more."""
+        assert self.workspace is not None
+        use = await in_folder_thread(measure, [self.workspace])
+        most = max(self._limits.disk_mb, -(-use.size >> 20) + disk_mb)
+        self._limits = replace(self._limits, disk_mb=most)
 
     async def _run(
         self, script: str, places: Mapping[str, Path], env: Mapping[str, str], seconds: float

@@ -63,13 +63,13 @@ def command(
     packages: dict[str, Path],
     settings: SandboxSettings,
     seccomp: int,
+    env: int,
     info: int,
     worker: int,
 ) -> list[str]:
-    """Return the arguments up to the program inside; `seccomp`, `info` and `worker` are descriptors that bwrap reads or
-    writes."""
-    arguments = [*_apart(bwrap, seccomp, environment(WORKSPACE)), "--info-fd", str(info)]
-
+    """Return the arguments up to the program inside; `seccomp`, `env`, `info` and `worker` are descriptors that bwrap
+    reads or writes."""
+    arguments = [*_apart(bwrap, seccomp, env), "--info-fd", str(info)]
     for folder in library_folders(interpreter):
         arguments += ["--ro-bind", str(folder), str(folder)]
     for link in ("/lib", "/lib64"):
@@ -90,9 +90,7 @@ def command(
     return [*arguments, "--chdir", WORKSPACE, "--remount-ro", "/", "--"]
 
 
-def program_command(
-    bwrap: str, view: View, env: Mapping[str, str], memory_mb: int, seccomp: int, status: int
-) -> list[str]:
+def program_command(bwrap: str, view: View, memory_mb: int, seccomp: int, env: int, status: int) -> list[str]:
     """Return the arguments up to a program inside that sees `view` and may start others. `/tmp` and `/dev/shm` are in
     memory, `memory_mb` each; on the descriptor `status` bwrap tells the first process's number and the exit status."""
     arguments = [*_apart(bwrap, seccomp, env, view.user), "--json-status-fd", str(status)]
@@ -103,15 +101,22 @@ def program_command(
     return [*arguments, *view.of_the_rest(), "--chdir", "/", "--remount-ro", "/dev", "--remount-ro", "/", "--"]
 
 
-def _apart(bwrap: str, seccomp: int, env: Mapping[str, str], user: int = 1000) -> list[str]:
+def reader(bwrap: str) -> list[str]:
+    """Return the arguments up to a program of ours that can read all files of this user, whatever their modes."""
+    return [bwrap, "--unshare-user", "--cap-add", "CAP_DAC_READ_SEARCH", "--dev-bind", "/", "/", "--die-with-parent"]
+
+
+def variables(env: Mapping[str, str]) -> bytes:
+    """Return the arguments that set a sandbox's environment, for a file: every user sees the command line."""
+    return b"".join(b"--setenv\0%b\0%b\0" % (os.fsencode(name), os.fsencode(value)) for name, value in env.items())
+
+
+def _apart(bwrap: str, seccomp: int, env: int, user: int = 1000) -> list[str]:
     """Return the arguments that every sandbox begins with."""
     arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(user), "--gid", str(user)]
     arguments += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    arguments += ["--seccomp", str(seccomp)]
-    for name, value in env.items():
-        arguments += ["--setenv", name, value]
-    return arguments
+    return [*arguments, "--seccomp", str(seccomp), "--args", str(env)]
 
 
 def environment(home: str) -> dict[str, str]:

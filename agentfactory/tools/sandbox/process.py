@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentfactory.tools import removal
 from agentfactory.tools.sandbox import bubblewrap, seccomp
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
 from agentfactory.tools.sandbox.settings import (
@@ -99,7 +99,7 @@ class SandboxProcess:
     def _reap(self) -> None:
         self.popen.wait()
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            removal.remove(Path(self.folder))
 
 
 def start(settings: SandboxSettings, output_bytes: list[int]) -> "Future[SandboxProcess]":
@@ -108,15 +108,27 @@ def start(settings: SandboxSettings, output_bytes: list[int]) -> "Future[Sandbox
 
 
 def start_program(
-    command: list[str], view: View, env: Mapping[str, str], limits: ProgramLimits, outputs: list[int], port: int | None
+    command: list[str],
+    view: View,
+    env: Mapping[str, str],
+    limits: ProgramLimits,
+    outputs: list[int],
+    port: int | None,
+    full: bool,
 ) -> "Future[SandboxProcess]":
     """Start a program that may start others, in the background. `outputs`: descriptors of its stdout and stderr. With
-    `port`, the first message on the socket brings the one that listens there, inside."""
-    return _starter.submit(_start_program, command, view, env, limits, outputs, port)
+    `port`, the first message on the socket brings the one that listens there, inside. `full`: no file can grow."""
+    return _starter.submit(_start_program, command, view, env, limits, outputs, port, full)
 
 
 def _start_program(
-    command: list[str], view: View, env: Mapping[str, str], limits: ProgramLimits, outputs: list[int], port: int | None
+    command: list[str],
+    view: View,
+    env: Mapping[str, str],
+    limits: ProgramLimits,
+    outputs: list[int],
+    port: int | None,
+    full: bool,
 ) -> SandboxProcess:
     user = sandbox_user()
     interpreter = find_interpreter(user)
@@ -130,14 +142,15 @@ def _start_program(
         code = _ENTER.read_text()
         enter = [str(interpreter.executable), "-I", "-S", "-c", code, str(theirs.fileno()), str(port)]
 
-    def arguments(status: int, seccomp: int) -> list[str]:
-        prefix = bubblewrap.program_command(bwrap, view, env, limits.memory_mb, seccomp, status)
+    def arguments(status: int, seccomp: int, variables: int) -> list[str]:
+        prefix = bubblewrap.program_command(bwrap, view, limits.memory_mb, seccomp, variables, status)
         # the token stands where the reaper looks for it, and is the shell's name for itself
-        return [*prefix, *enter, "/bin/sh", "-c", _limited(limits), _TOKEN, view.start, *command]
+        return [*prefix, *enter, "/bin/sh", "-c", _limited(limits, full), _TOKEN, view.start, *command]
 
     try:
         passed = () if port is None else (theirs.fileno(),)
-        popen, status = _popen_bwrap(arguments, [_filter(processes=True)], user, outputs, passed)
+        contents = [_filter(processes=True), bubblewrap.variables(env)]
+        popen, status = _popen_bwrap(arguments, contents, user, outputs, passed)
     except BaseException:
         ours.close()
         raise
@@ -148,15 +161,17 @@ def _start_program(
     return SandboxProcess(SandboxKind.BUBBLEWRAP, popen, ours, [], init, _handle(init), status=status)
 
 
-def _limited(limits: ProgramLimits) -> str:
+def _limited(limits: ProgramLimits, full: bool) -> str:
     """Return the shell's program that sets limits and becomes the command, in the folder that is named first. If an
     earlier command has removed or closed that one, the command begins in /, where it can mend this.
 
     Shells differ in what -p and -u mean; files are counted in blocks of 512 bytes. Processes are counted in the
     sandbox's own user namespace, so this is set inside."""
+    told = f"files take more than {limits.disk_mb} MiB, or cannot be measured: none can grow before some are removed"
+    size = f"trap '' XFSZ; ulimit -f 0; echo '{told}' >&2; " if full else f"ulimit -f {limits.disk_mb << 11}; "
     return (
         f"ulimit -p {limits.processes} 2>/dev/null || ulimit -u {limits.processes} || exit 125; "
-        f"ulimit -n 4096; ulimit -c 0; ulimit -f {limits.disk_mb << 11}; "
+        f"ulimit -n 4096; ulimit -c 0; {size}"
         'cd "$1" 2>/dev/null || echo "$1 cannot be entered; this begins in /" >&2; shift; unset OLDPWD; '
         'command -v "$1" >/dev/null || { echo "$1 cannot be started: No such file or directory" >&2; exit 127; }; '
         'exec "$@"'
@@ -178,14 +193,15 @@ def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess
         if bubblewrapped:
             bwrap = bubblewrap.find_bwrap(user)
 
-            def arguments(info: int, seccomp: int, worker: int) -> list[str]:
+            def arguments(info: int, seccomp: int, env: int, worker: int) -> list[str]:
                 prefix = bubblewrap.command(
-                    bwrap, interpreter, packages, settings, info=info, seccomp=seccomp, worker=worker
+                    bwrap, interpreter, packages, settings, info=info, seccomp=seccomp, env=env, worker=worker
                 )
                 path = [bubblewrap.PACKAGES] if packages else []
                 return [*prefix, *program, bubblewrap.WORKER, *_options(theirs, bubblewrap.WORKSPACE, settings), *path]
 
-            contents = [_filter(), _WORKER.read_bytes()]
+            variables = bubblewrap.variables(bubblewrap.environment(bubblewrap.WORKSPACE))
+            contents = [_filter(), variables, _WORKER.read_bytes()]
             popen, info = _popen_bwrap(arguments, contents, user, outputs, (theirs.fileno(),))
             init = _read_init(info)
             os.close(info)

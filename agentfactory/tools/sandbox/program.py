@@ -2,34 +2,38 @@
 
 import array
 import asyncio
+import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import thread_time
 
-from agentfactory.tools.sandbox import bubblewrap, process
+from agentfactory.tools.sandbox import bubblewrap, disk_use, process
+from agentfactory.tools.sandbox.disk_use import DiskUse, add_deleted, measure
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import bounded
-from agentfactory.tools.sandbox.settings import ProgramLimits
+from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
 
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
 """How often memory is looked at."""
-_DISK_SECONDS, _DISK_SHARE = 1.0, 0.1
-"""How often the disk is looked at: once a second, or more rarely, so that all programs together take at most this share
-of a core."""
+_FIRST_DISK_SECONDS, _DISK_SECONDS, _DISK_SHARE = 0.05, 1.0, 0.1
+"""When the disk is first measured, so that many short programs are, too, and how often later: once a second, or more
+rarely, so that all programs together take at most this share of a core."""
 _watched = set[object]()
-"""The programs whose disk is looked at."""
-_MOST_FILES = 1_000_000
+"""The programs whose disk is measured."""
+_measuring = ThreadPoolExecutor(2, "disk use")
+"""Two at a time: each may open many folders at once."""
 _LEAST_FREE = 1 << 30, 0.05
-"""What a file system keeps free: so many bytes, or this share of it if that is less. Files that are deleted but open,
-or in folders that this process may not enter, are in no measured size."""
+"""What a file system keeps free: so many bytes, or this share of it if that is less. Files that are deleted but mapped,
+or on their way through a socket, are in no measured size."""
 _FILE_IN_MEMORY_KB = 1
 """What the kernel needs for a file of a tmpfs, even an empty one."""
 _MOST_SOCKETS = 4096
@@ -82,10 +86,13 @@ async def run_program(
     Raises:
         SandboxUnavailable: there is no sandbox on this machine, or it cannot show `view`.
     """
+    before = await _measured(list(view.folders.values()))
+    # programs too short to be measured add nothing to what is too much already; they can remove it
+    full = before.problem is not None or before.size > limits.disk_mb << 20
     outputs = [_Output(characters) for _ in range(1 if merged else 2)]
     ends = [output.write_end for output in outputs]
     try:
-        started = await _started(process.start_program(command, view, env, limits, ends, port))
+        started = await _started(process.start_program(command, view, env, limits, ends, port, full))
     except BaseException:
         for output in outputs:
             output.drop()
@@ -95,7 +102,7 @@ async def run_program(
         async with AsyncExitStack() as stack:
             if listening is not None and (listener := await _listener(started)) is not None:
                 await stack.enter_async_context(listening(listener))
-            ended = await _supervised(started, view, limits, seconds)
+            ended = await _supervised(started, view, limits, before, seconds)
     finally:
         await _nothing_left(started)
         await asyncio.wait(reading)
@@ -125,11 +132,18 @@ async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
         raise
 
 
-async def _supervised(started: SandboxProcess, view: View, limits: ProgramLimits, seconds: float | None) -> str | None:
-    """Wait until the program ends. Return why it has to be ended, if it does not end itself."""
+async def _supervised(
+    started: SandboxProcess, view: View, limits: ProgramLimits, before: DiskUse, seconds: float | None
+) -> str | None:
+    """Wait until the program ends. Return why it has to be ended, if it does not end itself. `before`: what its folders
+    took when it began."""
     folders = list(view.folders.values())
     in_memory = [place for place in ("/dev/shm", "/tmp") if place not in view.folders]
-    watches = [_memory(started, limits.memory_mb, in_memory), _disk(folders, limits.disk_mb), _free_space(folders)]
+    watches = [
+        _memory(started, limits.memory_mb, in_memory),
+        _disk(started, folders, limits.disk_mb, before),
+        _free_space(folders),
+    ]
     if seconds is not None:
         watches.append(_clock(seconds))
     tasks = [asyncio.create_task(watch) for watch in watches]
@@ -166,13 +180,9 @@ async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> s
 def _resident(root: int, shared_once: bool) -> int:
     """Return the memory of the process `root` and all below it, in KiB, page tables included. `shared_once`: memory
     that several have is divided among them, which takes longer to find out."""
-    total, waiting = 0, [root]
-    while waiting:
-        pid = waiting.pop()
+    total = 0
+    for pid in _processes(root):
         with suppress(OSError):  # it has ended
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with suppress(OSError):
-                    waiting += map(int, _content(f"/proc/{pid}/task/{thread}/children").split())
             found = _SIZES.findall(_content(f"/proc/{pid}/status"))
             if shared_once:
                 # not for everyone to read: root without capabilities, as in docker, may not
@@ -181,6 +191,17 @@ def _resident(root: int, shared_once: bool) -> int:
                     found = tables + _SHARES.findall(_content(f"/proc/{pid}/smaps_rollup"))
             total += sum(int(size) for _, size in found)
     return total
+
+
+def _processes(root: int) -> Iterator[int]:
+    """Yield the process `root` and all below it."""
+    waiting = [root]
+    while waiting:
+        yield (pid := waiting.pop())
+        with suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):
+                    waiting += map(int, _content(f"/proc/{pid}/task/{thread}/children").split())
 
 
 def _content(file: str) -> bytes:
@@ -217,37 +238,37 @@ async def _free_space(folders: list[Path]) -> str:
                 return f"the disk of its files has less than {least >> 20} MiB left"
 
 
-async def _disk(folders: list[Path], most: int) -> str:
-    size, _, _ = await asyncio.to_thread(_size_of, folders)
-    allowed = max(most << 20, size)  # who has left too much has to be able to remove it
+async def _disk(started: SandboxProcess, folders: list[Path], most: int, before: DiskUse) -> str:
+    allowed = max(most << 20, before.size)  # who has left too much has to be able to remove it
+    pause, seconds = _FIRST_DISK_SECONDS, before.seconds
     _watched.add(program := object())
     try:
         while True:
-            size, files, seconds = await asyncio.to_thread(_size_of, folders)
-            if size > allowed:
+            await asyncio.sleep(max(pause, len(_watched) * seconds / _DISK_SHARE))
+            use = await _measured(folders, started.init)
+            if use.problem is not None:
+                return use.problem
+            if use.size > allowed:
                 return f"its files took more than {most} MiB"
-            if files > _MOST_FILES:
-                return f"it had more than {_MOST_FILES} files"
-            await asyncio.sleep(max(_DISK_SECONDS, len(_watched) * seconds / _DISK_SHARE))
+            pause, seconds = min(2 * pause, _DISK_SECONDS), use.seconds
     finally:
         _watched.remove(program)
 
 
-def _size_of(folders: list[Path]) -> tuple[int, int, float]:
-    """Return how many bytes of disk are used below `folders`, the number of files, and the seconds that this took."""
-    begun = thread_time()
-    size = files = 0
-    waiting = [str(folder) for folder in folders]
-    while waiting and files <= _MOST_FILES:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                files += 1
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                else:
-                    with suppress(OSError):
-                        size += entry.stat(follow_symlinks=False).st_blocks << 9
-    return size, files, thread_time() - begun
+async def _measured(folders: list[Path], root: int | None = None) -> DiskUse:
+    """Measure the disk space of folders, and of deleted files that the process `root` or one below it has open."""
+    processes = () if root is None else _processes(root)
+    return await asyncio.get_running_loop().run_in_executor(_measuring, _measure, folders, processes)
+
+
+def _measure(folders: list[Path], processes: Iterable[int]) -> DiskUse:
+    use = measure(folders)
+    if use.locked and (user := sandbox_user()) is None:  # root's own rights suffice
+        command = [*bubblewrap.reader(bubblewrap.find_bwrap(user)), sys.executable, "-I", "-S", disk_use.__file__]
+        done = subprocess.run([*command, *folders], capture_output=True, check=True)
+        use = DiskUse(*json.loads(done.stdout))
+    add_deleted(use, folders, processes)
+    return use
 
 
 async def _listener(started: SandboxProcess) -> socket.socket | None:

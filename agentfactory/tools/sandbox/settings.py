@@ -74,7 +74,7 @@ class ProgramLimits:
     memory_mb: int = 2048
     """Memory of all processes together, in MiB; `/tmp` and `/dev/shm` may take the same again, each."""
     disk_mb: int = 1024
-    """Size of all files in writable folders together, and of each file, in MiB."""
+    """Size of all files and folders in writable folders together, each at least 4 KiB, and of each file, in MiB."""
 
     def __post_init__(self) -> None:
         bounds = {"processes": (4, 1 << 16), "memory_mb": (64, 1 << 24), "disk_mb": (1, 1 << 24)}

@@ -1,14 +1,14 @@
 """`Database`: an SQLite file that several processes and threads of one machine use at once."""
 
-import fcntl
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.lock_file import locked, open_lock, private_mode
 from agentfactory.tools.messages import ToolInfrastructureError
 
 _BUSY_SECONDS = 30.0
@@ -40,8 +40,12 @@ class Database:
     def _open(self, tables: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # one process after the other: SQLite may refuse to change a file's mode at once instead of waiting
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(open_lock(self.path.with_suffix(".lock"))):
+            # who may read a file of SQLite can lock it; new ones get the mode of the first
+            self.path.touch(0o600)
+            for file in self.path.parent.glob(f"{self.path.name}*"):
+                with suppress(PermissionError):  # it is another user's
+                    file.chmod(private_mode(self.path.parent))
             self._connection = sqlite3.connect(
                 self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )

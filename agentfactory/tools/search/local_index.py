@@ -16,6 +16,7 @@ import tantivy
 
 from agentfactory.tools.disk import write_whole, writing
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.lock_file import holder, open_lock
 from agentfactory.tools.search.passage import Passage, encodable
 
 MANIFEST = "index.json"
@@ -107,13 +108,17 @@ def _alone(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError("folder", f"{folder} cannot be made: {error}", "choose another folder") from error
-    with (folder / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = f"another process builds an index in {folder}"
-            raise SettingError("folder", problem, "wait for it, or end it") from None
+    lock = open_lock(folder / _LOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        problem = f"another process builds an index in {folder}: {holder(lock)}"
+        os.close(lock)
+        raise SettingError("folder", problem, "wait for it, or end it") from None
+    try:
         yield
+    finally:
+        os.close(lock)
 
 
 def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callable[[int], None]) -> int:

@@ -1,6 +1,5 @@
 """`Shop`: products, goals and search index of one data set, on disk; built once, then opened by any process."""
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,6 +18,7 @@ import msgspec
 
 from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.lock_file import locked, open_lock
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.search.local_index import LocalIndex, build_index
 from agentfactory.tools.search.passage import Passage, encodable
@@ -213,9 +213,8 @@ def _catalogue(home: Path) -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with _making(path):
-        file = path.open("w")
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        opened = open_lock(path)
+    with locked(opened):
         yield
 
 

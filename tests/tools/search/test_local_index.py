@@ -239,7 +239,7 @@ def test_two_builds_of_one_index_are_refused(tmp_path: Path) -> None:
     def passages() -> Iterator[Passage]:
         yield PLAYS[0]
         for corpus in ("plays", "others", ""):
-            with pytest.raises(SettingError, match=r"another process builds an index in .*index.building; fix: wait"):
+            with pytest.raises(SettingError, match=r"another process builds an index in .*index.building: pid .*; fix"):
                 build_index(PLAYS, folder, corpus)
         yield PLAYS[1]
 

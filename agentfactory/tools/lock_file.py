@@ -1,0 +1,65 @@
+"""Lock files that only those can open who may write in their folder: who can open a file, also to read, can lock it."""
+
+import fcntl
+import logging
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def open_lock(path: Path, make: bool = True) -> int:
+    """Open a lock file, and keep other users out of one that an earlier version made; with `make`, create it if it is
+    missing. Follow no link, and wait for no FIFO. Raises OSError."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    opened = os.open(path, flags | (os.O_CREAT if make else 0), 0o600)
+    if stat.S_IMODE(os.fstat(opened).st_mode) != (mode := private_mode(path.parent)):
+        with suppress(PermissionError):  # it is another user's
+            os.fchmod(opened, mode)
+    return opened
+
+
+def private_mode(folder: Path) -> int:
+    """Return the mode of a file that nobody can lock who may not write in `folder`."""
+    return 0o660 if folder.stat().st_mode & stat.S_IWGRP else 0o600
+
+
+@contextmanager
+def locked(opened: int) -> Iterator[None]:
+    """Hold the lock of an open file in this context, and close it. Wait for other processes that hold it."""
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("waiting for %s, which holds %s", holder(opened), os.readlink(f"/proc/self/fd/{opened}"))
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def holder(opened: int) -> str:
+    """Return words for the process that locks the open file: `pid 7 of user ann`, as far as the system tells it."""
+    status = os.fstat(opened)
+    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with suppress(OSError):  # no /proc
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and inode in words:
+                return _described(int(words[words.index(inode) - 1]))
+    return "a process that this one cannot see, such as in another container"
+
+
+def _described(pid: int) -> str:
+    try:
+        user = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return f"pid {pid}"
+    try:
+        return f"pid {pid} of user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"pid {pid} of user {user}"

@@ -1,0 +1,136 @@
+"""Measure the disk space that folders of untrusted programs take: every entry, at any path length, and open files
+without a name.
+
+Run as a program with the names of folders, it prints what it finds as JSON. It needs only the standard library, because
+it also runs with rights that modes do not limit (`bubblewrap.reader`).
+"""
+
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import thread_time
+
+_LEAST_BYTES = 4096
+"""The size of an entry without blocks: an empty file, a short link, a folder on XFS or Btrfs. Each takes an inode."""
+_MOST_ENTRIES = 1_000_000
+_DEEPEST = 128
+"""Folders in folders. Each open one takes a descriptor of this process, whose number is limited."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_Inode = tuple[int, int]
+
+
+@dataclass
+class DiskUse:
+    """The disk space that folders take."""
+
+    size: int = 0
+    """Bytes: blocks of files and folders, at least one block for each; hard links count once."""
+    entries: int = 0
+    problem: str | None = None
+    """Why this is not all of it, said of the program whose folders they are."""
+    locked: bool = False
+    """Whether the problem is the mode of a folder, which its owner chose."""
+    seconds: float = 0.0
+    """Processor time of measuring."""
+    _inodes: set[_Inode] = field(default_factory=set)
+    """Files that have several names or none."""
+
+    def add(self, status: os.stat_result) -> None:
+        """Count an entry."""
+        self.entries += 1
+        if not stat.S_ISDIR(status.st_mode) and status.st_nlink != 1:
+            if (inode := (status.st_dev, status.st_ino)) in self._inodes:
+                return
+            self._inodes.add(inode)
+        self.size += max(status.st_blocks << 9, _LEAST_BYTES)
+
+
+def measure(folders: Iterable[Path]) -> DiskUse:
+    """Return the disk space of `folders`."""
+    use, begun = DiskUse(), thread_time()
+    for folder in folders:
+        _add_folder(use, os.open(folder, _FOLDER))
+    use.seconds = thread_time() - begun
+    return use
+
+
+def add_deleted(use: DiskUse, folders: Iterable[Path], processes: Iterable[int]) -> None:
+    """Add files without a name that are open in one of `processes`, on the file systems of `folders`."""
+    begun = thread_time()
+    devices = {os.stat(folder).st_dev for folder in folders}
+    for process in processes:
+        with suppress(OSError):  # it has ended, or this user may not look into it
+            for thread in os.listdir(f"/proc/{process}/task"):
+                for descriptor in os.listdir(opened := f"/proc/{process}/task/{thread}/fd"):
+                    with suppress(OSError):
+                        status = os.stat(f"{opened}/{descriptor}")
+                        if status.st_nlink == 0 and status.st_dev in devices:
+                            use.add(status)
+    use.seconds += thread_time() - begun
+
+
+def _add_folder(use: DiskUse, top: int) -> None:
+    """Count what is below the open folder `top`, and close it."""
+    # each step opens one name of an open folder: a path may be longer than the system takes, and parts of it may change
+    open_folders = [(top, _add_entries(use, top))]
+    try:
+        while open_folders and use.problem is None:
+            opened, below = open_folders[-1]
+            if not below:
+                open_folders.pop()
+                os.close(opened)
+                continue
+            name = below.pop()
+            if len(open_folders) > _DEEPEST:
+                use.problem = f"it had folders nested more than {_DEEPEST} deep"
+                continue
+            try:
+                inner = os.open(name, _FOLDER, dir_fd=opened)
+            except PermissionError:
+                use.problem, use.locked = f"its folder {name[:40]!r} cannot be listed, so its size is unknown", True
+            except OSError as error:
+                if not _is_gone(error):
+                    raise
+            else:
+                open_folders.append((inner, []))
+                open_folders[-1] = (inner, _add_entries(use, inner))
+    finally:
+        for opened, _ in open_folders:
+            os.close(opened)
+
+
+def _add_entries(use: DiskUse, opened: int) -> list[str]:
+    """Count the entries of an open folder. Return the names of its folders."""
+    below = []
+    with os.scandir(opened) as entries:
+        for entry in entries:
+            if use.entries >= _MOST_ENTRIES:
+                use.problem = f"it had more than {_MOST_ENTRIES} files"
+                break
+            try:
+                use.add(entry.stat(follow_symlinks=False))
+            except FileNotFoundError:
+                continue
+            except PermissionError:
+                use.problem, use.locked = f"its file {entry.name[:40]!r} cannot be read, so its size is unknown", True
+                break
+            if entry.is_dir(follow_symlinks=False):
+                below.append(entry.name)
+    return below
+
+
+def _is_gone(error: OSError) -> bool:
+    """Return whether a folder is no longer there, or something else is."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ELOOP
+
+
+if __name__ == "__main__":
+    found = measure(map(Path, sys.argv[1:]))
+    print(json.dumps([found.size, found.entries, found.problem, found.locked, found.seconds]))
