@@ -1,8 +1,8 @@
-"""Connection between trainer rank 0 and the rollout worker: one loopback socket that carries messages.
+"""Connection between trainer rank 0 and the rollout worker: a socket pair that carries messages.
 
 A message is the lengths of its parts (_LENGTHS) and the parts: JSON, and for a group the bytes that were saved.
 
-Rank 0 listens, starts the worker and sends `start`. The worker answers `ready`, then sends the groups of each batch,
+Rank 0 starts the worker with one end of the pair, which nobody else can connect to, and sends `start`. The worker answers `ready`, then sends the groups of each batch,
 followed by `batch`. It sends a batch when the weights that will train it are live, so that no tokens age in between.
 Each end detects the other's death by the end of the socket.
 """
@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import socket
 import struct
 import subprocess
@@ -31,7 +30,6 @@ from agentfactory.tools.notices import Notice, log
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "AGENTFACTORY_WORKER_TOKEN"
 ALIVE_SECONDS = 5.0
 """Time between two messages by which the worker says that it runs."""
 _LENGTHS = struct.Struct("<3Q")
@@ -105,7 +103,7 @@ class Messages:
         if not self._lengths and self._filled == len(self._buffer):
             lengths = _LENGTHS.unpack(self._buffer)
             if not 0 < lengths[0] <= sum(lengths) <= _LONGEST:
-                raise WorkerDiedError("something else than our worker connected to the delivery socket")
+                raise WorkerDiedError("the rollout worker sent no message but other bytes")
             self._expect(sum(lengths), lengths)
 
     @property
@@ -122,12 +120,11 @@ class Messages:
         return _decode(bytes(whole[:head]), bytes(whole[head : head + line]), bytes(whole[head + line :]))
 
 
-async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect from the worker to rank 0 at `host:port` and prove to be its child."""
-    host, port = address.rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(encode("hello", token=os.environ[TOKEN_VARIABLE]))
-    return reader, writer
+async def connect(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open the worker's end of the pair, which rank 0 passed on as this file descriptor."""
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)
+    return await asyncio.open_unix_connection(sock=end)
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
@@ -174,22 +171,20 @@ class WorkerProcess:
         self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
         self.evaluations: deque[dict[str, float]] = deque()
         """Results of evaluations that nobody has taken yet."""
-        token = secrets.token_hex(16)
-        with socket.create_server(("127.0.0.1", 0)) as listener, log_file.open("ab") as log:
-            port = listener.getsockname()[1]
+        ours, theirs = socket.socketpair()
+        with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                own_python("-m", "agentfactory.rollout.worker", f"127.0.0.1:{port}"),
+                own_python("-m", "agentfactory.rollout.worker", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **parent_watch.environment(), TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, **parent_watch.environment(), "CUDA_VISIBLE_DEVICES": ""},
                 # signals that a launcher sends to the trainer's process group must not reach the worker: the trainer
                 # ends it
                 start_new_session=True,
+                pass_fds=[theirs.fileno()],
             )
-            self.messages = Messages(self._accept(listener))
-        if self._receive() != {"kind": "hello", "token": token}:
-            raise WorkerDiedError("something else than our worker connected to the delivery socket")
+        self.messages = Messages(ours)
         self.send(
             "start",
             recipe=job.recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
@@ -210,15 +205,6 @@ class WorkerProcess:
             self._take(message)
         renderer: dict[str, Any] = message["renderer"]
         return renderer
-
-    def _accept(self, listener: socket.socket) -> socket.socket:
-        listener.settimeout(1.0)
-        while True:
-            try:
-                return listener.accept()[0]
-            except TimeoutError:
-                if self._process.poll() is not None:
-                    raise self._death() from None
 
     @property
     def has_batch(self) -> bool:

@@ -1,4 +1,4 @@
-"""The rollout worker: `python -m agentfactory.rollout.worker HOST:PORT`, started by trainer rank 0, without CUDA."""
+"""The rollout worker: `python -m agentfactory.rollout.worker DESCRIPTOR`, started by trainer rank 0, without CUDA."""
 
 import asyncio
 import logging
@@ -243,10 +243,10 @@ EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError
 """Errors from a wrong recipe or a dead peer, reported in one line. Anything else is a bug and shows its traceback."""
 
 
-async def main(address: str) -> int:
-    """Connect to rank 0, work, and report to it why work cannot continue. Returns the exit status."""
+async def main(descriptor: int) -> int:
+    """Connect to rank 0 by its socket, work, and report to it why work cannot continue. Returns the exit status."""
     parent_watch.follow_parent()
-    reader, writer = await connect(address)
+    reader, writer = await connect(descriptor)
     logging.getLogger("agentfactory").addHandler(_Forward(writer))
     # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -282,4 +282,4 @@ def _first(error: BaseException) -> BaseException:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with asyncio.Runner(loop_factory=event_loop) as loop:
-        sys.exit(loop.run(main(sys.argv[1])))
+        sys.exit(loop.run(main(int(sys.argv[1]))))
