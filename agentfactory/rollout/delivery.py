@@ -2,8 +2,9 @@
 
 A message is the lengths of its parts (_LENGTHS) and the parts: JSON, and for a group the bytes that were saved.
 
-Rank 0 starts the worker with one end of the pair, which nobody else can connect to, and sends `start`. The worker answers `ready`, then sends the groups of each batch,
-followed by `batch`. It sends a batch when the weights that will train it are live, so that no tokens age in between.
+Rank 0 starts the worker with one end of the pair, which nobody else can connect to, and sends `start`. The worker
+answers `ready`, then sends the groups of each batch, followed by `batch`. It sends a batch when the weights that will
+train it are live, so that no tokens age in between.
 Each end detects the other's death by the end of the socket.
 """
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
 from agentfactory.trainers.rendezvous import PrivacyError, init_method
-from agentfactory.trainers.rendezvous import PrivacyError, init_method
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
 # rank dies, the launcher notices

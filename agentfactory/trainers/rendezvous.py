@@ -66,8 +66,8 @@ def init_method(urls: Iterable[str]) -> str | None:
 
 _LOOPBACK = "127.0.0.1"
 _REACHABLE = (
-    "torch's store at {0} and the connections of gloo and NCCL ask for no key: whoever reaches these ports can run code "
-    "as you; let a firewall or a network of your own keep others out"
+    "torch's store at {0} and the connections of gloo and NCCL ask for no key: whoever reaches these ports can run "
+    "code as you; let a firewall or a network of your own keep others out"
 )
 _LAUNCHER = (
     "the launcher's store listens on all interfaces, port {0}, without a key: others can end this run; "
