@@ -328,7 +328,7 @@ async def _http_client(
         for name, value in key_header(url).items():
             request.headers.setdefault(name, value)
 
-    hooks = {"request": [show_key], "response": [note, bound]}
+    hooks: dict[str, list[Callable[..., Any]]] = {"request": [show_key], "response": [note, bound]}
     headers = {"accept-encoding": "identity", **target.headers}
     async with httpx2.AsyncClient(
         headers=headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()

@@ -59,7 +59,7 @@ def init_method(urls: Iterable[str]) -> str | None:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     if first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        tell(logger, "open ports", _LAUNCHER.format(_address()), see=_PAGE)
+        tell(logger, "open ports", _LAUNCHER.format(os.environ.get("MASTER_PORT")), see=_PAGE)
     file = _store_file() if "TORCHELASTIC_RUN_ID" in os.environ else None
     return f"{_SCHEME}://{file or ''}"
 
