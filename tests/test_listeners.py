@@ -44,8 +44,8 @@ class Listener:
 
     arguments: Callable[[Path], list[str]]
     route: str
-    has_key: bool = True
-    """False: read by a browser, which has none; then Host and Origin decide."""
+    in_browser: bool = False
+    """Whether the key is in the address, below which `route` is; then Host and Origin count, too."""
 
 
 def _run_folder(folder: Path) -> list[str]:
@@ -54,7 +54,7 @@ def _run_folder(folder: Path) -> list[str]:
 
 
 LISTENERS = {
-    "view": Listener(_run_folder, "/api/state", has_key=False),
+    "view": Listener(_run_folder, "api/state", in_browser=True),
     "tools serve": Listener(lambda folder: ["tools", "serve", "calculator", "--http", "0"], "/mcp"),
     "index serve": Listener(lambda folder: ["index", "serve", str(index_of(folder)), "--port", "0"], "/retrieve"),
 }
@@ -107,30 +107,38 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str
     listener, log = LISTENERS[request.param], tmp_path / "log"
     process = Forked(COMMAND, *listener.arguments(tmp_path), log=log)
     try:
-        found = wait_for(lambda: log.exists() and re.search(r"http://[\d.:]+", log.read_text()))
-        yield found[0].rstrip(":"), listener, process.pid
+        found = wait_for(lambda: log.exists() and re.search(r"http://\S+(?=\s)", log.read_text()))
+        yield found[0], listener, process.pid
     finally:
         process.kill()
 
 
 def test_a_server_answers_its_own_user_only(served: tuple[str, Listener, int]) -> None:
     url, listener, pid = served
+    route = urlsplit(url).path + listener.route if listener.in_browser else listener.route
     wait_for(lambda: listening(pid))
     assert only_loopback(pid)
     ours = key_header(url)
-    assert bool(ours) is listener.has_key
-    assert status_of(url, listener.route, **ours) not in REFUSED
-    # a page of another site, under a name of its own for this address, and from where it is
-    for foreign in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
-        assert status_of(url, listener.route, **foreign) in REFUSED, foreign
-    if listener.has_key:
+    assert status_of(url, route, **ours) not in REFUSED
+    if listener.in_browser:
+        # from a page of another site, which has come by the key, or under a name of its own for this address
+        for foreign in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            assert status_of(url, route, **foreign) == 403, foreign
+        for wrong in (
+            f"/{listener.route}",
+            f"/wrong/{listener.route}",
+            "/",
+            f"{urlsplit(url).path[:-2]}/{listener.route}",
+        ):
+            assert status_of(url, wrong) == 403, wrong
+    else:
         user = base64.b64encode(b"x:wrong").decode()
-        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {user}"}):
-            assert status_of(url, listener.route, **wrong) == 401, wrong
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {user}"}):
+            assert status_of(url, route, **headers) == 401, headers
         as_password = base64.b64encode(f":{ours['Authorization'].split()[1]}".encode()).decode()
-        assert status_of(url, listener.route, Authorization=f"Basic {as_password}") not in REFUSED
+        assert status_of(url, route, Authorization=f"Basic {as_password}") not in REFUSED
     for headers in ({}, ours):
-        status, grown = flooded(url, listener.route, pid, headers)
+        status, grown = flooded(url, route, pid, headers)
         assert status in {0, 401, 405, 413}, status
         assert grown < FLOOD_MB / 2, f"{grown:.0f} MiB"
 

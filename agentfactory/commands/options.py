@@ -286,7 +286,7 @@ def _add_index(command: argparse.ArgumentParser) -> None:
     build.add_argument("--dense", metavar="MODEL", help=about)
     serve.add_argument("index", type=Path, metavar="DIR", help="an index that `build` has made")
     serve.add_argument("--port", type=int, metavar="N", default=8000, help="port; 0: a free one; default: 8000")
-    about = "address; whoever can reach it can search; default: 127.0.0.1"
+    about = "address; others than loopback need --api-key-env; default: 127.0.0.1"
     serve.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=about)
     about = "environment variable with the key that clients need; default: a random key"
     serve.add_argument("--api-key-env", metavar="NAME", help=about)
