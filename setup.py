@@ -69,7 +69,8 @@ setup(
     python_requires=">=3.11",
     # without __init__.py, trainers, rollout and tools are namespace packages; recipes and templates are data
     packages=find_namespace_packages(
-        include=["agentfactory", "agentfactory.*"], exclude=["agentfactory.recipes*", "agentfactory.commands.templates*"]
+        include=["agentfactory", "agentfactory.*"],
+        exclude=["agentfactory.recipes*", "agentfactory.commands.templates*"],
     ),
     package_data={
         # the recipes, through a link to the folder at the root; the templates are for `agentfactory new`

@@ -230,7 +230,7 @@ def plant(fault: Fault, copy: Path) -> None:
 
 
 def test_files(fault: Fault, copy: Path) -> list[list[str]]:
-    """Return the test files of the fault's package in two parts: those that mirror the faulty module, and the others."""
+    """Return the test files of the fault's package: those that mirror the faulty module, and the others."""
     place = copy / "tests" / fault.tests
     files = sorted(place.rglob("test_*.py"))
     words = Path(fault.file).with_suffix("").parts[1:]

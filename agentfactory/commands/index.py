@@ -30,7 +30,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     elif options.topk < 1:
         raise SettingError("--topk", f"got {options.topk}", "use at least 1")
     else:
-        serve(open_index(options.index, options.ranking), options.host, options.port, options.topk, say)
+        index = open_index(options.index, options.ranking)
+        serve(index, options.host, options.port, options.topk, options.api_key_env, say)
 
 
 def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:

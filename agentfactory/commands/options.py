@@ -286,8 +286,10 @@ def _add_index(command: argparse.ArgumentParser) -> None:
     build.add_argument("--dense", metavar="MODEL", help=about)
     serve.add_argument("index", type=Path, metavar="DIR", help="an index that `build` has made")
     serve.add_argument("--port", type=int, metavar="N", default=8000, help="port; 0: a free one; default: 8000")
-    about = "address; whoever can reach it can search; default: 127.0.0.1"
+    about = "address; others than loopback need --api-key-env; default: 127.0.0.1"
     serve.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=about)
+    about = "environment variable with the key that clients need; default: a random key"
+    serve.add_argument("--api-key-env", metavar="NAME", help=about)
     about = "passages per query, if a request names no number; default: 3"
     serve.add_argument("--topk", type=int, metavar="K", default=3, help=about)
     about = "bm25, dense or hybrid; default: hybrid if the index was built with a dense model, else bm25"

@@ -1,6 +1,7 @@
 """Execute the plan of `agentfactory train`: prepare, start each stage's server and trainer, and end them all."""
 
 import re
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -60,8 +61,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                 raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
-            with Children() as children:
-                _run_stages(plan, folder, children, say)
+            with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children() as children:
+                _run_stages(plan, folder, children, Path(private), say)
         except BaseException as error:
             # on a full disk, the terminal has the cause
             with suppress(DiskError):
@@ -93,7 +94,7 @@ def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold)
     return folder
 
 
-def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, say: Say) -> None:
+def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Path, say: Say) -> None:
     run_prepare(plan.recipe, children, say)
     if plan.recipe.prepare is not None:
         for stage in plan.due:
@@ -104,10 +105,11 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, say: Say) -
         if len(plan.stages) > 1:
             say(f"stage {number} of {len(plan.stages)}: {stage.recipe.name} ({stage.state})")
         if stage.state is not State.COMPLETED:
-            _run_stage(stage, whole, children, say)
+            _run_stage(stage, whole, children, private / f"store-{number}", say)
 
 
-def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say) -> None:
+def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Path, say: Say) -> None:
+    """Run one stage. `store` is a file for accelerate's launcher."""
     recipe, folder = stage.recipe, stage.folder
     if stage.state is State.STARTED:
         RunFolder.reopen(folder.path, recipe.to_saved(whole.path))
@@ -129,7 +131,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say)
         "trainer",
         stage.trainer.arguments,
         folder.logs / "train.log",
-        env=stage.trainer.env,
+        env=stage.trainer.env | {"PET_RDZV_ENDPOINT": str(store)},
         show=True,
         explain=_first_rank_that_failed if recipe.train.processes > 1 else None,
         is_finishing=folder.is_finishing,

@@ -27,7 +27,7 @@ from agentfactory.tools.disk import write_whole
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
 from agentfactory.trainers.checkpoint_folder import checkpoint_path
-from agentfactory.trainers.config import ACCELERATE
+from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
 AUTO = "auto"
 """Stands for the run's newest checkpoint, in place of a path."""
@@ -149,13 +149,13 @@ def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command
         # same as `accelerate launch` for one process, without the seconds that it takes to import torch
         return Command(own_python(*module), env)
     # seconds from torchrun's SIGTERM to its SIGKILL; the launcher knows better when to kill
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "600"
+    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **PORTLESS_ENVIRONMENT}
     if not placement.on_gpu:
         # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
         env["ACCELERATE_USE_CPU"] = "true"
     launch = ("-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{train.strategy}.yaml"))
     ranks = ("--num_processes", str(train.processes), "--main_process_port", "0")
-    return Command(own_python(*launch, *ranks, *module), env)
+    return Command(own_python(*launch, *ranks, *PORTLESS_OPTIONS, *module), env)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Connection between trainer rank 0 and the rollout worker: a pair of sockets that carries messages.
+"""Connection between trainer rank 0 and the rollout worker: a socket pair that carries messages.
 
 A message is the lengths of its parts (_LENGTHS) and the parts: JSON, and for a group the bytes that were saved.
 
-Rank 0 starts the worker, which inherits its end: no other process can connect. Rank 0 sends `start`. The worker answers
-`ready`, then sends the groups of each batch, followed by `batch`. It sends a batch when the weights that will train it
-are live, so that no tokens age in between.
+Rank 0 starts the worker with one end of the pair, which nobody else can connect to, and sends `start`. The worker
+answers `ready`, then sends the groups of each batch, followed by `batch`. It sends a batch when the weights that will
+train it are live, so that no tokens age in between.
 Each end detects the other's death by the end of the socket.
 """
 
@@ -104,7 +104,7 @@ class Messages:
         if not self._lengths and self._filled == len(self._buffer):
             lengths = _LENGTHS.unpack(self._buffer)
             if not 0 < lengths[0] <= sum(lengths) <= _LONGEST:
-                raise WorkerDiedError("something else than our worker's messages arrived on the delivery socket")
+                raise WorkerDiedError("the rollout worker sent no message but other bytes")
             self._expect(sum(lengths), lengths)
 
     @property
@@ -122,9 +122,10 @@ class Messages:
 
 
 async def connect(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return the streams of the worker's end, an inherited descriptor."""
-    os.set_inheritable(descriptor, False)
-    return await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    """Open the worker's end of the pair, which rank 0 passed on as this file descriptor."""
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)
+    return await asyncio.open_unix_connection(sock=end)
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
@@ -179,10 +180,10 @@ class WorkerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **parent_watch.environment(), "CUDA_VISIBLE_DEVICES": ""},
-                pass_fds=[theirs.fileno()],
                 # signals that a launcher sends to the trainer's process group must not reach the worker: the trainer
                 # ends it
                 start_new_session=True,
+                pass_fds=[theirs.fileno()],
             )
         self.messages = Messages(ours)
         self.send(

@@ -19,11 +19,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
-from agentfactory.rollout.server_keys import published_key
 from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.server_keys import published_key
 
 _POLL_SECONDS = 0.2
 _VERSION = importlib.metadata.version

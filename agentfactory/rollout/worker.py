@@ -1,4 +1,4 @@
-"""The rollout worker: `python -m agentfactory.rollout.worker HOST:PORT`, started by trainer rank 0, without CUDA."""
+"""The rollout worker: `python -m agentfactory.rollout.worker DESCRIPTOR`, started by trainer rank 0, without CUDA."""
 
 import asyncio
 import logging
@@ -244,8 +244,7 @@ EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError
 
 
 async def main(descriptor: int) -> int:
-    """Work for rank 0, at the other end of the socket `descriptor`, and report to it why work cannot continue. Returns
-    the exit status."""
+    """Connect to rank 0 by its socket, work, and report to it why work cannot continue. Returns the exit status."""
     parent_watch.follow_parent()
     reader, writer = await connect(descriptor)
     logging.getLogger("agentfactory").addHandler(_Forward(writer))

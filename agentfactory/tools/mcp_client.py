@@ -30,6 +30,7 @@ from agentfactory.tools.message_filter import TOO_LARGE, MessageFilter
 from agentfactory.tools.messages import CallError, ToolInfrastructureError
 from agentfactory.tools.notices import tell
 from agentfactory.tools.results import bounded, failure
+from agentfactory.tools.server_keys import key_header, pinned
 from agentfactory.tools.stdio import stdio_transport
 from agentfactory.tools.targets import HttpAddress, Target
 from agentfactory.tools.workspaces import ChainProgram
@@ -320,12 +321,19 @@ async def _http_client(
             lines = kind.startswith("text/event-stream")
             response.stream = _BoundedStream(response.stream, MessageFilter(result_bytes, lines))
 
-    hooks = {"response": [note, bound]}
+    url = pinned(target.url)
+
+    async def show_key(request: httpx2.Request) -> None:
+        # looked up for each request: a server that was started again has another key
+        for name, value in key_header(url).items():
+            request.headers.setdefault(name, value)
+
+    hooks: dict[str, list[Callable[..., Any]]] = {"request": [show_key], "response": [note, bound]}
     headers = {"accept-encoding": "identity", **target.headers}
     async with httpx2.AsyncClient(
         headers=headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
     ) as http:
-        transport = streamable_http_client(target.url, http_client=http, max_sse_event_size=None)
+        transport = streamable_http_client(url, http_client=http, max_sse_event_size=None)
         async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:
             yield client
 

@@ -1,7 +1,8 @@
 """Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ... [--http PORT]`.
 
 By default it serves on stdio until stdin ends. With `--http`, it serves streamable HTTP on 127.0.0.1 (port 0 picks a
-free one) until SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on stdout says that it listens.
+free one) until SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on stdout says that it listens. Clients
+need its key, which only this user can read.
 """
 
 from agentfactory.tools import import_path
@@ -33,6 +34,7 @@ from agentfactory.tools import parent_watch
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment, check_machine_for
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.key_guard import KeyGuard, server_key
 from agentfactory.tools.mcp_server import build_server
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
     options = parser.parse_args(arguments)
     if options.idle_seconds is not None and options.http is None:
         parser.error("--idle-seconds: over stdio the client's end is seen; remove it")
+    if options.api_key_env is not None and options.http is None:
+        parser.error("--api-key-env: stdio needs no key; remove it")
     fields = {name: getattr(options, name) for name in PoolConfig.model_fields}
     try:
         pool = PoolConfig.model_validate({name: value for name, value in fields.items() if value is not None})
@@ -78,8 +82,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
         server = server._lowlevel_server
     if options.http is None:
         serve_stdio(server)
-    else:
-        serve_http(server, options.http)
+        return
+    try:
+        serve_http(server, options.http, options.api_key_env)
+    except SettingError as error:
+        parser.error(str(error))
 
 
 def objects_in(path: Path) -> list[Any]:
@@ -126,6 +133,9 @@ def command_line(prog: str) -> argparse.ArgumentParser:
         help=f"@tool functions, an Environment class, an MCP server; prebuilt: {', '.join(PREBUILT)}",
     )
     parser.add_argument("--http", type=int, metavar="PORT", help="serve streamable HTTP on 127.0.0.1; 0: a free port")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="over HTTP, environment variable with the key; default: a random key"
+    )
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="argument of the Environment's constructor"
     )
@@ -181,8 +191,9 @@ def _exit_with_parent(stdin: int) -> None:
     os._exit(1)
 
 
-def serve_http(server: Server[Any], port: int) -> None:
-    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM."""
+def serve_http(server: Server[Any], port: int, api_key_env: str | None = None) -> None:
+    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError for a key that is
+    missing or cannot be left for clients."""
     parent_watch.follow_parent()
     # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -191,9 +202,12 @@ def serve_http(server: Server[Any], port: int) -> None:
     listener.listen(1024)
     # `_meta` identifies chains, so HTTP sessions would only have to be stored and expired
     app = server.streamable_http_app(stateless_http=True, json_response=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    print(f"ready http://127.0.0.1:{listener.getsockname()[1]}/mcp", flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    port = listener.getsockname()[1]
+    with server_key("127.0.0.1", port, api_key_env) as (key, where):
+        guarded = KeyGuard(app, key)
+        config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        print(f"ready http://127.0.0.1:{port}/mcp\n{where}", flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":

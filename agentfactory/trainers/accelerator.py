@@ -18,6 +18,7 @@ from accelerate.utils import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
+from agentfactory.trainers.rendezvous import PrivacyError, init_method
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
 # rank dies, the launcher notices
@@ -66,9 +67,13 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
         # micro-batches differ in length, and fragment fixed segments; CUDA IPC cannot share expandable ones
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     options: dict[str, Any] = {}
+    try:
+        method = init_method(recipe.server.urls)
+    except PrivacyError as error:
+        raise LaunchError(str(error)) from None
     if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         _check_fsdp_settings(train)
-        options["fsdp_plugin"] = _fsdp2(_precision(getattr(torch, recipe.model.dtype)))
+        options["fsdp_plugin"] = _fsdp2(_precision(getattr(torch, recipe.model.dtype)), method)
     # all buffers are constants, and every process loads the same ones
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,
@@ -76,17 +81,17 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
         # each backward pass is either the policy's or the critic's
         find_unused_parameters=train.has_critic,
     )
-    group = InitProcessGroupKwargs(timeout=PATIENCE)
+    group = InitProcessGroupKwargs(timeout=PATIENCE, init_method=method)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)
     check_launch(train, accelerator)
     return accelerator
 
 
-def _fsdp2(mixed_precision: MixedPrecisionPolicy) -> FullyShardedDataParallelPlugin:
+def _fsdp2(mixed_precision: MixedPrecisionPolicy, method: str | None) -> FullyShardedDataParallelPlugin:
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
         # accelerate enables FSDP only together with MULTI_GPU; it is enough that this describes the launch, not the
         # device
-        PartialState(cpu=True, timeout=PATIENCE)
+        PartialState(cpu=True, timeout=PATIENCE, init_method=method)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,

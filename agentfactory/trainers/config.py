@@ -15,7 +15,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 ACCELERATE = (Path(__file__).parents[1] / "recipes" / "accelerate").resolve()
 """Configurations for accelerate's launcher, one file per `train.strategy`."""
-
+PORTLESS_OPTIONS = ("--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file,keep_alive_interval=86400")
+"""Options with which accelerate's launcher on one machine keeps its store in a file. Each keep-alive lengthens the
+file, and no other launcher waits for one."""
+PORTLESS_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Environment variables that go with them: by default the launcher opens a TCP store for the ranks."""
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")

@@ -1,6 +1,7 @@
 """`agentfactory view`: its options and the server."""
 
 import argparse
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import uvicorn
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.guard import PrivatePath
 from agentfactory.viewer.runs import ViewError
 
 PORT = 8765
@@ -41,11 +43,12 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
     port = listener.getsockname()[1]
     follower.start()
     try:
-        app = make_app(follower, port)
+        key = secrets.token_urlsafe(16)
+        app = PrivatePath(make_app(follower, port), key)
         # a page that was left open keeps its connection; do not wait for it
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         names = ", ".join(run.label for run in follower.runs)
-        say(f"viewing {names} at http://{_HOST}:{port}/ (Ctrl-C ends it)")
+        say(f"viewing {names} at http://{_HOST}:{port}/{key}/ (Ctrl-C ends it)")
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         follower.close()

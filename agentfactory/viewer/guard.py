@@ -1,5 +1,6 @@
-"""Access control: only the viewer's own page in a browser on this machine may make requests, and no other page."""
+"""Access control: only the viewer's own page, in a browser of the user who started it, may make requests."""
 
+import hmac
 from collections.abc import Iterable
 
 from starlette.responses import PlainTextResponse
@@ -18,6 +19,25 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
+
+
+class PrivatePath:
+    """ASGI middleware that serves an application below a path that contains its key, `/KEY/`, which other users of the
+    machine do not know. The page's own links are relative, so that it needs no cookie, which all ports would get."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given, _, inside = scope["path"].removeprefix("/").partition("/")
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key):
+                reason = "the address lacks this viewer's key; open the one that `agentfactory view` has printed"
+                await PlainTextResponse(f"refused: {reason}\n", 403)(scope, receive, send)
+                return
+            scope = {**scope, "path": f"/{inside}", "raw_path": f"/{inside}".encode()}
+        await self._app(scope, receive, send)
 
 
 class Guard:

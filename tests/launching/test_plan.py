@@ -16,7 +16,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.config import ACCELERATE
+from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT
 from tests.launching.test_resume import recipe_of, write_checkpoint
 from tests.project import Command
 
@@ -87,7 +87,8 @@ def test_the_commands_of_several_processes(two_stages: Path) -> None:
     assert command[0] == sys.executable
     assert str(ACCELERATE / "fsdp2.yaml") in command
     assert command[-4:] == ["-m", "agentfactory.train", "--assignment", str(two_stages / "first" / "assignment.json")]
-    assert stage.trainer.env == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "ACCELERATE_USE_CPU": "true"}
+    expected = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "ACCELERATE_USE_CPU": "true", **PORTLESS_ENVIRONMENT}
+    assert stage.trainer.env == expected
 
 
 @pytest.mark.processes

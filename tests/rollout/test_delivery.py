@@ -113,7 +113,7 @@ def test_what_is_no_message_is_refused_before_memory_is_taken_for_it() -> None:
     for stray in (b"GET / HTTP/1.1\r\nHost: 127.0.0.1", bytes(24)):
         with connected(end) as (theirs,):
             theirs.sendall(stray)
-            with pytest.raises(WorkerDiedError, match="something else than our worker"):
+            with pytest.raises(WorkerDiedError, match="sent no message but other bytes"):
                 end.hear()
 
 

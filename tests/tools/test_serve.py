@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
 from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
 
 from agentfactory.tools.mcp_server import CHAIN_KEY
 from agentfactory.tools.results import content_of
 from agentfactory.tools.serve import main, objects_in
+from agentfactory.tools.server_keys import key_header
 from agentfactory.tools.user_code import UserCodeError
 
 PARENT = """
@@ -186,10 +189,12 @@ async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path)
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split()[1]
-            async with Client(url) as gone:
-                assert await _visit(gone, "a") == "Ada 1 1"
-            async with Client(url) as client:
-                assert await _visit(client, "b") == "Ada 1 2"
+            for chain, opening in (("a", "Ada 1 1"), ("b", "Ada 1 2")):
+                async with (
+                    httpx2.AsyncClient(headers=key_header(url)) as http,
+                    Client(streamable_http_client(url, http_client=http)) as client,
+                ):
+                    assert await _visit(client, chain) == opening
         finally:
             server.terminate()
 

@@ -56,7 +56,7 @@ def asking(*runs: Path) -> tuple[Follower, TestClient]:
 def ask(url: str, path: str, **headers: str) -> tuple[int, bytes]:
     """A plain request, without the normalisation that clients do."""
     connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=20)
-    connection.putrequest("GET", path, skip_host="Host" in headers)
+    connection.putrequest("GET", urlsplit(url).path.rstrip("/") + path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
     connection.endheaders()

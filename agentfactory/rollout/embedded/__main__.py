@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 from agentfactory.rollout.config import EMBEDDED_QUANTIZATIONS
 from agentfactory.rollout.embedded.allocator import keep_freed_memory
-from agentfactory.rollout.server_keys import published_key
 from agentfactory.rollout.stop_strings import Decode
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.server_keys import published_key
 
 
 def _arguments() -> argparse.Namespace:

@@ -12,6 +12,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.retries import Retries, seconds_asked
 from agentfactory.tools.search.passage import Passage, encodable
+from agentfactory.tools.server_keys import key_header, pinned
 from agentfactory.tools.web.fetch import content_of
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
@@ -100,7 +101,8 @@ class RetrievalClient:
         while True:
             asked = 0.0
             try:
-                async with self._session.post(self.url, data=body) as response:
+                url = pinned(self.url)
+                async with self._session.post(url, data=body, headers=key_header(url)) as response:
                     content = await content_of(response, _ANSWER_BYTES)
                     if content is None:
                         mib = f"{_ANSWER_BYTES >> 20} MiB"

@@ -1,5 +1,6 @@
 """The retrieval server: an index behind the protocol of Search-R1's retrieval servers."""
 
+import ipaddress
 import json
 import socket
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import uvicorn
+from mcp.server.transport_security import RequestBodyLimitMiddleware
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,9 +17,13 @@ from starlette.routing import Route
 
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.key_guard import HEALTH, KeyGuard, server_key
 from agentfactory.tools.search.passage import Passage
 from agentfactory.tools.search.ranking import Index
 from agentfactory.tools.threads import run_in_thread
+
+MOST_BYTES = 16 << 20
+"""Longest request: ten thousand long queries."""
 
 
 class Query(BaseModel):
@@ -47,7 +53,7 @@ def make_app(index: Index, topk: int) -> Starlette:
     async def health(request: Request) -> Response:
         return Response()
 
-    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
+    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route(HEALTH, health)])
 
 
 def _encodable(body: bytes) -> bytes:
@@ -66,10 +72,10 @@ def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
     return {"document": document, "score": passage.score} if with_score else document
 
 
-def serve(index: Index, host: str, port: int, topk: int, say: Callable[[str], None]) -> None:
+def serve(index: Index, host: str, port: int, topk: int, api_key_env: str | None, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; port 0 takes a free one. Says `ready http://HOST:PORT/retrieve` once it listens.
 
-    Raises SettingError if the address cannot be used.
+    Raises SettingError if the address cannot be used, or is public and has no key of `api_key_env`.
     """
     parent_watch.follow_parent()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -81,8 +87,15 @@ def serve(index: Index, host: str, port: int, topk: int, say: Callable[[str], No
     except (OSError, OverflowError) as error:
         problem = f"{host}:{port} cannot be used: {error}"
         raise SettingError("--port", problem, "choose another; 0 takes a free one") from None
+    address, port = listener.getsockname()[:2]
+    if not ipaddress.ip_address(address).is_loopback and api_key_env is None:
+        problem = f"{host} can be reached from outside, and this user's key cannot be read there"
+        raise SettingError("--host", problem, "name a variable with a key, as --api-key-env")
     listener.listen(1024)
     shown = f"[{host}]" if ":" in host else host
-    config = uvicorn.Config(make_app(index, topk), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    say(f"ready http://{shown}:{listener.getsockname()[1]}/retrieve")
-    uvicorn.Server(config).run(sockets=[listener])
+    app = RequestBodyLimitMiddleware(make_app(index, topk), MOST_BYTES)
+    with server_key(address, port, api_key_env) as (key, where):
+        guarded = KeyGuard(app, key)
+        config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        say(f"ready http://{shown}:{port}/retrieve\n{where}")
+        uvicorn.Server(config).run(sockets=[listener])

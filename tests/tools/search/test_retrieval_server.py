@@ -14,6 +14,7 @@ import pytest
 
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.search.retrieval_client import RetrievalClient
+from agentfactory.tools.server_keys import key_header
 from tests.tools.search.corpora import PLAYS, index_of
 from tests.waiting import wait_for
 
@@ -36,7 +37,7 @@ def retrieval(tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 
 def _post(address: str, body: Any) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(address, data, {"Content-Type": "application/json", **key_header(address)})
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             return response.status, json.load(response)

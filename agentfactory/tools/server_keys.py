@@ -1,4 +1,4 @@
-"""Keys of the inference servers that a user runs on this machine.
+"""Keys of the servers that a user runs on this machine: inference, tools, retrieval.
 
 Loopback keeps other machines out, but not other users of this one. So a server that was given no key draws one, and
 leaves it in a file that only its user can read: in the user's runtime folder, named by the server's address. Clients of
@@ -95,6 +95,19 @@ def find_key(url: str) -> str | None:
                 _check_private(file.parent)
                 raise
     return None
+
+
+def key_header(url: str) -> dict[str, str]:
+    """Return the HTTP header with the key that `find_key` finds; empty if there is none, or `url` contains one."""
+    key = None if urlsplit(url).password else find_key(url)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def key_of_environment(field: str, variable: str) -> str:
+    """Return the key in an environment variable, which `field` names. Raises SettingError if it is not set."""
+    if not (key := os.environ.get(variable)):
+        raise SettingError(field, f"the variable {variable} is not set", "export it")
+    return key
 
 
 def _is_address(host: str) -> bool:

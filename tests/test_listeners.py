@@ -1,0 +1,238 @@
+"""Every command that listens: on loopback only, with a key, for no other page in a browser, and with bounded bodies.
+
+Sockets are found by psutil in the whole tree of processes, not where the code says that they are.
+"""
+
+import base64
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.recipe.load import load_recipe
+from agentfactory.rollout.gateway.server import Gateway
+from agentfactory.tools.server_keys import key_header
+from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
+from tests.conftest import QUICKSTART, REPOSITORY
+from tests.forked import COMMAND, Forked, start_ranks
+from tests.tools.search.corpora import index_of
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.processes
+
+FLOOD_MB = 96
+REFUSED = {401, 403, 421}
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A command that listens for HTTP. `route` reads or changes its state; `arguments` get an empty folder."""
+
+    arguments: Callable[[Path], list[str]]
+    route: str
+    in_browser: bool = False
+    """Whether the key is in the address, below which `route` is; then Host and Origin count, too."""
+
+
+def _run_folder(folder: Path) -> list[str]:
+    run = RunFolder.create(folder / "run", load_recipe(QUICKSTART / "grpo.yaml").to_yaml())
+    return ["view", str(run.path), "--port", "0"]
+
+
+LISTENERS = {
+    "view": Listener(_run_folder, "api/state", in_browser=True),
+    "tools serve": Listener(lambda folder: ["tools", "serve", "calculator", "--http", "0"], "/mcp"),
+    "index serve": Listener(lambda folder: ["index", "serve", str(index_of(folder)), "--port", "0"], "/retrieve"),
+}
+
+
+def listening(pid: int) -> list[Any]:
+    """The addresses on which a process and its descendants listen, and receive datagrams."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    found = []
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            found += [each.laddr for each in process.net_connections("inet") if not each.raddr]
+    return found
+
+
+def only_loopback(pid: int) -> bool:
+    """Whether it listens, and only where other machines cannot connect."""
+    addresses = listening(pid)
+    return bool(addresses) and all(ip_address(address.ip).is_loopback for address in addresses)
+
+
+def status_of(url: str, route: str, **headers: str) -> int:
+    """The status of a POST with these headers."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+    connection.request("POST", route, "{}", {"Content-Type": "application/json", **headers})
+    return connection.getresponse().status
+
+
+def flooded(url: str, route: str, pid: int, headers: dict[str, str]) -> tuple[int, float]:
+    """The answer to a body without end, and by how many MiB it made the process grow."""
+    parts, before = urlsplit(url), psutil.Process(pid).memory_info().rss
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    head = f"POST {route} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n{lines}"
+    grown = 0
+    with socket.create_connection((parts.hostname, parts.port or 80), 10) as client:
+        client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        with suppress(ConnectionError):
+            for _ in range(FLOOD_MB):
+                client.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+                grown = max(grown, psutil.Process(pid).memory_info().rss - before)
+        answer = b""
+        with suppress(ConnectionError):
+            answer = client.recv(64)
+    return int(answer.split()[1]) if answer else 0, grown / 2**20
+
+
+@pytest.fixture(params=LISTENERS)
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Listener, int]]:
+    """A running command: its address, its row and its process."""
+    listener, log = LISTENERS[request.param], tmp_path / "log"
+    process = Forked(COMMAND, *listener.arguments(tmp_path), log=log)
+    try:
+        found = wait_for(lambda: log.exists() and re.search(r"http://\S+(?=\s)", log.read_text()))
+        yield found[0], listener, process.pid
+    finally:
+        process.kill()
+
+
+def test_a_server_answers_its_own_user_only(served: tuple[str, Listener, int]) -> None:
+    url, listener, pid = served
+    route = urlsplit(url).path + listener.route if listener.in_browser else listener.route
+    wait_for(lambda: listening(pid))
+    assert only_loopback(pid)
+    ours = key_header(url)
+    assert status_of(url, route, **ours) not in REFUSED
+    if listener.in_browser:
+        # from a page of another site, which has come by the key, or under a name of its own for this address
+        for foreign in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            assert status_of(url, route, **foreign) == 403, foreign
+        for wrong in (
+            f"/{listener.route}",
+            f"/wrong/{listener.route}",
+            "/",
+            f"{urlsplit(url).path[:-2]}/{listener.route}",
+        ):
+            assert status_of(url, wrong) == 403, wrong
+    else:
+        user = base64.b64encode(b"x:wrong").decode()
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {user}"}):
+            assert status_of(url, route, **headers) == 401, headers
+        as_password = base64.b64encode(f":{ours['Authorization'].split()[1]}".encode()).decode()
+        assert status_of(url, route, Authorization=f"Basic {as_password}") not in REFUSED
+    for headers in ({}, ours):
+        status, grown = flooded(url, route, pid, headers)
+        assert status in {0, 401, 405, 413}, status
+        assert grown < FLOOD_MB / 2, f"{grown:.0f} MiB"
+
+
+def test_an_inference_server_answers_its_own_user_only(warm_server: str) -> None:
+    port = urlsplit(warm_server).port
+    (pid,) = {
+        each.pid for each in psutil.net_connections("inet") if each.laddr.port == port and each.status == "LISTEN"
+    }
+    assert only_loopback(pid)
+    assert status_of(warm_server, "/inference/v1/generate", **key_header(warm_server)) not in REFUSED
+    assert status_of(warm_server, "/inference/v1/generate") == 401
+    for headers in ({}, key_header(warm_server)):
+        status, grown = flooded(warm_server, "/inference/v1/generate", pid, headers)
+        assert status in {0, 401, 413}, status
+        assert grown < FLOOD_MB / 2, f"{grown:.0f} MiB"
+
+
+async def test_the_gateway_listens_on_loopback() -> None:
+    """Its keys and bounds: tests/rollout/test_gateway_hostile.py."""
+    before = listening(os.getpid())
+    async with Gateway() as gateway:
+        (address,) = [each for each in listening(os.getpid()) if each not in before]
+    assert (address.ip, address.port) == ("127.0.0.1", urlsplit(gateway.url).port)
+
+
+RANKS = {"model": {"path": "none", "dtype": "float32"}, "train": {"steps": 1, "processes": 2}}
+
+
+@pytest.fixture(params=["ddp", "fsdp2"])
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """A strategy of two ranks, and the file of its recipe."""
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps({**RANKS, "train": {**RANKS["train"], "strategy": request.param}}))
+    return request.param, file
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_ranks_of_one_machine_listen_on_loopback(
+    recipe: tuple[str, Path], launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a launcher's name, their store is a file; without, a port of loopback."""
+    strategy, file = recipe
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ranks = start_ranks("tests.test_listeners", str(file), log=tmp_path / "log", strategy=strategy)
+    assert [rank.wait() for rank in ranks] == [0, 0], (tmp_path / "log").read_text()
+    said = sorted(map(json.loads, (tmp_path / "log").read_text().splitlines()), key=lambda line: line["rank"])
+    assert [line["gloo"] for line in said] == ["lo", "lo"]
+    assert all(line["at"] and {ip for ip, _ in line["at"]} == {"127.0.0.1"} for line in said), said
+    at_port = [["127.0.0.1", int(line["port"])] in line["at"] for line in said]
+    assert at_port == [launcher == "none", False]
+    # both have left, and the last one has removed the file
+    assert not [*tmp_path.glob("agentfactory-ranks-*/*")]
+
+
+@pytest.mark.extended
+def test_the_launcher_of_the_plan_listens_nowhere(recipe: tuple[str, Path], tmp_path: Path) -> None:
+    strategy, file = recipe
+    options = ["--config_file", str(ACCELERATE / f"{strategy}.yaml"), "--num_processes", "2"]
+    options += ["--main_process_port", "0", *PORTLESS_OPTIONS, "-m", "tests.test_listeners", str(file)]
+    given = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PET_RDZV_ENDPOINT": str(tmp_path / "store")}
+    environment = {**os.environ, **PORTLESS_ENVIRONMENT, **given, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(said) == 2
+    assert all(line["launcher"] == [] and {ip for ip, _ in line["at"]} == {"127.0.0.1"} for line in said), said
+
+
+def main() -> int:
+    """A rank: join the others, and print where this process and its launcher listen."""
+    import torch.distributed
+    from accelerate.utils import gather_object
+
+    from agentfactory.trainers.accelerator import make_accelerator
+    from agentfactory.trainers.config import TrainRecipe
+
+    make_accelerator(TrainRecipe.model_validate_json(Path(sys.argv[1]).read_text()))
+    gather_object([1])
+    at = [(each.ip, each.port) for each in listening(os.getpid())]
+    launcher = [each.laddr for each in psutil.Process(os.getppid()).net_connections("inet")]
+    names = {"rank": "RANK", "port": "MASTER_PORT", "gloo": "GLOO_SOCKET_IFNAME"}
+    line = {"at": at, "launcher": launcher, **{name: os.environ[variable] for name, variable in names.items()}}
+    # whole lines: both ranks write at once
+    os.write(1, f"{json.dumps(line)}\n".encode())
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
