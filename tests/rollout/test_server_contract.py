@@ -39,10 +39,20 @@ from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.images.vision import Vision
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.sync.file import FileSync
 from tests.chat_tokenizers import make_tokenizer
 from tests.server_process import VLLM_PYTHON, busy, serve
+from tests.trainers.test_time_share import (
+    CACHE,
+    SLEEP,
+    UPDATE,
+    Recorder,
+    check_metrics,
+    cut_by_sleep,
+    recording,
+    take_turns,
+)
 from tests.vision_models import KINDS, make_vision_model
 
 MAX_MODEL_LEN = 2000
@@ -691,3 +701,54 @@ async def test_a_changed_tower_changes_what_is_seen_in_a_known_image(seeing: See
         seeing.check(ids, [image], answer, network)
         with pytest.raises(AssertionError):
             seeing.check(ids, [image], answer, seeing.network if network is new else new)
+
+
+# ---- taking turns with a trainer; on a CPU, vLLM says that it sleeps, holds requests back, and keeps its memory
+
+
+@pytest.fixture
+def recorder(tied: Served) -> Iterator[Recorder]:
+    with recording(tied.url) as made:
+        yield made
+
+
+@pytest.fixture
+def adapter_recorder(adapting: Served) -> Iterator[Recorder]:
+    with recording(adapting.url, KEY_VARIABLE) as made:
+        yield made
+
+
+def turns_of(
+    recorder: Recorder, model: Path, lora: dict[str, Any] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Train two steps in turns with the server behind `recorder`; return the calls."""
+
+    def make_recipe(lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
+        section = {"path": str(model), "dtype": "float32", "lora": lora}
+        return TrainRecipe.model_validate({"model": section, "train": {"steps": 1, **train}})
+
+    ServerControl(recorder.url).require(SLEEP_ROUTES)
+    check_metrics(take_turns(make_recipe, lora, recorder, folder, monkeypatch))
+    return recorder.calls
+
+
+@pytest.mark.extended
+def test_the_order_of_turns(tied: Served, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = turns_of(recorder, tied.model, None, tmp_path, monkeypatch)
+    turn = [*SLEEP, "trainer: to_device", "trainer: to_host", *UPDATE]
+    assert calls[-len(turn) :] == turn
+
+
+@pytest.mark.extended
+def test_the_order_of_turns_with_adapters(
+    adapting: Served, adapter_recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = turns_of(adapter_recorder, adapting.model, {"rank": 4}, tmp_path, monkeypatch)
+    turn = ["trainer: to_host", "/wake_up?tags=weights", "unload run-1-v0", "unload run-1-v1"]
+    turn += ["load run-1-v1", "load run-1-v2", *CACHE]
+    assert calls[-len(turn) :] == turn
+
+
+@pytest.mark.extended
+async def test_a_turn_that_sleep_cuts_is_sampled_again_from_its_ids(recorder: Recorder) -> None:
+    await cut_by_sleep(recorder, tokens=900)

@@ -56,7 +56,8 @@ class Recorder:
     before the server slept last, or all, are listed on, and what asks for them gets the base (vLLM #53888).
     """
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, api_key_env: str | None = None) -> None:
+        self.api_key_env = api_key_env
         self.calls: list[str] = []
         self.bodies: list[tuple[bytes, bytes]] = []
         """Of the requests for turns, and of their answers."""
@@ -92,7 +93,7 @@ class Recorder:
         else:
             sent = self.robbed(body) if path == GENERATE else body
             connection = http.client.HTTPConnection(urlsplit(self.upstream).netloc, timeout=60)
-            headers = {"Content-Type": "application/json", **authorization(self.upstream, None)}
+            headers = {"Content-Type": "application/json", **authorization(self.upstream, self.api_key_env)}
             connection.request(request.command, request.path, sent, headers)
             response = connection.getresponse()
             status, answer = response.status, response.read()
@@ -146,9 +147,9 @@ def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @contextmanager
-def recording(upstream: str) -> Iterator[Recorder]:
+def recording(upstream: str, api_key_env: str | None = None) -> Iterator[Recorder]:
     """A proxy before a server, which is awake, and without adapters, afterwards."""
-    made = Recorder(upstream)
+    made = Recorder(upstream, api_key_env)
     thread = threading.Thread(target=made.server.serve_forever, args=(0.05,))
     thread.start()
     try:
@@ -157,7 +158,7 @@ def recording(upstream: str) -> Iterator[Recorder]:
         made.server.shutdown()
         made.server.server_close()
         thread.join()
-        server = ServerControl(upstream)
+        server = ServerControl(upstream, api_key_env)
         server.post("/wake_up")
         for card in server.get("/v1/models")["data"][1:]:
             server.post("/v1/unload_lora_adapter", {"lora_name": card["id"]})
@@ -326,18 +327,13 @@ def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch:
         pytest.fail("the trainer's turn")
 
 
-@pytest.mark.extended
-async def test_a_turn_that_sleep_cuts_is_sampled_again_from_its_ids(recorder: Recorder) -> None:
-    await cut_by_sleep(recorder, tokens=900)
-
-
 async def cut_by_sleep(recorder: Recorder, tokens: int) -> None:
     """A turn of so many tokens through the proxy, cut by sleep and asked for again by the client itself."""
     server = ServerControl(recorder.url)
     sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
     async with InferenceClient(recorder.url, retry_seconds=2.0) as client:
         asking = asyncio.create_task(client.generate([5, 9, 12], "policy", sampling))
-        await busy(recorder.upstream)
+        await busy(recorder.upstream, api_key_env=recorder.api_key_env)
         await asyncio.to_thread(server.sleep)
         await until(lambda: len(recorder.calls) > 2)
         await asyncio.sleep(2.5)  # longer than a server that is awake may give no token
@@ -348,7 +344,8 @@ async def cut_by_sleep(recorder: Recorder, tokens: int) -> None:
             await asyncio.to_thread(server.wake_up, part)
         again = await asking
         whole = await client.generate([5, 9, 12], "policy", sampling)
-    (first, cut), (second, _), _ = recorder.bodies
+    # on a busy machine further answers may be late, and asked for again
+    (first, cut), (second, _), *_ = recorder.bodies
     assert json.loads(cut)["choices"][0]["finish_reason"] == "abort"
     assert 0 < len(json.loads(cut)["choices"][0]["token_ids"]) < tokens
     assert first == second

@@ -101,7 +101,13 @@ class Run:
         update_policy(self.learner, self.learner.deal(rows), self.recipe)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+CI = {"qwen3_moe", "qwen3"}
+"""Experts, and tensor parallelism."""
+
+
+@pytest.fixture(
+    scope="module", params=[kind if kind in CI else pytest.param(kind, marks=pytest.mark.long) for kind in MODELS]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp(request.param)
     model = {"path": str(make_model(request.param, folder / "model")), "dtype": "float32"}

@@ -17,6 +17,8 @@ from agentfactory.rollout.group_files import read_groups
 from tests.conftest import QUICKSTART
 from tests.server_process import VLLM_PYTHON, serve
 
+pytestmark = pytest.mark.long
+
 TASKS = 12
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 

@@ -19,6 +19,8 @@ from tests.model_families import FAMILIES, Family, renderer_of
 from tests.rollout.test_model_families import SPECS, as_written, conversation
 from tests.server_process import VLLM_PYTHON
 
+pytestmark = pytest.mark.long
+
 PARSERS: dict[str, tuple[str, str | None]] = {
     "qwen2_5": ("hermes", None),
     "qwen3": ("hermes", "qwen3"),

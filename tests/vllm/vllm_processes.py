@@ -52,7 +52,7 @@ def ready(process: subprocess.Popen[str]) -> str:
     raise AssertionError(process.communicate()[1])
 
 
-@pytest.mark.parametrize("victim", ["launcher", "API server"])
+@pytest.mark.parametrize("victim", [pytest.param("launcher", marks=pytest.mark.long), "API server"])
 def test_kill_leaves_no_process(recipe: Path, victim: str) -> None:
     with serving(recipe) as launcher:
         url = ready(launcher) + "/weight_info"

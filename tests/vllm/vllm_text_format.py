@@ -16,6 +16,8 @@ from tests.learn import runs
 from tests.rollout.test_stop_strings import DROPS, KEEPS, learn_habit, play_habit
 from tests.server_process import VLLM_PYTHON, serve
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 CHAINS = 200 if runs.FULL else 40
 """CI has no time for all of them; LENGTH=full has."""

@@ -42,7 +42,10 @@ class Served(NamedTuple):
     network: Any
 
 
-@pytest.fixture(scope="module", params=[*KINDS, *params_of(FAMILIES, pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.long), *params_of(FAMILIES, pytest.mark.long)],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("vllm-vision")
     make = make_vision_model if request.param in KINDS else make_family

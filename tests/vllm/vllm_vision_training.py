@@ -16,7 +16,10 @@ from tests.vision_models import KINDS, make_vision_model
 from tests.vision_training import STEPS, SeeingRun
 
 
-@pytest.fixture(scope="module", params=[*KINDS, *params_of(FAMILIES, pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long), *params_of(FAMILIES, pytest.mark.long)],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingRun]:
     folder = tmp_path_factory.mktemp(request.param)
     make = make_vision_model if request.param in KINDS else make_family
