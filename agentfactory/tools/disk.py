@@ -44,9 +44,19 @@ def _reason(error: Exception) -> OSError | None:
 
 
 def append(path: Path, content: str | bytes) -> None:
-    """Append `content`, text as UTF-8, to a file. Raises DiskError."""
-    with writing(path), path.open("ab") as file:
+    """Append `content`, text as UTF-8, to a file. Follow no link that somebody has put there. Raises DiskError."""
+    with writing(path), open(path, "ab", opener=_open_itself) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def _open_itself(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        fix = "put the file itself there"
+        raise DiskError(f"{path} cannot be written: it is a link, which is not followed; fix: {fix}") from None
 
 
 def write_whole(path: Path, content: bytes) -> None:

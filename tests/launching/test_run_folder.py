@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,15 @@ def test_a_place_that_cannot_be_written_is_named(place: str) -> None:
 
 def test_what_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
-    for name in ("metrics.jsonl", "trajectories/credit.jsonl"):
-        (folder.path / name).symlink_to("/dev/full")
-    with pytest.raises(DiskError, match=r"run/metrics\.jsonl cannot be written: No space left on device .*; fix"):
-        folder.log({"step": 1})
-    with pytest.raises(DiskError, match=r"credit\.jsonl cannot be written"):
-        folder.note_credit(["{}"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(DiskError, match=r"run/metrics\.jsonl cannot be written: File too large .*; fix: make room"):
+            folder.log({"step": 1})
+        with pytest.raises(DiskError, match=r"credit\.jsonl cannot be written"):
+            folder.note_credit(["{}"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.numpy import load, save
 
 from agentfactory.rollout.group_files import append_group, arrays_file, decode_group, encode_group, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.tools.disk import DiskError
 from agentfactory.trainers.batch import training_row
 from tests.saved_groups import old_line, write_groups
 
@@ -142,10 +143,11 @@ def test_the_same_bytes_go_to_the_files_and_to_the_trainer(tmp_path: Path) -> No
 
 def test_arrays_are_written_before_their_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"a\.jsonl cannot be written"):
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DiskError, match=r"a\.jsonl cannot be written: it is a link"):
         append_group(path, group())
     assert arrays_file(path).stat().st_size > 0
+    assert not (tmp_path / "elsewhere").exists()
     path.unlink()
     append_group(path, group())
     (saved,) = read_groups(path)
