@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of a new environment with the wheel and what it asks for."""
     folder = make_environment(tmp_path_factory.mktemp("environment") / "venv")
-    pip(folder, str(wheel))
+    # as the Makefile does: a build of torch that only pip finds, and uv for the rest
+    (torch,) = (line for line in requires("agentfactory") or [] if line.startswith("torch"))
+    pip(folder, "--no-compile", torch)
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([str(uv), "pip", "install", "--quiet", "--python", str(folder / "python"), str(wheel)], check=True)
     return folder
 
 
