@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import select
-import socket
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ from agentfactory.tools import parent_watch
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment, check_machine_for
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.key_guard import KeyGuard, server_key
+from agentfactory.tools.key_guard import KeyGuard, listen, server_key
 from agentfactory.tools.mcp_server import build_server
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
@@ -192,14 +191,10 @@ def _exit_with_parent(stdin: int) -> None:
 
 
 def serve_http(server: Server[Any], port: int, api_key_env: str | None = None) -> None:
-    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError for a key that is
-    missing or cannot be left for clients."""
+    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError for a port that
+    cannot be used, and a key that is missing or cannot be left for clients."""
     parent_watch.follow_parent()
-    # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen(1024)
+    listener = listen("127.0.0.1", port, "--http")
     # `_meta` identifies chains, so HTTP sessions would only have to be stored and expired
     app = server.streamable_http_app(stateless_http=True, json_response=True)
     port = listener.getsockname()[1]

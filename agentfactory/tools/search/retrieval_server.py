@@ -2,7 +2,6 @@
 
 import ipaddress
 import json
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from starlette.routing import Route
 
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.key_guard import HEALTH, KeyGuard, server_key
+from agentfactory.tools.key_guard import HEALTH, KeyGuard, listen, server_key
 from agentfactory.tools.search.passage import Passage
 from agentfactory.tools.search.ranking import Index
 from agentfactory.tools.threads import run_in_thread
@@ -78,20 +77,11 @@ def serve(index: Index, host: str, port: int, topk: int, api_key_env: str | None
     Raises SettingError if the address cannot be used, or is public and has no key of `api_key_env`.
     """
     parent_watch.follow_parent()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        problem = f"{host}:{port} cannot be used: {error}"
-        raise SettingError("--port", problem, "choose another; 0 takes a free one") from None
+    listener = listen(host, port, "--port")
     address, port = listener.getsockname()[:2]
     if not ipaddress.ip_address(address).is_loopback and api_key_env is None:
         problem = f"{host} can be reached from outside, and this user's key cannot be read there"
         raise SettingError("--host", problem, "name a variable with a key, as --api-key-env")
-    listener.listen(1024)
     shown = f"[{host}]" if ":" in host else host
     app = RequestBodyLimitMiddleware(make_app(index, topk), MOST_BYTES)
     with server_key(address, port, api_key_env) as (key, where):
