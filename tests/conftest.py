@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from hypothesis import settings
 
 from agentfactory.launching.processes import Children
 from tests.forked import start_engine
 from tests.project import agentfactory, project  # noqa: F401 (fixtures)
+from tests.trained_quickstart import train_once
 
 REPOSITORY = Path(__file__).parent.parent
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
@@ -71,27 +71,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files. A test that starts no process, by itself or by a fixture, is a unit test."""
-    files = {item.path: False for item in items}
-    for item in items:
-        files[item.path] |= TRAINED in getattr(item, "fixturenames", ())
-    places = {path: number for number, path in enumerate(in_order(files))}
-    items.sort(key=lambda item: places[item.path])
+    places = {REPOSITORY / "tests" / name: place for place, name in enumerate(SLOW)}
+    # files that need the quickstart come some places later, when it is trained
+    waiting = {item.path: 6 for item in items if TRAINED in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: places.get(item.path, len(SLOW)) + waiting.get(item.path, 0))
     for item in items:
         # what has a target of its own (learn_*, vllm_*, wheel_*, gpu_*) runs whole commands
         if PROCESSES & {*getattr(item, "fixturenames", ())} or not item.path.name.startswith("test_"):
             item.add_marker("processes")
         if not any(map(item.get_closest_marker, ("processes", "long"))):
             item.add_marker("unit")
-
-
-def in_order(files: dict[Path, bool]) -> list[Path]:
-    """Return test files, slow ones first. `files` says of each whether it needs the trained quickstart: one such file
-    begins, in one process, and files that do not need it follow, so that no other process waits for it."""
-    slow = [path for name in SLOW if (path := REPOSITORY / "tests" / name) in files]
-    waiting = [path for path in slow if files[path]]
-    first = waiting[:1]
-    begin = [*first, *(path for path in slow if not files[path]), *waiting[1:]]
-    return [*begin, *(path for path in files if path not in slow)]
 
 
 _started: list[str] = []
@@ -135,29 +124,32 @@ def no_command_here() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def trained_ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Begin to train the quickstart if a test needs it, beside the tests that do not."""
+    needed = any(TRAINED in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if not needed or os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        yield
+        return
+    command = [sys.executable, "-m", "tests.trained_quickstart", str(shared_folder(tmp_path_factory))]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True) as training:
+        # it is no process of the first test
+        _started.clear()
+        yield
+        if training.poll() is None:
+            os.killpg(training.pid, signal.SIGTERM)
+
+
 @pytest.fixture(scope="session")
 def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folder of a short quickstart: the model calls the tool, often well-formed, and has learned little else."""
-    # the parallel processes of a test run share one
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    output = shared / "quickstart"
-    with FileLock(shared / "quickstart.lock"):
-        if not (output / "summary.json").exists():
-            _train_quickstart(output)
-    return output
+    return train_once(shared_folder(tmp_path_factory))
 
 
-def _train_quickstart(output: Path) -> None:
-    command = [sys.executable, "-m", "agentfactory", "train", str(QUICKSTART / "quickstart.yaml")]
-    overrides = [
-        "sft.train.steps=120",
-        "grpo.train.steps=2",
-        "grpo.train.warmup_steps=0",
-        "grpo.eval.data.limit=10",
-        f"output={output}",
-    ]
-    subprocess.run([*command, *overrides], check=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder that the parallel processes of a test run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @contextmanager

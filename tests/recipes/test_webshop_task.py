@@ -106,6 +106,7 @@ def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -
         assert (tmp_path / file).read_bytes() == (prepared / file).read_bytes(), file
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.processes
 def test_conversations_are_short(prepared: Path) -> None:

@@ -141,8 +141,10 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
     one, two = train("single", device), train(strategy, device)
     for number, case in enumerate(CASES):
         exact = case.get("dtype") != "bfloat16"
-        for given, expected in zip(two.metrics[number], one.metrics[number], strict=True):
-            assert given["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5 if exact else 1e-2)
+        for step, (given, expected) in enumerate(zip(two.metrics[number], one.metrics[number], strict=True)):
+            # a step of AdamW is as long for a weight whose gradient is rounding alone, which decides its sign
+            norm = 1e-5 if exact else 1e-2 if step == 0 else 1e-1
+            assert given["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
             for name in ("loss", "entropy", "clip_fraction", "mismatch/mean", "mismatch/max", "mismatch/kl", "tokens"):
                 relative, absolute = (1e-4, 1e-6) if exact else (1e-2, 1e-2)
                 assert given[name] == pytest.approx(expected[name], rel=relative, abs=absolute), (case, name)
