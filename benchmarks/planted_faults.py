@@ -1,7 +1,7 @@
 """Plants one fault at a time in a copy of the repository, and runs the tests that CI has for the faulty package.
 
-Each fault replaces a piece of code that stands in its file exactly once. The tests of its package run with `-x`, the
-file that mirrors the faulty module first; the fault is found if one of them fails. The copies share this environment's
+Each fault replaces a piece of code that stands in its file exactly once. The tests of its package run with `-x`; the
+fault is found if one of them fails. The copies share this environment's
 packages, and each fault has a copy of its own. A fault whose code is gone is an error: plant it again where the code
 went.
 
@@ -31,7 +31,7 @@ IN_CI = "not long"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: `old` becomes `new` in `file`. `tests` are the test files and folders of its package."""
+    """A fault: `old` becomes `new` in `file`. `tests` is the file to begin with; its folder follows."""
 
     name: str
     file: str
@@ -47,125 +47,161 @@ class Fault:
 
 FAULTS = (
     # trainers
-    Fault("mask", "trainers/batch.py", "np.flatnonzero(row.mask)", "np.flatnonzero(row.mask) - 1", "trainers"),
+    Fault(
+        "mask",
+        "trainers/batch.py",
+        "np.flatnonzero(row.mask)",
+        "np.flatnonzero(row.mask) - 1",
+        "trainers/test_batch.py",
+    ),
     Fault(
         "normaliser",
         "trainers/learner.py",
         "scale = self.accelerator.num_processes / batch.normaliser",
         "scale = self.accelerator.num_processes",
-        "trainers",
+        "trainers/test_trl.py",
     ),
     Fault(
         "clip-bounds",
         "trainers/losses.py",
         "low, high = 1 - clip_low, 1 + clip_high",
         "low, high = 1 - clip_high, 1 + clip_low",
-        "trainers",
+        "trainers/test_losses.py",
     ),
-    Fault("leave-one-out", "trainers/advantages.py", "(len(known) - 1) / len(known)", "1.0", "trainers"),
-    Fault("mismatch-ignored", "trainers/policy_update.py", "terms = terms * correction", "pass", "trainers"),
-    Fault("turn-credit", "trainers/credit.py", "cost[end - 1] += reward", "cost[-1] += reward", "trainers"),
+    Fault(
+        "leave-one-out", "trainers/advantages.py", "(len(known) - 1) / len(known)", "1.0", "trainers/test_advantages.py"
+    ),
+    Fault(
+        "mismatch-ignored", "trainers/policy_update.py", "terms = terms * correction", "pass", "trainers/test_trl.py"
+    ),
+    Fault(
+        "turn-credit", "trainers/credit.py", "cost[end - 1] += reward", "cost[-1] += reward", "trainers/test_credit.py"
+    ),
     Fault(
         "tree-positions",
         "trainers/tree.py",
         "positions.append(np.arange(shared, len(row)))",
         "positions.append(np.arange(len(row) - shared))",
-        "trainers",
+        "trainers/test_tree.py",
     ),
     Fault(
         "optimizer-state",
         "trainers/learner_state.py",
         "optimizer.state[trained[name]] = slots",
         "pass",
-        "trainers",
+        "trainers/test_checkpoints.py",
     ),
     Fault(
         "stale-adapter",
         "trainers/sync/lora.py",
         "if self._unfinished != version:",
         "if self._unfinished != version and version != 2:",
-        "trainers",
+        "trainers/test_sync.py",
     ),
-    Fault("proof-accepts-stale", "trainers/sync/drift.py", "SLOPES = (0.5, 1.5)", "SLOPES = (-0.5, 1.5)", "trainers"),
+    Fault(
+        "proof-accepts-stale",
+        "trainers/sync/drift.py",
+        "SLOPES = (0.5, 1.5)",
+        "SLOPES = (-0.5, 1.5)",
+        "trainers/test_drift.py",
+    ),
     # rollout
     Fault(
         "turn-limit",
         "rollout/episode.py",
         "if trajectory.turns == self.config.max_turns:",
         "if trajectory.turns > self.config.max_turns:",
-        "rollout",
+        "rollout/test_chain_runner.py",
     ),
     Fault(
         "staleness",
         "rollout/staleness.py",
         "self.version + 1 - group.oldest > self.max_staleness",
         "self.version - group.oldest > self.max_staleness",
-        "rollout",
+        "rollout/test_staleness.py",
     ),
     Fault(
         "equal-rewards",
         "rollout/filter.py",
         "{(chain.reward, *(chain.turn_rewards or ())) for chain in counting}",
         "{chain.reward for chain in counting}",
-        "rollout",
+        "rollout/test_filter.py",
     ),
     Fault(
         "cut-turns",
         "rollout/client.py",
         'versions, choice["finish_reason"] == "length", [1]',
         "versions, False, [1]",
-        "rollout",
+        "rollout/test_client.py",
     ),
-    Fault("closing-token", "rollout/template_renderer.py", "ids[-1:] == [end]", "bool(ids)", "rollout"),
+    Fault(
+        "closing-token", "rollout/template_renderer.py", "ids[-1:] == [end]", "bool(ids)", "rollout/test_renderer.py"
+    ),
     Fault(
         "trained-twice",
         "rollout/gateway/tree.py",
         "if parent is not None and plan.shared and len(self.rows[parent.row].token_ids) == plan.shared:",
         "if parent is not None and plan.shared:",
-        "rollout",
+        "rollout/test_gateway_tree.py",
     ),
     Fault(
-        "temperature", "rollout/embedded/sampling.py", "scaled = scaled / torch", "scaled = scaled * torch", "rollout"
+        "temperature",
+        "rollout/embedded/sampling.py",
+        "scaled = scaled / torch",
+        "scaled = scaled * torch",
+        "rollout/test_embedded_engine.py",
     ),
     Fault(
         "stale-cache",
         "rollout/embedded/engine.py",
         "        self._forget(np.ones_like(self._held))\n        return True",
         "        return True",
-        "rollout",
+        "rollout/test_embedded_engine.py",
     ),
     Fault(
         "image-places",
         "rollout/images/vision.py",
         "spans.append(ImageSpan(len(expanded), len(shown), digest, grid))",
         "spans.append(ImageSpan(len(expanded) + 1, len(shown), digest, grid))",
-        "rollout",
+        "rollout/images/test_vision.py",
     ),
     Fault(
         "pass-at-k",
         "rollout/pass_at_k.py",
         "1.0 - math.comb(samples - passed, k) / math.comb(samples, k)",
         "1.0 - (1.0 - passed / samples) ** k",
-        "rollout",
+        "rollout/test_pass_at_k.py",
     ),
     # tools
-    Fault("swallowed-error", "tools/session.py", "if result.is_error else None", "if False else None", "tools"),
-    Fault("cached-errors", "tools/call_cache.py", " and not task.result().is_error", "", "tools"),
+    Fault(
+        "swallowed-error",
+        "tools/session.py",
+        "if result.is_error else None",
+        "if False else None",
+        "tools/test_toolset.py",
+    ),
+    Fault("cached-errors", "tools/call_cache.py", " and not task.result().is_error", "", "tools/test_toolset.py"),
     Fault(
         "worn-instance",
         "tools/pool_ledger.py",
         "        if sound:\n            self.idle.append(instance)\n            return None\n        self.broken",
         "        if True:\n            self.idle.append(instance)\n            return None\n        self.broken",
-        "tools",
+        "tools/test_pool.py",
     ),
-    Fault("cut-bytes", "tools/truncation.py", "half, total = most // 2,", "half, total = most // 4,", "tools"),
-    Fault("sandbox-network", "tools/sandbox/bubblewrap.py", ' "--unshare-net",', "", "tools"),
+    Fault(
+        "cut-bytes",
+        "tools/truncation.py",
+        "half, total = most // 2,",
+        "half, total = most // 4,",
+        "tools/test_truncation.py",
+    ),
+    Fault("sandbox-network", "tools/sandbox/bubblewrap.py", ' "--unshare-net",', "", "tools/test_sandbox.py"),
     Fault(
         "purchase",
         "tools/webshop/reward.py",
         "wanted = len(goal.attributes) + len(goal.options) + 1",
         "wanted = len(goal.attributes) + len(goal.options)",
-        "tools/webshop",
+        "tools/webshop/test_reward.py",
     ),
     # the recipe, and around it
     Fault(
@@ -173,49 +209,49 @@ FAULTS = (
         "recipe/composition.py",
         "if isinstance(value, dict) and isinstance(below.get(key), dict):",
         "if False:",
-        "recipe",
+        "recipe/test_load.py",
     ),
     Fault(
         "half-a-cache",
         "placement/server_memory.py",
         "least = server.max_num_seqs * -(-server.max_model_len // 16) * 16 * per_token",
         "least = server.max_num_seqs * -(-server.max_model_len // 16) * 8 * per_token",
-        "placement",
+        "placement/test_server_memory.py",
     ),
     Fault(
         "orphans",
         "launching/processes.py",
         "        psutil.wait_procs(descendants, timeout=1.0)\n        _kill(descendants)",
         "        pass",
-        "launching",
+        "launching/test_processes.py",
     ),
     Fault(
         "resume-changes",
         "launching/resume.py",
         "if old.get(name) != new.get(name) and",
         "if False and",
-        "launching",
+        "launching/test_resume.py",
     ),
     Fault(
         "unknown-model",
         "commands/eval_target.py",
         "if model is not None and model not in names:",
         "if False:",
-        "commands",
+        "commands/test_eval.py",
     ),
     Fault(
         "foreign-origin",
         "viewer/guard.py",
         'if any(origin != f"http://{hosts[0]}" for origin in given.get("origin", [])):',
         "if False:",
-        "viewer",
+        "viewer/test_viewer.py",
     ),
     Fault(
         "wrong-version",
         "doctor/machine.py",
         "if requirement.specifier.contains(version, prereleases=True):",
         "if True:",
-        "doctor",
+        "doctor/test_doctor.py",
     ),
 )
 
@@ -230,13 +266,10 @@ def plant(fault: Fault, copy: Path) -> None:
 
 
 def test_files(fault: Fault, copy: Path) -> list[list[str]]:
-    """Return the test files of the fault's package: those that mirror the faulty module, and the others."""
-    place = copy / "tests" / fault.tests
-    files = sorted(place.rglob("test_*.py"))
-    words = Path(fault.file).with_suffix("").parts[1:]
-    mirrors = [file for file in files if any(word in file.stem or word == file.parent.name for word in words)]
-    parts = (mirrors, [file for file in files if file not in mirrors])
-    return [[str(file.relative_to(copy)) for file in part] for part in parts if part]
+    """Return the test file that comes first, and the others of its folder."""
+    first = copy / "tests" / fault.tests
+    others = [file for file in sorted(first.parent.rglob("test_*.py")) if file != first]
+    return [[str(file.relative_to(copy)) for file in part] for part in ([first], others)]
 
 
 def copied(folder: Path) -> Path:
