@@ -100,6 +100,7 @@ def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path,
     assert told in (tmp_path / "run" / "logs" / "train.log").read_text()
 
 
+@pytest.mark.long
 def test_credit_by_state_of_two_workers_over_a_resumption(tmp_path: Path, quickstart_run: Path) -> None:
     """The hunt's cells are in the saved groups of both workers, and count in the steps before and after."""
     prepared, (warm,) = quickstart_run / "prepared", (quickstart_run / "sft" / "checkpoints").iterdir()

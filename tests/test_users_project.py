@@ -147,6 +147,7 @@ def own_server(warm_start: Path) -> Iterator[str]:
 SCRIPTS = {"file": [str(REPOSITORY / "train.py")], "module": ["-m", "agentfactory.train"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["file", pytest.param("module", marks=pytest.mark.long)])
 @pytest.mark.parametrize("project", ["plain folder"], indirect=True)
 def test_accelerate_launch(script: str, own_server: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
 from agentfactory.recipe.composition import COMMAND_LINE, display, resolve_saved
 from agentfactory.recipe.schema import Recipe
-from agentfactory.recipe.yaml_text import parse_yaml
+from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.untrusted_files import RefusedFileError
 from agentfactory.trainers.checkpoint_folder import (
@@ -60,7 +60,7 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
     how the run executes."""
     where = checkpoint or folder.recipe
     try:
-        before = read_info(checkpoint)["recipe"] if checkpoint else parse_yaml(folder.read_recipe())
+        before = read_info(checkpoint)["recipe"] if checkpoint else parse_saved(folder.read_recipe())
     except (OSError, ValueError, LookupError) as error:
         raise RunFolderError(
             f"--resume: {display(where)}: its recipe cannot be read: {error}; fix: output=OTHER"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.recipe.composition import display, resolve_saved
-from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
+from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_saved
 from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, train_files
 from agentfactory.tools.disk import append, refusal, write_whole
 from agentfactory.tools.lock_file import holder, open_lock
@@ -160,7 +160,7 @@ class RunFolder:
     def stage_names(self) -> list[str]:
         """Return the names of the recipe's stages; none if it has none or cannot be read."""
         try:
-            recipe = parse_yaml(self.read_recipe())
+            recipe = parse_saved(self.read_recipe())
         except (OSError, ValueError):
             return []
         stages = recipe.get("stages") if isinstance(recipe, dict) else None
@@ -345,7 +345,7 @@ def check_free(path: Path, overwrite: bool) -> None:
 def _described(path: Path) -> str:
     """Return words for the run in `path`: its name, and the folder of its recipe's code."""
     try:
-        saved = parse_yaml(RunFolder(path).read_recipe())
+        saved = parse_saved(RunFolder(path).read_recipe())
     except (OSError, ValueError):
         saved = None
     if not isinstance(saved, dict) or "name" not in saved:

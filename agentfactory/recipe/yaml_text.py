@@ -18,8 +18,8 @@ class YamlBoundsError(ValueError):
     """The text is YAML that nobody writes by hand; the message says which bound it exceeds."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as in pyyaml, except that duplicate keys are errors and 1e-5 is a number."""
+class _Bounded(yaml.SafeLoader):
+    """YAML 1.1 as in pyyaml."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -69,18 +69,33 @@ def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str
     return {str(loader.construct_object(key)): loader.construct_object(value, deep=True) for key, value in node.value}
 
 
+_Bounded.add_constructor("tag:yaml.org,2002:int", _Bounded.construct_yaml_int)
+_Bounded.add_constructor("tag:yaml.org,2002:float", _Bounded.construct_yaml_float)
+
+
+class _Loader(_Bounded):
+    """As people write recipes: duplicate keys are errors, and 1e-5 is a number."""
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises YamlBoundsError, or ValueError if it is not YAML."""
+    """Return the value of a YAML text that a person wrote. Raises YamlBoundsError, or ValueError if it is not YAML."""
+    return _parse(text, _Loader)
+
+
+def parse_saved(text: str) -> Any:
+    """Return the value that yaml.safe_dump wrote: the text "1e-5" stays text. Raises errors like `parse_yaml`."""
+    return _parse(text, _Bounded)
+
+
+def _parse(text: str, loader: type[_Bounded]) -> Any:
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
+        return yaml.load(text, loader)  # a SafeLoader
     except YamlBoundsError:
         raise
     except (yaml.YAMLError, ValueError) as error:

@@ -9,7 +9,7 @@ import yaml
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.composition import replace_prefixes, resolve_saved
-from agentfactory.recipe.yaml_text import parse_yaml
+from agentfactory.recipe.yaml_text import parse_saved
 
 _MISSING = object()
 
@@ -31,7 +31,7 @@ def difference(one: str, other: str, folders: Sequence[RunFolder] = ()) -> dict[
 
 def _parsed(text: str) -> Any:
     try:
-        return parse_yaml(text)
+        return parse_saved(text)
     except ValueError:
         return text
 

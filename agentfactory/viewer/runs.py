@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.recipe.composition import resolve_saved
-from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_yaml
+from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
 from agentfactory.rollout.group_files import CREDIT_FILE
 from agentfactory.tools.untrusted_files import RefusedFileError, entries_of, open_file, refused
 from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
@@ -264,7 +264,7 @@ class _RecipeFile:
                     self._seen = seen
                     if status.st_size > RECIPE_BYTES:
                         raise ValueError(f"has more than {RECIPE_BYTES:,} bytes")
-                    found = parse_yaml(file.read(RECIPE_BYTES).decode())
+                    found = parse_saved(file.read(RECIPE_BYTES).decode())
                     if not isinstance(found, dict):
                         raise ValueError("holds no mapping")
                     self._data = found
@@ -337,7 +337,7 @@ def _parts(root: Path, names: Sequence[Any]) -> list[Path]:
 def _check_run(root: Path) -> None:
     if os.path.lexists(root / RECIPE):
         try:
-            parse_yaml(RunFolder(root).read_recipe())
+            parse_saved(RunFolder(root).read_recipe())
         except RefusedFileError as error:
             raise ViewError(str(error)) from None
         except (OSError, YamlBoundsError) as error:

@@ -45,6 +45,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, capsys: pytest.
     assert "--topk: got 0; fix: use at least 1" in refused("serve", folder, "--topk", "0")
 
 
+@pytest.mark.long
 @pytest.mark.extended
 @pytest.mark.processes
 def test_an_interrupted_build_says_how_to_go_on(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.extended
 @pytest.mark.processes
 def test_what_heldout_tasks_ask_for_is_never_asked_in_training(prepared: Path) -> None:

@@ -245,6 +245,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_machines_with_unlike_recipes_are_refused(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RECIPE_OF_ITS_OWN)

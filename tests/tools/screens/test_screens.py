@@ -239,6 +239,7 @@ MINIWOB = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.extended
 async def test_miniwob_loads_resets_and_scores() -> None:
     screen = Screen(160, 210)
