@@ -194,13 +194,15 @@ class Run:
         adapters: bool,
         dtype: str = "float32",
         learning_rate: float | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
-        """`learning_rate`: None for RATES."""
+        """`learning_rate`: None for RATES. `accelerator`: None for one on the CPU."""
         self.model, self.folder, self.prefix = model, folder, f"{name}-v"
+        folder.mkdir(parents=True, exist_ok=True)
         section = {"path": str(model), "dtype": dtype, "lora": {"rank": 8} if adapters else None}
         train = {"steps": 1, "learning_rate": learning_rate or RATES[adapters]}
         self.recipe = TrainRecipe.model_validate({"model": section, "train": train})
-        self.learner = Learner(self.recipe, Accelerator(cpu=True))
+        self.learner = Learner(self.recipe, accelerator or Accelerator(cpu=True))
         draw = random.Random(1)
         rows = [
             TrainingRow(
@@ -229,12 +231,21 @@ class Run:
     def step(self, version: int) -> str:
         """Update the weights and sync them. Return the error that this raised, or ""."""
         if version:
-            update_policy(self.learner, self.batch, self.recipe)
+            self.train()
         try:
             self.publish(version)
         except SyncError as error:
             return str(error)
         return ""
+
+    def push_base(self) -> None:
+        """Load the weights as they are, without a proof."""
+        self.sync.push(0, self.learner.policy, self.learner.policy.gather())
+        self.sync.close()
+
+    def train(self) -> None:
+        """Update the weights."""
+        update_policy(self.learner, self.batch, self.recipe)
 
     def publish(self, version: int) -> None:
         """Sync the weights as they are. Raises SyncError."""

@@ -14,9 +14,10 @@ from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.ipc import IpcSync
 from benchmarks import sabotage
+from benchmarks.sabotage import Run
 from tests.gpu.models import DEVICE, NEEDS_GPU, recipe
 from tests.server_process import serve
-from tests.trainers.test_sabotage import Run, with_first_weights
+from tests.trainers.test_sabotage import until_caught
 
 pytestmark = NEEDS_GPU
 
@@ -85,10 +86,12 @@ def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
 def test_the_canary_proves_an_honest_sync(
     small: Path, url: str, accelerator: Accelerator, tmp_path: Path, lora: str | None
 ) -> None:
-    with_first_weights(small, "bfloat16", url, tmp_path / "base")
-    run = Run(small, accelerator, tmp_path / "sync", "bfloat16", url, lora=lora, learning_rate=1e-3 if lora else 1e-4)
+    common = {"dtype": "bfloat16", "accelerator": accelerator}
+    Run("base-1", small, tmp_path / "base", url, adapters=False, **common).push_base()
+    rate = 1e-3 if lora else 1e-4
+    run = Run(f"{lora or 'run'}-1", small, tmp_path, url, adapters=lora is not None, learning_rate=rate, **common)
     assert run.learner.accelerator.device.type == DEVICE
-    assert run.until_caught(12) == (-1, "")
+    assert until_caught(run, 12) == (-1, "")
     proven = [metrics["sync/canary_slope"] for metrics in run.metrics if metrics["sync/provable"]]
     print(f"\nnoise {run.metrics[0]['sync/canary_noise']:.2g} nats, proven {len(proven)} times, slopes {proven}")
     assert proven
@@ -100,7 +103,7 @@ def test_the_canary_catches_a_stale_replica(small: Path, url: str, accelerator: 
         serve_small(small, tmp_path) as replica,
         sabotage.sabotaged(url, sabotage.stale_replica(tmp_path, replica)) as proxy,
     ):
-        run = Run(small, accelerator, tmp_path / "sync", "bfloat16", proxy, learning_rate=1e-4)
-        step, reason = run.until_caught(40)
+        run = Run("run-1", small, tmp_path, proxy, False, "bfloat16", 1e-4, accelerator)
+        step, reason = until_caught(run, 40)
     assert step >= 1
     assert "it serves other weights" in reason

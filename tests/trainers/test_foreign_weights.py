@@ -14,7 +14,7 @@ from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.full import holds_full_weights
 from agentfactory.trainers.sync.protocol import ForeignWeightsError
 from benchmarks.sabotage import Run
-from tests.trainers.test_sabotage import Start, bring_first_weights, model, serve, start, until_caught
+from tests.trainers.test_sabotage import Start, model, serve, start, until_caught
 
 __all__ = ["model", "start"]
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -70,7 +70,7 @@ def test_full_weights_of_another_process(server: str, theirs: Path, start: Start
 
 
 def test_base_weights_under_an_adapter(server: str, theirs: Path, start: Start) -> None:
-    bring_first_weights(start, "float32", server)
+    start("float32", server).push_base()
     run = begin(start, server, lora="base")
     push(server, theirs, "other-7f3a-v1")
     with pytest.raises(ForeignWeightsError, match="has other weights since it proved version 1"):
@@ -78,7 +78,7 @@ def test_base_weights_under_an_adapter(server: str, theirs: Path, start: Start) 
 
 
 def test_an_adapter_of_another_process(server: str, start: Start) -> None:
-    bring_first_weights(start, "float32", server)
+    start("float32", server).push_base()
     run = begin(start, server, lora="mine", learning_rate=1e-3)
     other = run.other_adapter()
     curl(server, "/v1/unload_lora_adapter", {"lora_name": "mine-1-v1"})

@@ -64,13 +64,6 @@ def start(model: Path, tmp_path: Path) -> Start:
     return make
 
 
-def bring_first_weights(start: Start, dtype: str, url: str) -> None:
-    """Load the base weights, which other tests have replaced."""
-    run = start(dtype, url)
-    run.sync.push(0, run.learner.policy, run.learner.policy.gather())
-    run.sync.close()
-
-
 @pytest.mark.processes
 def test_an_honest_sync_is_proven(served: tuple[str, str], start: Start) -> None:
     """Float32: at every step. Bfloat16 rounds most of an update of 1e-6 away, and its noise is 0.003 nats: at step
@@ -162,7 +155,7 @@ def test_an_adapter_that_is_listed_and_not_used(served: tuple[str, str], start: 
     can see it. Float32: at step 2, since an adapter that begins at zero moves less than the weights. Bfloat16: at step
     4, with 1e-4, a usual learning rate for an adapter."""
     dtype, url = served
-    bring_first_weights(start, dtype, url)
+    start(dtype, url).push_base()  # other tests have replaced it
     tamper = sabotage.old_bytes() if fault == "old bytes" else sabotage.not_applied
     with sabotage.sabotaged(url, tamper) as proxy:
         rate = LEARNING_RATE if dtype == "float32" else 1e-4

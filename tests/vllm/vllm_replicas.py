@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.server_metrics import Load
 from agentfactory.trainers.server_control import ServerControl, SyncError
+from benchmarks.sabotage import Run
 from tests.conftest import REPOSITORY
 from tests.recording_proxy import record
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import VLLM_PYTHON, serve
-from tests.trainers.test_sabotage import Run
 
 STEPS, CHAINS, TURNS = 3, 8, 6
 BLOCK = 32
@@ -159,7 +158,7 @@ def test_a_replica_that_alone_keeps_old_weights_is_caught(
 ) -> None:
     old = tmp_path / "old.safetensors"
     shutil.copy(model / "model.safetensors", old)
-    run = Run(model, Accelerator(cpu=True), tmp_path / "sync", "float32", mended, learning_rate=1e-4)
+    run = Run("run-1", model, tmp_path, mended, adapters=False, learning_rate=1e-4)
     run.publish(0)
     run.train()
     run.publish(1)
