@@ -395,7 +395,7 @@ known = st.one_of(
 def test_what_is_written_is_read_back(name: str) -> None:
     parser = parser_of(name)
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=120, deadline=None)
     @given(st.lists(known, min_size=1, max_size=1 if name == "react" else 3))
     def check(calls: list[Call]) -> None:
         if name == "gemma4":  # its keys have no quotes
@@ -409,7 +409,7 @@ def test_what_is_written_is_read_back(name: str) -> None:
     check()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text.filter(lambda code: "`" not in code and "\r" not in code))
 def test_code_is_read_back(code: str) -> None:
     parser = parser_of("code_block")
