@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -198,11 +199,15 @@ async def test_it_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
         assert str(server.getsockname()[1]) in (without.result or ""), "or the test would prove nothing"
 
 
+WRITES_TOO_MUCH = "File too large|its files took more than 8 MiB"
+"""The program's own error or the measure of its folder, whichever comes first."""
+
+
 @pytest.mark.parametrize(
     ("script", "limits", "problem"),
     [
         ("x = bytearray(900 << 20); import time; time.sleep(60)", {"memory_mb": 300}, "more than 300 MiB of memory"),
-        ("import time; open('f', 'wb').write(bytes(9 << 20)); time.sleep(60)", {"disk_mb": 8}, "File too large"),
+        ("import time; open('f', 'wb').write(bytes(9 << 20)); time.sleep(60)", {"disk_mb": 8}, WRITES_TOO_MUCH),
         (
             "import time\nfor i in range(3): open(f'f{i}', 'wb').write(bytes(5 << 20))\ntime.sleep(60)",
             {"disk_mb": 8},
@@ -217,7 +222,7 @@ async def test_a_limit_ends_it_and_types_the_chain(
     mark = f"limit-{os.getpid()}"
     trajectory = await play(tmp_path, script, [], mark, program=limits)
     assert trajectory.outcome is Outcome.AGENT_ERROR
-    assert problem in (trajectory.error or "")
+    assert re.search(problem, trajectory.error or "")
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
