@@ -226,7 +226,7 @@ class Run:
         )
         self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), dtype)
         self.metrics: list[dict[str, float]] = []
-        """Those of each sync without an error."""
+        """The metrics of each successful sync."""
 
     def step(self, version: int) -> str:
         """Update the weights and sync them. Return the error that this raised, or ""."""

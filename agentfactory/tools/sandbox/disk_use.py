@@ -36,7 +36,7 @@ class DiskUse:
     problem: str | None = None
     """Why this is not all of it, said of the program whose folders they are."""
     locked: bool = False
-    """Whether the problem is the mode of a folder, which its owner chose."""
+    """True if the mode of a folder, which its owner chose, is the problem."""
     seconds: float = 0.0
     """Processor time of measuring."""
     _inodes: set[_Inode] = field(default_factory=set)
