@@ -45,7 +45,7 @@ class Listener:
     arguments: Callable[[Path], list[str]]
     route: str
     in_browser: bool = False
-    """Whether the key is in the address, below which `route` is; then Host and Origin count, too."""
+    """True if the key is part of the address, before `route`; Host and Origin are then checked too."""
 
 
 def _run_folder(folder: Path) -> list[str]:
