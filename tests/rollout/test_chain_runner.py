@@ -224,7 +224,8 @@ async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokeni
     assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None)
     assert "no verdict" in (trajectory.error or "")
 
-    slow = {"rollout": {"timeout_seconds": 1}}
+    # long enough for the turn before on a busy machine
+    slow = {"rollout": {"timeout_seconds": 5}}
     async with open_chains(tokenizer, Script(tokenizer, [call("wait")]), tmp_path, **slow) as (runner, _):
         trajectory = await run_one(runner)
     assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, None, 1)
@@ -250,11 +251,13 @@ async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast
         async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout=rollout) as (runner, _):
             return await run_one(runner)
 
-    for policy, reward in (("keep", 0.2), ("mask", 0.2), ("drop", None), ("retry", None)):
+    scored = {"keep": 0.2, "mask": 0.2, "drop": None, "retry": None}
+    for policy, reward in scored.items():
         trajectory = await play([write, "word " * 50], "max_tokens", policy, max_tokens=40)
         assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TOKENS, reward)
-        # time runs out in a call, and the verdict has its own
-        trajectory = await play([write, call("wait")], "timeout", policy, timeout_seconds=1)
+    # time runs out in a call, and the verdict has its own
+    plays = (play([write, call("wait")], "timeout", policy, timeout_seconds=5) for policy in scored)
+    for reward, trajectory in zip(scored.values(), await asyncio.gather(*plays), strict=True):
         assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, reward, 2)
         assert len(trajectory.turn_spans()) == 2
     slow = {"timeout_seconds": 0.3, "on_outcome": {"timeout": "keep"}}
@@ -331,7 +334,7 @@ async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast
 async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     turns = [call("write", text="a") + "\n" + call("read"), call("burn"), call("wait")]
     settings = {
-        "rollout": {"timeout_seconds": 1, "on_outcome": {"timeout": "keep"}},
+        "rollout": {"timeout_seconds": 5, "on_outcome": {"timeout": "keep"}},
         "limits": {"parallel_calls": 1},
     }
     async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **settings) as (runner, _):
@@ -364,7 +367,7 @@ async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenize
         assert 0 <= before.start <= before.end <= after.end <= trajectory.seconds + 1e-4
     # what is in none of them is little
     rest = trajectory.seconds - sum(one.end - one.start for one in trajectory.timeline if one.activity != "wait")
-    assert rest < 0.5
+    assert rest < 2
 
 
 @pytest.mark.processes

@@ -385,7 +385,7 @@ async def test_a_chain_that_runs_out_of_time_asks_for_nothing_more(tmp_path: Pat
         finally:
             gone.set()
 
-    trajectory, _ = await play(tmp_path, ["a"], run, rollout={"timeout_seconds": 1.0})
+    trajectory, _ = await play(tmp_path, ["a"], run, rollout={"timeout_seconds": 5.0})
     assert trajectory.outcome is Outcome.TIMEOUT
     assert gone.is_set()
     assert trajectory.turns == 1

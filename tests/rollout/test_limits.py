@@ -301,10 +301,10 @@ async def test_max_total_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_timeout_seconds(tmp_path: Path) -> None:
-    rollout: dict[str, Any] = {"timeout_seconds": 1}
+    rollout: dict[str, Any] = {"timeout_seconds": 5}
     trajectory = (await play([SEARCH, REST], tmp_path, rollout=rollout)).trajectory
     assert (trajectory.outcome, trajectory.stop_reason, trajectory.reward) == (Outcome.TIMEOUT, None, None)
-    assert trajectory.error == "the chain took longer than rollout.timeout_seconds=1.0"
+    assert trajectory.error == "the chain took longer than rollout.timeout_seconds=5.0"
     rollout |= {"on_outcome": {"timeout": "keep"}, "outcome_penalty": {"timeout": 0.5}}
     played = await play([SEARCH, REST], tmp_path, rollout=rollout)
     assert (played.trajectory.outcome, played.trajectory.reward) == (Outcome.TIMEOUT, 0.5)

@@ -217,7 +217,8 @@ def test_nothing_is_left_of_a_worker_that_was_killed() -> None:
 
 
 def children(module: str) -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if module in child.cmdline()]
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if module in child.cmdline()]
 
 
 THOUGHTS = [

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +163,8 @@ async def test_chains_wait_for_a_process_and_spares_are_ready(stateful: dict[str
         said = await asyncio.gather(*(live(number) for number in range(6)))
         assert all('"thoughtHistoryLength": 1' in text for text in said)
         await until_spare(toolset)
-        started = time.perf_counter()
-        await live(7)
-        assert time.perf_counter() - started < 0.3, "it did not wait for the start of a process"
+        async with toolset.chain("7", {}):
+            assert (await toolset.gauges())["environments/think/idle"] < 2, "it has a spare, and starts no process"
 
 
 async def until_spare(toolset: Any) -> None:
