@@ -3,7 +3,6 @@
 Such a process runs the command's own `main`, with arguments, environment and output of its own, as `python -m` would.
 """
 
-import gc
 import importlib
 import multiprocessing
 import os
@@ -19,6 +18,24 @@ from pathlib import Path
 
 from agentfactory.tools import parent_watch
 
+IMPORTED = [
+    *("accelerate", "aiohttp.web", "peft", "torch", "transformers", "trl.chat_template_utils"),
+    *(
+        "agentfactory.commands.main",
+        "agentfactory.launching.launcher",
+        "agentfactory.rollout.delivery",
+        "agentfactory.rollout.load_renderer",
+        "agentfactory.rollout.embedded.server",
+    ),
+    *(
+        "agentfactory.trainers.checkpoints",
+        "agentfactory.trainers.rl",
+        "agentfactory.trainers.sft",
+        "agentfactory.trainers.sync.retrying",
+    ),
+    # the tests' own main module, which multiprocessing imports in each process
+    "pytest",
+]
 COMMAND = "agentfactory.commands.main"
 ENGINE, TRAINER = "agentfactory.rollout.embedded.__main__", "agentfactory.train"
 READY_WITHIN = 120.0
@@ -28,7 +45,7 @@ _PATH = [*sys.path]
 """Python's import path before any test: user code that tests load adds folders to it."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preloaded"])
+_context.set_forkserver_preload(IMPORTED)
 
 
 class Forked:
@@ -93,7 +110,6 @@ def _run(
     os.environ.update(environment)
     # what the server of forks imports has chosen one already, by other variables
     tempfile.tempdir = None
-    gc.enable()
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     if typed is not None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@cache
 def renderer_of(family: Family, **options: Any) -> TemplateRenderer:
-    """The renderer that a run would have, without being told the format."""
+    """The renderer that a run would have, without being told the format; the same for all tests."""
     return make_renderer(tokenizer_of(family), **options)
 
 

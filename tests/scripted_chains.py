@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ class Scripted:
         assert sum(len(left) for left in answers.values()) == dropped
 
 
+@cache
+def _renderer(template: str, parser: str) -> TemplateRenderer:
+    return make_renderer(make_tokenizer(template), parser=parser)
+
+
 @asynccontextmanager
 async def scripted_chains(
     folder: Path,
@@ -89,7 +95,6 @@ async def scripted_chains(
 
     The tool `note` is there, and the reward is the number of turns; `fields` are recipe sections.
     """
-    tokenizer = renderer.tokenizer if renderer else make_tokenizer(template or trl_template("qwen2_5"))
 
     def script(prompt: list[int]) -> list[int]:
         ids = next(answers, None)
@@ -100,7 +105,8 @@ async def scripted_chains(
     (folder / "notes.py").write_text(source)
     sections = {"model": {"path": "x"}, "tools": ["notes.py:note"], "rewards": ["notes.py:turns"]}
     recipe = RolloutRecipe.model_validate({**sections, **fields})
-    used = renderer or make_renderer(tokenizer, parser=recipe.rollout.parser)
+    used = renderer or _renderer(template or trl_template("qwen2_5"), recipe.rollout.parser)
+    tokenizer = used.tokenizer
     written = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     answers = iter([[*ids, used.end_of(bool(used.parse(ids).calls))] for ids in written])
     async with (

@@ -224,7 +224,7 @@ FURTHER = [(0, "lora"), (1, "full"), (2, "full"), (2, "lora"), (4, "lora")]
     ("k", "lora"),
     [
         bound(0, "full", pytest.mark.long),
-        bound(1, "lora"),
+        bound(1, "lora", pytest.mark.long),
         bound(4, "full"),
         *(bound(*each, pytest.mark.long) for each in FURTHER),
     ],

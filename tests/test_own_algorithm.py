@@ -309,6 +309,7 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
     assert "train.advantage.options.least: got 0.2, but " in other.stderr
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_of_several_ranks_the_cause_is_told(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command

@@ -214,9 +214,9 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
         assert (planned.parts["workspace"] > plain.parts["workspace"]) == ("sliding_attention" in str(config.to_dict()))
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
     windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 100}
     check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 8192, 4, LONG, dtype)

@@ -90,7 +90,7 @@ def allocated(prof: profile) -> int:
 @pytest.mark.parametrize(
     ("shape", "lora", "batching", "dtype", "train"),
     [
-        ("qwen3", None, "packed", "float32", {}),
+        pytest.param("qwen3", None, "packed", "float32", {}, marks=pytest.mark.long),
         ("qwen3", None, "tree", "bfloat16", {}),
         ("qwen3", LORA, "packed", "bfloat16", {}),
         ("qwen3", LORA, "tree", "float32", {}),
@@ -101,7 +101,7 @@ def allocated(prof: profile) -> int:
         pytest.param(
             "llama", None, "packed", "float32", {"loss": {"kl": {"coefficient": 0.1}}}, marks=pytest.mark.long
         ),
-        ("llama", None, "tree", "bfloat16", {"algorithm": "ppo"}),
+        pytest.param("llama", None, "tree", "bfloat16", {"algorithm": "ppo"}, marks=pytest.mark.long),
         ("llama", NF4, "packed", "bfloat16", {}),
         pytest.param("llama", LORA, "tree", "float32", {"algorithm": "ppo"}, marks=pytest.mark.long),
     ],

@@ -93,7 +93,7 @@ def test_transcripts_show_a_bad_habit_and_what_its_code_gives(prepared: Path) ->
     assert turned / (2 * len(rows)) == pytest.approx(HABIT, abs=0.02)
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
     for name, seed in (("again", 0), ("other", 1)):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -102,6 +103,11 @@ def tokenizer(quickstart_run: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(quickstart_run / "prepared" / "model")
 
 
+@cache
+def renderer_of(tokenizer: PreTrainedTokenizerFast) -> TemplateRenderer:
+    return make_renderer(tokenizer)
+
+
 def call(name: str, **arguments: object) -> str:
     """A Hermes tool call."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -127,7 +133,7 @@ async def open_chains(
     """A runner of the diary against `script`; `fields` are recipe sections."""
     (folder / "diary.py").write_text(TOOLS)
     recipe = RolloutRecipe.model_validate({"model": {"path": "x"}, "tools": ["diary.py:Diary"], **fields})
-    renderer: TemplateRenderer = make_renderer(tokenizer)
+    renderer = renderer_of(tokenizer)
     async with (
         serve_script(script) as server,
         InferenceClient(server.url) as client,

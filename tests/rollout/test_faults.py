@@ -197,6 +197,7 @@ async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: 
     assert sampled == kept
 
 
+@pytest.mark.long
 async def test_a_chain_over_the_servers_context_ends_there(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
     """The recipe allows more than the server that it was given, and long prompts reach that server's limit."""
     long = {"system_prompt": "Please be so kind and look for the treasure. " * 4}

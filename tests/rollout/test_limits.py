@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.config import Limit
 from agentfactory.tools.messages import CallError, text_of
@@ -73,11 +75,16 @@ def call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+@cache
+def renderer() -> TemplateRenderer:
+    return make_renderer(make_tokenizer(trl_template("qwen2_5")))
+
+
 class Script:
     """Says the n-th of `turns` in the n-th turn of any chain."""
 
     def __init__(self, turns: list[str]):
-        self.tokenizer = make_tokenizer(trl_template("qwen2_5"))
+        self.tokenizer = renderer().tokenizer
         self.turns = turns
 
     def __call__(self, prompt: list[int]) -> list[int]:
@@ -101,7 +108,7 @@ async def open_chains(script: Script, folder: Path, **fields: Any) -> AsyncItera
         open_toolset(recipe, folder) as toolset,
     ):
         rewards = Rewards.load(recipe.rewards, folder)
-        yield ChainRunner(recipe, make_renderer(script.tokenizer), client, toolset, rewards), server
+        yield ChainRunner(recipe, renderer(), client, toolset, rewards), server
 
 
 @dataclass

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.staleness import Admission
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Published
@@ -86,6 +88,11 @@ class Trainer:
         self.producer.publish(Published(version, f"m{version}", f"m{version}"))
 
 
+@cache
+def renderer_of(model: Path) -> TemplateRenderer:
+    return make_renderer(load_tokenizer(str(model)))
+
+
 @asynccontextmanager
 async def training(
     quickstart_run: Path,
@@ -102,7 +109,8 @@ async def training(
     **rollout: Any,
 ) -> AsyncIterator[Trainer]:
     """Each chain waits once, as its task says, and then is done; or it talks on until it is cut."""
-    tokenizer = load_tokenizer(str(quickstart_run / "prepared" / "model"))
+    renderer = renderer_of(quickstart_run / "prepared" / "model")
+    tokenizer = renderer.tokenizer
 
     def script(prompt: list[int]) -> list[int]:
         text = tokenizer.decode(prompt)
@@ -125,7 +133,7 @@ async def training(
         open_toolset(recipe, folder) as toolset,
         Rewards.load(recipe.rewards, folder) as judges,
     ):
-        runner = ChainRunner(recipe, make_renderer(tokenizer), client, toolset, judges)
+        runner = ChainRunner(recipe, renderer, client, toolset, judges)
         order = TaskOrder([{"question": "go", **task} for task in tasks], seed=0, shuffle=False)
         admission = Admission(batch, max_staleness, total=steps * batch, version=version, started=version * batch)
         path = folder / "train.jsonl"

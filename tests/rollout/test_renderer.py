@@ -3,6 +3,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ TEMPLATES = {
 }
 
 
+@cache
 def renderer_of(name: str, **options: Any) -> TemplateRenderer:
     """Tokens of the tokenizer may span any characters where the template is to merge them with a newline."""
     merges = name == "merges a newline"

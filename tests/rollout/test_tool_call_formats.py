@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ TEMPLATES = {
 }
 
 
+@cache
 def renderer_of(parser: str, template: str | None = None, **options: Any) -> TemplateRenderer:
     source = template if template and "{" in template else trl_template(template or TEMPLATES[parser])
     special = dict.fromkeys([*SPECIAL.findall(source), "<bos>", "<|endoftext|>"])

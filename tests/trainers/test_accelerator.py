@@ -196,7 +196,10 @@ def test_an_adapter_trained_under_fsdp2_is_loaded_by_peft_and_by_the_server(
             ),
             marks=pytest.mark.long,
         ),
-        (None, ["--cpu", "--num_processes", "2"], False, "but accelerate set up 1 process(es) as NO"),
+        pytest.param(
+            *(None, ["--cpu", "--num_processes", "2"], False, "but accelerate set up 1 process(es) as NO"),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             *(CONFIGURATION + "distributed_type: MULTI_CPU\nuse_cpu: true\n", [], False, "accelerate set up 1 process"),
             marks=pytest.mark.long,

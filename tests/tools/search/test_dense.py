@@ -129,7 +129,7 @@ def test_vectors_of_a_killed_build_are_kept(tmp_path: Path, model: str, monkeypa
         assert passage.id in [found.id for found in opened.search(passage.text.split()[0], 2)]
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @needs_packages
 @pytest.mark.processes
 def test_a_dense_index_is_built_and_served_by_commands(
