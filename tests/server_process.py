@@ -6,14 +6,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from agentfactory.rollout import serving
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.tools import parent_watch
+from agentfactory.tools.loopback import is_loopback
 from tests.forked import start_engine
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
@@ -21,6 +24,22 @@ VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 
 EMBEDDED = "agentfactory.rollout.embedded"
 _START_SECONDS = 300.0
+
+
+def listening(pid: int) -> list[Any]:
+    """The addresses on which a process and its descendants listen, and receive datagrams."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    found = []
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            found += [each.laddr for each in process.net_connections("inet") if not each.raddr]
+    return found
+
+
+def only_loopback(pid: int) -> bool:
+    """Whether it listens, and only where other machines cannot connect."""
+    addresses = listening(pid)
+    return bool(addresses) and all(is_loopback(address.ip) for address in addresses)
 
 
 @contextmanager
@@ -46,6 +65,8 @@ def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = No
             assert server.poll() is None, serving.explain(lines) or lines[-20:]
             assert time.monotonic() < deadline, lines[-20:]
             time.sleep(0.1)
+        # also what vLLM's own processes use to find each other
+        assert only_loopback(server.pid), listening(server.pid)
         yield url
     finally:
         server.terminate()

@@ -14,9 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -29,6 +27,7 @@ from agentfactory.tools.server_keys import key_header
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import COMMAND, Forked, start_ranks
+from tests.server_process import listening, only_loopback
 from tests.tools.search.corpora import index_of
 from tests.waiting import wait_for
 
@@ -58,22 +57,6 @@ LISTENERS = {
     "tools serve": Listener(lambda folder: ["tools", "serve", "calculator", "--http", "0"], "/mcp"),
     "index serve": Listener(lambda folder: ["index", "serve", str(index_of(folder)), "--port", "0"], "/retrieve"),
 }
-
-
-def listening(pid: int) -> list[Any]:
-    """The addresses on which a process and its descendants listen, and receive datagrams."""
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    found = []
-    for process in family:
-        with suppress(psutil.NoSuchProcess):
-            found += [each.laddr for each in process.net_connections("inet") if not each.raddr]
-    return found
-
-
-def only_loopback(pid: int) -> bool:
-    """Whether it listens, and only where other machines cannot connect."""
-    addresses = listening(pid)
-    return bool(addresses) and all(ip_address(address.ip).is_loopback for address in addresses)
 
 
 def status_of(url: str, route: str, **headers: str) -> int:

@@ -1,7 +1,6 @@
 """Checks a recipe's fields against each other, this machine's files and the user's own code."""
 
 import ast
-import ipaddress
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from agentfactory.rollout.serving import missing_from
 from agentfactory.tools.environment import Environment, check_machine_for, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.images.decode import is_path
+from agentfactory.tools.loopback import is_loopback
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code import UserCodeError, load_object
@@ -471,7 +471,7 @@ def _check_server(recipe: Recipe, lack: Lack) -> None:
         raise SettingError("server.quantization", *fault)
     if server.engine == "vllm":
         _check_vllm(recipe, lack)
-    elif not _is_loopback(server.host) and not server.api_key_env:
+    elif not is_loopback(server.host) and not server.api_key_env:
         raise SettingError(
             "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
         )
@@ -488,7 +488,7 @@ def _check_server(recipe: Recipe, lack: Lack) -> None:
 
 def _check_vllm(recipe: Recipe, lack: Lack) -> None:
     server, python = recipe.server, recipe.server.python
-    if not _is_loopback(server.host) and not server.api_key_env:
+    if not is_loopback(server.host) and not server.api_key_env:
         raise SettingError(
             "server.host",
             f"got {server.host!r}, which others can reach: no key guards the routes that change vLLM's weights",
@@ -509,10 +509,3 @@ def _check_vllm(recipe: Recipe, lack: Lack) -> None:
     elif missing is not None:
         problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
         lack("server.python", problem, "run `pip install --no-deps .` with it, in AgentFactory's folder")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

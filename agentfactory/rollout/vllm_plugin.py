@@ -1,10 +1,13 @@
-"""vLLM plugin: loads full weights from safetensors files, and computes digests that prove them.
+"""vLLM plugin: loads full weights from safetensors files, computes digests that prove them, and keeps the stores of
+vLLM's own processes on loopback.
 
 vLLM loads it automatically in the environment in which this package is installed (entry point group
 `vllm.general_plugins`). A server accepts such weights if it is started with `--weight-transfer-config '{"backend":
 "file"}'`. Imported only by vLLM's processes.
 """
 
+import importlib
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.distributed.utils
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,13 +27,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from agentfactory.rollout.weight_digest import UNKNOWN, weight_digest
+from agentfactory.tools.loopback import is_loopback
 
 BACKEND = "file"
 
 
 def register() -> None:
-    """Register the backend in this process, and our digests for /weight_checker, whatever the backend. vLLM calls this
-    in each of its processes, possibly more than once."""
+    """Register the backend in this process, our digests for /weight_checker, whatever the backend, and LoopbackStore.
+    vLLM calls this in each of its processes, possibly more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
     from vllm.model_executor.model_loader import weight_checksum
@@ -36,6 +42,25 @@ def register() -> None:
     weight_checksum.compute_tensor_digests = used_weights_digests
     if worker := sys.modules.get("vllm.v1.worker.gpu_worker"):
         worker.compute_tensor_digests = used_weights_digests  # type: ignore[attr-defined]
+    # the function of this name hides the module
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    for module in (torch.distributed, rendezvous, vllm.distributed.utils):
+        module.TCPStore = LoopbackStore  # type: ignore[attr-defined, misc, union-attr]
+
+
+class LoopbackStore(TCPStore):
+    """The store through which workers on one machine find each other, as in TCPStore. torch's listens on all interfaces
+    without a key, and vLLM unpickles what it reads there; this one listens on loopback if its address is that."""
+
+    def __init__(
+        self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
+    ):
+        if is_master and is_loopback(host_name) and options.get("master_listen_fd") is None:
+            family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
+            listener = socket.create_server((host_name, port), family=family, backlog=max(world_size or 0, 128))
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+        super().__init__(host_name, port, world_size, is_master, **options)
 
 
 @dataclass

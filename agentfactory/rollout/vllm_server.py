@@ -10,7 +10,6 @@ import contextlib
 import gc
 import http.client
 import importlib.metadata
-import ipaddress
 import json
 import os
 import socket
@@ -24,9 +23,15 @@ from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, p
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.loopback import is_loopback, loopback_interface
 from agentfactory.tools.server_keys import published_key
 
 _POLL_SECONDS = 0.2
+_OF_SEVERAL_MACHINES = {
+    *("--nnodes", "--node-rank", "--master-addr", "--distributed-executor-backend"),
+    *("--data-parallel-address", "--data-parallel-backend", "--data-parallel-start-rank"),
+}
+"""Flags of vLLM with which its workers may be on other machines."""
 _VERSION = importlib.metadata.version
 
 
@@ -82,10 +87,6 @@ def _reserve(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         _fail(f"cannot listen on {host}:{port}: {error}")
     return reserved
-
-
-def _public(bound: socket.socket) -> bool:
-    return not ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
 def _pass_on_transfer(config: str) -> list[str]:
@@ -169,7 +170,7 @@ def main() -> None:
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
         _fail(f"--api-key-env {args.api_key_env}: this environment variable is not set")
     reserved = _reserve(args.host, args.port)
-    if _public(reserved) and not api_key:
+    if not is_loopback(reserved.getsockname()[0]) and not api_key:
         _fail(f"--host {args.host} is a public address: it needs --api-key-env")
     port = reserved.getsockname()[1]
     if args.weight_transfer_config is not None:
@@ -181,6 +182,9 @@ def main() -> None:
         from vllm.platforms import current_platform
     except ImportError as error:
         _fail(f"vLLM cannot be imported by {sys.executable}: {error}")
+    if not _OF_SEVERAL_MACHINES & {flag.partition("=")[0] for flag in flags} and (name := loopback_interface()):
+        # otherwise gloo listens at the address of the machine's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if current_platform.is_cpu():
         flags += _set_up_cpu(flags, args.data_parallel_size * args.tensor_parallel_size)
     with contextlib.ExitStack() as cleanup:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -133,14 +134,14 @@ def _check_neighbours(path: Path) -> None:
     Python has only one module per name, so a file in another folder may have taken it. Checks `path` and the imported
     modules of its folder. Raises UserCodeError.
     """
-    files, folder = [path], str(path.parent)
+    files, folder = [path], f"{path.parent}{os.sep}"
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         # thousands of modules may be loaded: no Path for each
-        if file and file.endswith(".py") and os.path.dirname(file) == folder and file != str(path):
-            files.append(Path(file))
+        if file and file.startswith(folder) and file.endswith(".py") and os.sep not in file[len(folder) :]:
+            files += [Path(file)] if file != str(path) else []
     for file in files:
-        for name in sorted(_imports(file)):
+        for name in sorted(_imports(file.read_bytes())):
             place = path.parent.joinpath(*name.split("."))
             own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
             found = _origin(name) if own else None
@@ -152,10 +153,11 @@ def _check_neighbours(path: Path) -> None:
                 )
 
 
-def _imports(file: Path) -> set[str]:
+@lru_cache
+def _imports(source: bytes) -> set[str]:
     """Return every module that a file may import by its full name, at its beginning or later."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 from torch.distributed import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from agentfactory.tools.loopback import is_loopback, loopback_interface
 from agentfactory.tools.notices import tell
 from agentfactory.trainers.config import PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
@@ -51,10 +51,10 @@ def init_method(urls: Iterable[str]) -> str | None:
         if first:
             tell(logger, "open ports", _REACHABLE.format(_address()), see=_PAGE)
         return None
-    loopback = next((name for name, found in psutil.net_if_addrs().items() if _LOOPBACK in _ips(found)), None)
+    loopback = loopback_interface()
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        if all(_is_loopback(url) for url in urls):
+        if all(is_loopback(urlsplit(url).hostname or "") for url in urls):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
@@ -79,15 +79,6 @@ _LAUNCHER = (
 
 def _address() -> str:
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-
-
-def _ips(found: Iterable[Any]) -> list[str]:
-    return [each.address for each in found]
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _store_file() -> Path:

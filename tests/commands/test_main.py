@@ -297,7 +297,11 @@ def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> 
     [
         ("agentfactory.tools.serve", {"torch", "transformers", "numpy", "aiohttp"}),
         ("agentfactory.rollout.worker", {"torch", "accelerate", "scipy", "datasets"}),
-        ("agentfactory.launching.trainer_process", {"peft", "bitsandbytes", "mcp", "datasets", "matplotlib"}),
+        pytest.param(
+            "agentfactory.launching.trainer_process",
+            {"peft", "bitsandbytes", "mcp", "datasets", "matplotlib"},
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_the_processes_of_a_run_load_only_what_they_need(tmp_path: Path, module: str, spared: set[str]) -> None:

@@ -125,7 +125,7 @@ def test_two_turns_with_two_images_each(model: Path, static: bool) -> None:
     assert len({tuple(turn.tokens) for turn in turns}) > 1
 
 
-@pytest.mark.parametrize("chunk", [7, 16])
+@pytest.mark.parametrize("chunk", [7, pytest.param(16, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("static", [False, True])
 def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
     model: Path, chunk: int, static: bool, monkeypatch: pytest.MonkeyPatch

@@ -606,7 +606,13 @@ def seeing_network(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module", params=[(engine, kind) for engine in ENGINES for kind in KINDS], ids="-".join)
+def of_ci(engine: str, kind: str) -> Any:
+    """vLLM of Qwen2.5-VL is in CI in tests/vllm/vllm_vision_training.py."""
+    marks = [pytest.mark.long] if (engine, kind) == ("vllm", "qwen2_5_vl") else []
+    return pytest.param((engine, kind), marks=marks, id=f"{engine}-{kind}")
+
+
+@pytest.fixture(scope="module", params=[of_ci(engine, kind) for engine in ENGINES for kind in KINDS])
 def seeing_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     engine, kind = request.param
     model = make_vision_model(tmp_path_factory.mktemp("vision") / kind, kind)

@@ -283,4 +283,4 @@ def test_the_embedded_engine_stops(habit: Path, tmp_path: Path) -> None:
     (model,) = (habit / "checkpoints").glob("step-*")
     with serve({"model": {"path": str(model), "dtype": "float32"}, "server": server}, tmp_path) as url:
         for template in (KEEPS, DROPS):
-            print(template.name, play_habit(habit, server, url, template, 24))  # real vLLM plays 200
+            print(template.name, play_habit(habit, server, url, template, 12))  # real vLLM plays 200

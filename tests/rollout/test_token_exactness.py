@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def check_rows(trajectories: list[Trajectory], exchanges: list[tuple[dict, list[
 
 def sampled_spans(row: Row) -> list[tuple[int, int]]:
     """Runs of sampled tokens; a turn is followed by context, so each is one turn."""
-    edges = [i for i in range(len(row.mask) + 1) if (row.mask[i - 1] if i else 0) != [*row.mask, 0][i]]
+    edges = [i for i, (before, here) in enumerate(pairwise([0, *row.mask, 0])) if before != here]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

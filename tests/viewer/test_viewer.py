@@ -127,6 +127,7 @@ def traces(page: "Page", chart: str) -> list[dict[str, Any]]:
 # ---- curves
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_curves_of_several_runs_are_drawn_in_one_plot(viewer: str, page: "Page", quickstart_run: Path) -> None:
     page.goto(viewer)
@@ -979,6 +980,7 @@ def test_an_exported_file_works_by_itself(
     assert str(folders[1].parent) not in file.read_text(encoding="utf-8")
 
 
+@pytest.mark.extended
 def test_the_filters_of_an_exported_file_are_those_of_the_server(
     file_page: "tuple[Page, list[str]]", viewer: str
 ) -> None:

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from agentfactory.rollout.embedded.allocator import keep_freed_memory
 from agentfactory.rollout.stop_strings import Decode
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.loopback import is_loopback
 from agentfactory.tools.server_keys import published_key
 
 
@@ -55,10 +55,6 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         _fail(f"cannot listen on {host}:{port}: {error}")
     return bound
-
-
-def _loopback(bound: socket.socket) -> bool:
-    return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
 async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -> None:
@@ -163,7 +159,7 @@ def main() -> None:
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
         _fail(f"--api-key-env {args.api_key_env}: this environment variable is not set")
     bound = _bind(args.host, args.port)
-    if not _loopback(bound) and not api_key:
+    if not is_loopback(bound.getsockname()[0]) and not api_key:
         _fail(f"--host {args.host} is a public address: it needs --api-key-env")
     with cleanup:
         try:

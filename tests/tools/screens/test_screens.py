@@ -118,7 +118,7 @@ async def screen(server: str) -> AsyncIterator[Screen]:
 
 @pytest.fixture
 async def hasty_screen(server: str) -> AsyncIterator[Screen]:
-    """A screen for pages that hang."""
+    """A screen for pages that hang, and for what does not answer."""
     made = Screen(**SIZE, seconds=5.0, allowed=[server])
     yield made
     await made.close()
@@ -163,7 +163,11 @@ async def test_a_seed_gives_the_same_picture(screen: Screen) -> None:
     assert not np.array_equal(first, other)
 
 
-@pytest.mark.parametrize("coordinates", [Coordinates.RELATIVE1000, Coordinates.RELATIVE1, Coordinates.PIXELS])
+@pytest.mark.parametrize(
+    "coordinates",
+    [Coordinates.RELATIVE1000]
+    + [pytest.param(other, marks=pytest.mark.extended) for other in (Coordinates.RELATIVE1, Coordinates.PIXELS)],
+)
 async def test_places_are_read_as_the_model_states_them(coordinates: Coordinates) -> None:
     screen = Screen(**SIZE, scale=2.0)
     try:
@@ -196,6 +200,7 @@ async def test_marks_are_clicked_by_number() -> None:
         await screen.close()
 
 
+@pytest.mark.extended
 async def test_elements_in_frames_have_marks(server: str) -> None:
     screen = MarkedScreen(**SIZE, seconds=5.0, allowed=[server])
     try:
@@ -288,6 +293,7 @@ async def test_hostile_pages_are_typed_and_the_next_chain_is_well(hasty_screen: 
         await screen.click(20, 20)
 
 
+@pytest.mark.extended
 async def test_what_the_model_is_told(screen: Screen, server: str) -> None:
     await screen.reset(**at(server, "/asks"))
     assert (await screen.click(160, 120))["observation"][0] == "A dialog said 'Sure?'; it was refused."
@@ -362,6 +368,7 @@ async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None
         await other.close()
 
 
+@pytest.mark.extended
 async def test_no_other_way_pastes_it_either(screen: Screen, server: str) -> None:
     other = Screen(**SIZE)
     try:
@@ -382,6 +389,7 @@ async def test_no_other_way_pastes_it_either(screen: Screen, server: str) -> Non
         await other.close()
 
 
+@pytest.mark.extended
 async def test_no_key_stays_held_where_another_is_unknown(screen: Screen) -> None:
     await screen.reset(page="login", seed=1)
     with pytest.raises(ValueError, match="keys: got 'Shift\\+Foo'"):
@@ -473,6 +481,7 @@ def test_options_are_checked_with_the_recipe(options: dict[str, Any], message: s
     assert f"mcp_servers.it.{message}" in str(raised.value)
 
 
+@pytest.mark.extended
 async def test_a_page_that_is_not_there_is_no_task(server: str) -> None:
     screen = Screen(**SIZE, allowed=[server])
     try:
@@ -482,6 +491,7 @@ async def test_a_page_that_is_not_there_is_no_task(server: str) -> None:
         await screen.close()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("check", ["document.nothing.text == 1", "document.title ==", "return 1"])
 async def test_a_check_that_raises_is_named(check: str, server: str) -> None:
     screen = Screen(**SIZE, allowed=[server])
@@ -493,6 +503,7 @@ async def test_a_check_that_raises_is_named(check: str, server: str) -> None:
         await screen.close()
 
 
+@pytest.mark.extended
 async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
     screen = Screen(**SIZE, allowed=[server])
     try:
@@ -624,22 +635,22 @@ async def test_a_chain_cancelled_while_it_opens_leaves_nothing(screen: Screen, s
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["node", "chromium"])
-async def test_chains_go_on_after_what_a_browser_runs_on_is_killed(screen: Screen, server: str, name: str) -> None:
+async def test_chains_go_on_after_the_browser_is_killed(hasty_screen: Screen, server: str, name: str) -> None:
     other = Screen(**SIZE, seconds=5.0, allowed=[server])
     before = set(psutil.Process().children(recursive=True))
     try:
-        await screen.reset(**at(server, "/plain"))
+        await hasty_screen.reset(**at(server, "/plain"))
         await other.reset(page="form")
         started = [child for child in psutil.Process().children(recursive=True) if child not in before]
         programs = [process for process in started if process.name().startswith("chromium")]
-        acting = asyncio.gather(screen.wait(1.0), other.wait(1.0), return_exceptions=True)
+        acting = asyncio.gather(hasty_screen.wait(1.0), other.wait(1.0), return_exceptions=True)
         await asyncio.sleep(0.5)
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 if process.name().startswith(name):
                     process.kill()
         assert all(isinstance(error, ToolInfrastructureError) for error in await acting)
-        for one in (screen, other):
+        for one in (hasty_screen, other):
             await one.release()
             await one.reset(page="form")
             await one.click(20, 20)
