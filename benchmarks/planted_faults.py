@@ -132,7 +132,7 @@ FAULTS = (
         "rollout/client.py",
         'versions, choice["finish_reason"] == "length", [1]',
         "versions, False, [1]",
-        "rollout/test_client.py",
+        "rollout/test_chain_runner.py",
     ),
     Fault(
         "closing-token", "rollout/template_renderer.py", "ids[-1:] == [end]", "bool(ids)", "rollout/test_renderer.py"
@@ -195,7 +195,7 @@ FAULTS = (
         "half, total = most // 4,",
         "tools/test_truncation.py",
     ),
-    Fault("sandbox-network", "tools/sandbox/bubblewrap.py", ' "--unshare-net",', "", "tools/test_sandbox.py"),
+    Fault("sandbox-network", "tools/sandbox/bubblewrap.py", ' "--unshare-net",', "", "tools/test_shell.py"),
     Fault(
         "purchase",
         "tools/webshop/reward.py",

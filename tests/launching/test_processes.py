@@ -74,6 +74,15 @@ def test_leaving_ends_grandchildren_too(tmp_path: Path, first: signal.Signals | 
     wait_for(lambda: is_gone(grandchild))
 
 
+@apart
+def test_a_child_is_stopped_with_its_own_children(tmp_path: Path) -> None:
+    with Children() as children:
+        child = start(children, tmp_path, "family", FAMILY, str(tmp_path / "pid"))
+        grandchild = int(written(tmp_path / "pid"))
+        children.stop(child)
+        assert is_gone(grandchild), "while other children may go on"
+
+
 @pytest.mark.extended
 @apart
 def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:

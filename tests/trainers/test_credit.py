@@ -224,6 +224,16 @@ def test_generalised_advantages_step_over_tool_tokens(make_recipe: Make) -> None
     assert done.metrics["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_turn_rewards_are_paid_at_the_last_token_of_their_turn(make_recipe: Make) -> None:
+    """With values of 0 and lambda 0, a token's return is the reward that is paid at it: the turns have 2 tokens and 1,
+    and the chain's reward of 1 is paid at the last."""
+    recipe = make_recipe(algorithm="ppo", advantage={"gae_lambda": 0.0})
+    pair = with_rewards(chain(1.0), [2.0, 0.5]), with_rewards(chain(0.0), [0.0, 4.0])
+    done = credited(recipe, group(*pair), scores=[{"value": [0.0] * 3}] * 2)
+    returns = [pytest.approx(row.streams["return"]) for row in done.rows]
+    assert returns == [[0.0, 2.0, 1.5], [0.0, 0.0, 4.0]]
+
+
 def test_only_uncertain_tokens_are_trained(make_recipe: Make) -> None:
     recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"scale": "none"})
     scores = [{"entropy": [0.1, 0.9, 0.2]}, {"entropy": [0.8, 0.7, 0.3]}]
