@@ -149,14 +149,14 @@ FAULTS = (
         "rollout/embedded/sampling.py",
         "scaled = scaled / torch",
         "scaled = scaled * torch",
-        "rollout/test_embedded_engine.py",
+        "rollout/test_embedded_server.py",
     ),
     Fault(
         "stale-cache",
         "rollout/embedded/engine.py",
         "        self._forget(np.ones_like(self._held))\n        return True",
         "        return True",
-        "rollout/test_embedded_engine.py",
+        "rollout/test_embedded_server.py",
     ),
     Fault(
         "image-places",
