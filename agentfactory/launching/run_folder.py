@@ -209,7 +209,7 @@ class RunFolder:
                 check_tree(part, self.within)
             # the images of a long run are many, and each is checked when it is read
             check_tree(self.images, self.within, depth=0)
-        except RefusedFileError as error:
+        except OSError as error:
             raise RunFolderError(f"{option}: {error}") from None
 
     def need_checkpoint(self) -> Path:

@@ -23,10 +23,12 @@ from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, p
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.loopback import is_loopback, loopback_interface
+from agentfactory.tools.loopback import is_loopback, listeners_users, loopback_interface
 from agentfactory.tools.server_keys import published_key
 
 _POLL_SECONDS = 0.2
+_HEALTH = "/health"
+"""The only route without a key."""
 _OF_SEVERAL_MACHINES = {
     *("--nnodes", "--node-rank", "--master-addr", "--distributed-executor-backend"),
     *("--data-parallel-address", "--data-parallel-backend", "--data-parallel-start-rank"),
@@ -129,7 +131,9 @@ def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
     def ask(method: str, path: str, body: object = None, replica: int | None = None) -> str | None:
         """Return the answer; None if there is none, or if it is an error."""
         connection = http.client.HTTPConnection(host, port)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+        headers = {"Content-Type": "application/json"}
+        if path != _HEALTH:
+            headers["Authorization"] = f"Bearer {api_key}"
         if replica is not None:
             headers[REPLICA_HEADER] = str(replica)
         try:
@@ -146,8 +150,12 @@ def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
         body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
         return ask("POST", "/inference/v1/generate", body, replica) is not None
 
-    while ask("GET", "/health") is None:
+    while ask("GET", _HEALTH) is None:
         time.sleep(_POLL_SECONDS)
+    # until vLLM listens, another user can listen on the port that we only reserve, and would get the key
+    if listeners_users(port) - {os.geteuid()}:
+        print(f"error: another user listens on port {port}; fix: server.port=0 takes a free one", file=sys.stderr)
+        os._exit(1)
     try:
         replicas: list[int | None] = [*range(len(parse_loads(ask("GET", METRICS_ROUTE) or "")))]
     except ValueError:  # --disable-log-stats

@@ -1,8 +1,17 @@
-"""Loopback addresses, which only this machine reaches, and their network interface."""
+"""Loopback addresses, their network interface, and the users at both ends of connections over them: other users of a
+machine reach its loopback addresses too."""
 
 import ipaddress
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+
+_Address = tuple[str, int]
+_ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"
 
 
 def is_loopback(host: str) -> bool:
@@ -17,3 +26,62 @@ def loopback_interface() -> str | None:
     """Return the name of the interface that has 127.0.0.1; None if there is none."""
     addresses = psutil.net_if_addrs().items()
     return next((name for name, found in addresses if any(each.address == "127.0.0.1" for each in found)), None)
+
+
+def listeners_users(port: int) -> set[int]:
+    """Return the ids of the users whose processes listen on a TCP port of this machine; empty if nobody does, or if the
+    system does not say (Linux does)."""
+    return {each.user for each in _sockets() if each.state == _LISTEN and each.here[1] == port}
+
+
+def own_sockets() -> set[str]:
+    """Return the inodes of the sockets that this process has open; empty if the system does not say (Linux does)."""
+    found = set()
+    with suppress(FileNotFoundError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                found.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("socket:").strip("[]"))
+    return found
+
+
+def has_foreign_peer(earlier: Collection[str]) -> bool:
+    """Return whether the other end of a loopback connection of this process is not open in a process of the same user.
+    Those of `earlier` sockets do not count."""
+    sockets, new = _sockets(), own_sockets().difference(earlier)
+    # what has been closed already belongs to nobody
+    trusted = {(each.here, each.there) for each in sockets if each.user == os.geteuid() and each.state == _ESTABLISHED}
+    return any(
+        (each.there, each.here) not in trusted
+        for each in sockets
+        if each.inode in new and each.state in (_ESTABLISHED, _CLOSE_WAIT) and is_loopback(each.there[0])
+    )
+
+
+@dataclass(frozen=True)
+class _Socket:
+    """A TCP socket of this machine, as in proc_net_tcp(5)."""
+
+    here: _Address
+    there: _Address
+    state: str
+    user: int
+    inode: str
+
+
+def _sockets() -> list[_Socket]:
+    found = []
+    for name in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):
+            for line in Path("/proc/net", name).read_text(encoding="ascii").splitlines()[1:]:
+                _, here, there, state, _, _, _, user, _, inode, *_ = line.split()
+                found.append(_Socket(_address(here), _address(there), state, int(user), inode))
+    return found
+
+
+def _address(text: str) -> _Address:
+    """Return the address and the port of text such as 0100007F:1F90, whose words of 32 bits are little-endian."""
+    words, _, port = text.partition(":")
+    parts = (bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+    address = ipaddress.ip_address(b"".join(parts))
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address), int(port, 16)

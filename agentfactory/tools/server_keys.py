@@ -70,14 +70,23 @@ def pinned(url: str) -> str:
     if parts.hostname is None or _is_address(parts.hostname):
         return url
     for host, port in _addresses(url):
-        if key_file(host, port).exists():
+        if _is_left(key_file(host, port)):
             return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()
     return url
 
 
 def key_file_of(url: str) -> Path | None:
     """Return the file with the key that the server at `url` has left for this user; None if there is none."""
-    return next((file for address in _addresses(url) if (file := key_file(*address)).exists()), None)
+    return next((file for address in _addresses(url) if _is_left(file := key_file(*address))), None)
+
+
+def _is_left(file: Path) -> bool:
+    """Return whether a server has left its key. Raises SettingError if the folder is another user's."""
+    try:
+        return file.exists()
+    except PermissionError:
+        _check_private(file.parent)
+        raise
 
 
 def find_key(url: str) -> str | None:

@@ -24,6 +24,10 @@ _KINDS = {
 }
 
 
+_DEEPEST = 64
+"""Levels of folders that are looked into."""
+
+
 class RefusedFileError(OSError):
     """A file or folder that is not opened; the message gives the path, the reason and a fix."""
 
@@ -31,7 +35,9 @@ class RefusedFileError(OSError):
         super().__init__(None, f"{problem}; fix: {fix}", str(path))
 
     def __str__(self) -> str:
-        return f"{self.filename} {self.strerror}"
+        # a name can hold the control sequences of a terminal
+        name = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in self.filename)
+        return f"{name} {self.strerror}"
 
 
 def open_file(path: Path, within: Path | None = None) -> BufferedReader:
@@ -101,6 +107,8 @@ def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
     levels below it (None: all)."""
     for name, kind in entries_of(path, within).items():
         if kind == stat.S_IFDIR:
+            if len((path / name).relative_to(within).parts) > _DEEPEST:
+                raise RefusedFileError(path / name, f"is more than {_DEEPEST} folders deep", "delete it")
             if depth != 0:
                 check_tree(path / name, within, None if depth is None else depth - 1)
         elif kind != stat.S_IFREG:

@@ -17,6 +17,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from agentfactory.tools.loopback import has_foreign_peer, own_sockets
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
 from agentfactory.trainers.rendezvous import PrivacyError, init_method
 
@@ -67,6 +68,7 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
         # micro-batches differ in length, and fragment fixed segments; CUDA IPC cannot share expandable ones
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     options: dict[str, Any] = {}
+    earlier = own_sockets()
     try:
         method = init_method(recipe.server.urls)
     except PrivacyError as error:
@@ -83,6 +85,11 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     )
     group = InitProcessGroupKwargs(timeout=PATIENCE, init_method=method)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)
+    # before the first object collective, which unpickles what arrives
+    if method is not None and has_foreign_peer(earlier):
+        raise LaunchError(
+            "another user of this machine has connected to this process in place of one of ours: start the run again"
+        )
     check_launch(train, accelerator)
     return accelerator
 

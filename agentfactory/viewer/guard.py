@@ -65,8 +65,9 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
-        if scope["type"] != "http":
-            raise RuntimeError(f"{scope['type']}: nothing but HTTP is answered")
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "nothing but HTTP is answered"})
+            return
         if reason := self._refusal(scope["headers"]):
             await PlainTextResponse(f"refused: {reason}\n", 403)(scope, receive, send_guarded)
             return

@@ -177,7 +177,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     version = [-1] * len(row["token_ids"])
     for span in spans:
         number = names.index((str(span["version"]), bool(span.get("mixed"))))
-        version[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
+        start, end = (min(max(span[edge], 0), len(version)) for edge in ("start", "end"))
+        version[start:end] = [number] * (end - start)
     return {
         "token_ids": row["token_ids"].tolist(),
         "mask": row["mask"].astype(int).tolist(),

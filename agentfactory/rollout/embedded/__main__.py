@@ -46,12 +46,14 @@ def _fail(message: str) -> NoReturn:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind a socket without listening, so that a taken port is detected before the model is loaded."""
+    """Listen before the model is loaded: a taken port is detected, and nobody else can listen there and get the keys of
+    clients that come early; they wait."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen(1024)
     except (OSError, OverflowError) as error:
         _fail(f"cannot listen on {host}:{port}: {error}")
     return bound

@@ -56,7 +56,10 @@ def measure(folders: Iterable[Path]) -> DiskUse:
     """Return the disk space of `folders`."""
     use, begun = DiskUse(), thread_time()
     for folder in folders:
-        _add_folder(use, os.open(folder, _FOLDER))
+        try:
+            _add_folder(use, os.open(folder, _FOLDER))
+        except PermissionError:
+            use.problem, use.locked = f"its folder {folder.name[:40]!r} cannot be listed, so its size is unknown", True
     use.seconds = thread_time() - begun
     return use
 
