@@ -1,6 +1,7 @@
 """The shell as an environment: what the model reads, what is kept, what a command cannot do, and what is left."""
 
 import asyncio
+import multiprocessing
 import os
 import re
 import shlex
@@ -8,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -102,6 +104,26 @@ async def test_a_folder_that_a_command_has_closed_can_be_opened_again(shell: She
     assert await said(shell, "chmod 000 .") == "(no output)"
     assert await said(shell, "chmod 700 /workspace; pwd") == "/workspace cannot be entered; this begins in /\n/"
     assert await said(shell, "pwd; env | grep PWD") == "/workspace\nPWD=/workspace"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_an_ordinary_user_has_closed_is_locked() -> None:
+    """Root may list any folder, and so is never kept out."""
+
+    def measure_as_nobody() -> None:
+        os.setuid(65534)
+        sys.exit(0 if measure([folder]).locked else 1)
+
+    folder = Path(tempfile.mkdtemp())
+    try:
+        os.chown(folder, 65534, 65534)
+        folder.chmod(0)
+        process = multiprocessing.get_context("fork").Process(target=measure_as_nobody)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    finally:
+        folder.rmdir()
 
 
 def test_files_of_the_machine_are_none_of_a_sandbox_that_has_not_left_its_root() -> None:

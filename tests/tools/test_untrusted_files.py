@@ -100,3 +100,19 @@ def test_a_tree_holds_files_and_folders_only(folder: Path) -> None:
     check_tree(folder, folder, depth=0)
     (folder / "below" / "link").unlink()
     check_tree(folder, folder)
+
+
+def test_folders_nested_without_end_are_refused(tmp_path: Path) -> None:
+    deep = tmp_path
+    for _ in range(70):
+        deep /= "d"
+    deep.mkdir(parents=True)
+    with pytest.raises(RefusedFileError, match="is more than 64 folders deep; fix: delete it"):
+        check_tree(tmp_path, tmp_path)
+
+
+def test_a_message_holds_no_control_sequence_of_a_name(folder: Path) -> None:
+    os.mkfifo(folder / "\x1b[31mred")
+    with pytest.raises(RefusedFileError) as refused:
+        check_tree(folder, folder)
+    assert "\x1b" not in str(refused.value)

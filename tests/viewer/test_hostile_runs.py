@@ -9,7 +9,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
@@ -18,9 +20,10 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
-from agentfactory.viewer import growing_file
+from agentfactory.viewer import growing_file, trajectory_page
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.export import export
+from agentfactory.viewer.guard import Guard, PrivatePath
 from tests.saved_groups import write_groups
 from tests.viewer.browsing import asking
 from tests.viewer.viewer_runs import BEST, chain, credit, credited, tokenizer
@@ -304,3 +307,24 @@ def test_a_model_that_the_recipe_of_another_user_names_is_not_opened(
     follower, client = asking(run.path)
     assert client.get("/api/trajectory", params=place).json()["tokenizer"] is False
     assert "tokenizer.json is a FIFO" in str([shown.problems for shown in follower.runs])
+
+
+def test_a_version_that_goes_beyond_its_row_takes_no_memory() -> None:
+    ids, mask = np.arange(3), np.array([0, 1, 1])
+    spans = [{"version": "1", "start": -5, "end": 2**50}]
+    row = {"token_ids": ids, "mask": mask, "logprobs": np.zeros(3), "versions": spans}
+    assert trajectory_page._row(row)["version"] == [0, 0, 0]
+
+
+async def test_a_websocket_is_closed_without_a_traceback() -> None:
+    sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    guard: Any = Guard
+    await PrivatePath(guard(None, 8000), "key")({"type": "websocket", "path": "/", "headers": []}, receive, send)
+    assert sent == ["websocket.close"]
