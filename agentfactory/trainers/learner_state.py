@@ -105,9 +105,12 @@ class StateReader(dcp.FileSystemReader):
     any code; this reader accepts only what describes tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See FileSystemReader. Raises ValueError if the metadata names anything else."""
+        """See FileSystemReader. Raises ValueError if the metadata names anything else, or a file elsewhere."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
+        for stored in (metadata.storage_data or {}).values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise ValueError(f"the metadata of a training state names {stored.relative_path!r}, which is elsewhere")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

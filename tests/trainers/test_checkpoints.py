@@ -206,6 +206,12 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(
     metadata.write_bytes(pickle.dumps(Attribute()))
     with pytest.raises(ValueError, match=r"names __init__ of .*, which describes no tensor"):
         load_state(path, learner)
+    elsewhere = pickle.loads(usual)
+    for stored in elsewhere.storage_data.values():
+        stored.relative_path = f"../{stored.relative_path}"
+    metadata.write_bytes(pickle.dumps(elsewhere))
+    with pytest.raises(ValueError, match=r"names '\.\./.*', which is elsewhere"):
+        load_state(path, learner)
     metadata.write_bytes(usual)
     part = {key: value for key, value in part_of(learner).items() if key != "settings"}
     (path / "training_state").rename(tmp_path / "before")
