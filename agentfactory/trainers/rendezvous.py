@@ -90,9 +90,8 @@ def _store_file() -> Path:
         folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PrivacyError(
-            f"{folder}: another user could read or change this folder of ours; remove it, or let TMPDIR name a folder of yours"
-        )
+        fix = "remove it, or let TMPDIR name a folder of yours"
+        raise PrivacyError(f"{folder}: another user could read or change this folder of ours; {fix}")
     for file in folder.iterdir():
         pid, started, _ = file.name.split("-")
         if _start_of(int(pid)) != started:
