@@ -47,14 +47,16 @@ def own_sockets() -> set[str]:
 def has_foreign_peer(earlier: Collection[str]) -> bool:
     """Return whether the other end of a loopback connection of this process is not open in a process of the same user.
     Those of `earlier` sockets do not count."""
-    sockets, new = _sockets(), own_sockets().difference(earlier)
-    # what has been closed already belongs to nobody
-    trusted = {(each.here, each.there) for each in sockets if each.user == os.geteuid() and each.state == _ESTABLISHED}
-    return any(
-        (each.there, each.here) not in trusted
-        for each in sockets
-        if each.inode in new and each.state in (_ESTABLISHED, _CLOSE_WAIT) and is_loopback(each.there[0])
-    )
+    new = own_sockets().difference(earlier)
+    ours, trusted = set(), set()
+    # the kernel's table is no snapshot: while others connect, a read can miss a row, but not the same one each time
+    for each in (each for _ in range(5) for each in _sockets()):
+        if each.inode in new and each.state in (_ESTABLISHED, _CLOSE_WAIT) and is_loopback(each.there[0]):
+            ours.add((each.there, each.here))
+        # what has been closed already belongs to nobody
+        if each.user == os.geteuid() and each.state == _ESTABLISHED:
+            trusted.add((each.here, each.there))
+    return not ours <= trusted
 
 
 @dataclass(frozen=True)
