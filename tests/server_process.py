@@ -37,7 +37,7 @@ def listening(pid: int) -> list[Any]:
 
 
 def only_loopback(pid: int) -> bool:
-    """Whether it listens, and only where other machines cannot connect."""
+    """Return True if a process and its descendants listen, and on loopback only."""
     addresses = listening(pid)
     return bool(addresses) and all(is_loopback(address.ip) for address in addresses)
 

@@ -152,7 +152,7 @@ def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
 
     while ask("GET", _HEALTH) is None:
         time.sleep(_POLL_SECONDS)
-    # until vLLM listens, another user can listen on the port that we only reserve, and would get the key
+    # until vLLM listens, another user can listen on the port that is only reserved, and would receive the key
     if listeners_users(port) - {os.geteuid()}:
         print(f"error: another user listens on port {port}; fix: server.port=0 takes a free one", file=sys.stderr)
         os._exit(1)
