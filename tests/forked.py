@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -50,7 +51,7 @@ _context.set_forkserver_preload(IMPORTED)
 
 class Forked:
     """A running command, much as subprocess.Popen: `log` gets what it prints, stderr goes there or to `errors`, `typed`
-    is its standard input, and `environment` is beside ours."""
+    is its standard input, `open_files` bounds how many it may have open, and `environment` is beside ours."""
 
     def __init__(
         self,
@@ -59,11 +60,12 @@ class Forked:
         log: Path,
         errors: Path | None = None,
         typed: Path | None = None,
+        open_files: int | None = None,
         **environment: str,
     ):
         self.log = log
         known = {**os.environ, **parent_watch.environment(), "OMP_NUM_THREADS": "1", **environment}
-        command = (program, arguments, known, os.getcwd(), _PATH, (log, errors or log), typed)
+        command = (program, arguments, known, os.getcwd(), _PATH, (log, errors or log), typed, open_files)
         # the server of forks, and not this process, is seen to start it
         sys.audit("subprocess.Popen", program, arguments)
         self._process = _context.Process(target=_run, args=command)
@@ -101,8 +103,11 @@ def _run(
     path: list[str],
     outputs: tuple[Path, Path],
     typed: Path | None,
+    open_files: int | None,
 ) -> None:
     os.setsid()
+    if open_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
     os.chdir(folder)
     # multiprocessing has given it the tests' own
     sys.path[:] = path

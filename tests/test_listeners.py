@@ -15,18 +15,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from starlette.applications import Starlette
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.gateway.server import Gateway
+from agentfactory.tools import http_server
 from agentfactory.tools.server_keys import key_header
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 from tests.conftest import QUICKSTART, REPOSITORY
-from tests.forked import COMMAND, Forked, start_ranks
+from tests.forked import COMMAND, ENGINE, Forked, start_ranks
 from tests.server_process import listening, only_loopback
 from tests.tools.search.corpora import index_of
 from tests.waiting import wait_for
@@ -64,6 +67,17 @@ def status_of(url: str, route: str, **headers: str) -> int:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
     connection.request("POST", route, "{}", {"Content-Type": "application/json", **headers})
     return connection.getresponse().status
+
+
+def endless_header(url: str, pid: int) -> float:
+    """By how many MiB a header without end makes the process grow."""
+    parts, before, grown = urlsplit(url), psutil.Process(pid).memory_info().rss, 0
+    with socket.create_connection((parts.hostname, parts.port or 80), 10) as client, suppress(ConnectionError):
+        client.sendall(f"GET / HTTP/1.1\r\nHost: {parts.netloc}\r\n".encode())
+        for number in range(FLOOD_MB):
+            client.sendall(f"x-{number}: ".encode() + b"a" * (1 << 20) + b"\r\n")
+            grown = max(grown, psutil.Process(pid).memory_info().rss - before)
+    return grown / 2**20
 
 
 def flooded(url: str, route: str, pid: int, headers: dict[str, str]) -> tuple[int, float]:
@@ -124,6 +138,80 @@ def test_a_server_answers_its_own_user_only(served: tuple[str, Listener, int]) -
         status, grown = flooded(url, route, pid, headers)
         assert status in {0, 401, 405, 413}, status
         assert grown < FLOOD_MB / 2, f"{grown:.0f} MiB"
+    assert endless_header(url, pid) < FLOOD_MB / 8
+
+
+@pytest.mark.parametrize("command", ["view", "engine"])
+def test_idle_connections_leave_a_server_the_files_that_it_needs(
+    command: str, warm_start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    if command == "view":
+        process = Forked(COMMAND, *_run_folder(tmp_path), log=log, open_files=200)
+    else:
+        process = Forked(ENGINE, str(warm_start), "--port", "0", log=log, open_files=200)
+    idle: list[socket.socket] = []
+    try:
+        url = wait_for(lambda: log.exists() and re.search(r"http://\S+", log.read_text()))[0]
+        parts, said = urlsplit(url), log.read_text()
+        wait_for(lambda: listening(process.pid))
+        for _ in range(150):
+            idle.append(socket.create_connection((parts.hostname, parts.port or 80), 10))
+        # half of 200 are let in, and the others are closed at once
+        wait_for(lambda: sum(map(_is_closed, idle)) == 50)
+        assert psutil.Process(process.pid).num_fds() < 170
+        for client in idle:
+            client.close()
+        route = f"{parts.path}api/state" if command == "view" else "/health"
+        wait_for(lambda: _answers(url, route))
+        assert log.read_text() == said
+    finally:
+        process.kill()
+
+
+def _is_closed(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def _answers(url: str, route: str) -> bool:
+    with suppress(ConnectionError, http.client.HTTPException):
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+        connection.request("GET", route)
+        return connection.getresponse().status == 200
+    return False
+
+
+def test_a_connection_without_a_request_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it sends a header byte by byte, before or after a request."""
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Thread(target=_serve, args=(listener,), daemon=True)
+    server.start()
+    address = listener.getsockname()
+    whole = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    for before in (b"", whole):
+        with socket.create_connection(address) as client:
+            client.sendall(before)
+            if before:
+                assert client.recv(1 << 16).startswith(b"HTTP/1.1 404")
+            client.sendall(b"GET / HTTP/1.1\r\n")
+
+            def is_closed(client: socket.socket = client) -> bool:
+                with suppress(ConnectionError):
+                    client.sendall(b"x")
+                return _is_closed(client)
+
+            wait_for(is_closed)
+
+
+def _serve(listener: socket.socket) -> None:
+    http_server.serve_http(Starlette(), listener)
 
 
 def test_an_inference_server_answers_its_own_user_only(warm_server: str) -> None:
@@ -138,6 +226,7 @@ def test_an_inference_server_answers_its_own_user_only(warm_server: str) -> None
         status, grown = flooded(warm_server, "/inference/v1/generate", pid, headers)
         assert status in {0, 401, 413}, status
         assert grown < FLOOD_MB / 2, f"{grown:.0f} MiB"
+    assert endless_header(warm_server, pid) < FLOOD_MB / 8
 
 
 async def test_the_gateway_listens_on_loopback() -> None:

@@ -40,7 +40,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     if not is_free(output):
         raise ExportError(f"--output: {output} is not empty; fix: --output OTHER")
     try:
-        verify(checkpoint)
+        written = verify(checkpoint)
         is_adapter = (checkpoint / ADAPTER).is_file()
         base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
     except (DamagedCheckpointError, RunFolderError) as error:
@@ -50,10 +50,20 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     aside = output.with_name(f".{output.name}.partial")
     if aside.exists():
         shutil.rmtree(aside)
-    leave_out = (*_ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER))
-    shutil.copytree(checkpoint, aside, symlinks=True, ignore=shutil.ignore_patterns(*leave_out))
+    aside.mkdir(parents=True)
+    leave_out = {*_ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)}
+    for name in written:  # and nothing that somebody has put beside
+        if Path(name).parts[0] not in leave_out:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, aside / name, follow_symlinks=False)
     if base is not None:
-        _merge(checkpoint, base, aside)
+        try:
+            _merge(checkpoint, base, aside)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            # transformers, peft and safetensors refuse what they cannot read with any of these
+            shutil.rmtree(aside)
+            problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
+            raise ExportError(f"{problem}; fix: put the base back, or --adapter for the adapter alone") from error
     if adapter:
         _name_base(aside, named_base(checkpoint))
     set_usual_modes(aside)

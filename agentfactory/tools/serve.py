@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import uvicorn
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 from mcp.server.stdio import stdio_server
 from pydantic import ValidationError
 
-from agentfactory.tools import parent_watch
+from agentfactory.tools import http_server, parent_watch
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment, check_machine_for
 from agentfactory.tools.errors import SettingError
@@ -199,10 +198,8 @@ def serve_http(server: Server[Any], port: int, api_key_env: str | None = None) -
     app = server.streamable_http_app(stateless_http=True, json_response=True)
     port = listener.getsockname()[1]
     with server_key("127.0.0.1", port, api_key_env) as (key, where):
-        guarded = KeyGuard(app, key)
-        config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         print(f"ready http://127.0.0.1:{port}/mcp\n{where}", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        http_server.serve_http(KeyGuard(app, key), listener)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from pydantic_core import from_json
 
 JSON_BYTES = 64 << 20
 """Maximum size of a JSON file that is read as a whole."""
+_JSON_VALUES = 4 << 20
+"""Maximum number of values in such a file: a short one can take a hundred times its length in memory. A tokenizer with
+300 thousand tokens has 2 million."""
 LINE_BYTES = 128 << 20
 """Maximum length of a line of JSON lines."""
 
@@ -68,8 +71,15 @@ def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
 
 
 def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) -> dict[str, object]:
-    """Return the JSON object in a file like `read_file`. Raises ValueError if it holds anything else."""
-    found = from_json(read_file(path, most, within))
+    """Return the JSON object in a file like `read_file`. Raises ValueError if it holds anything else, or too many
+    values."""
+    content = read_file(path, most, within)
+    # each of these begins a value
+    if sum(map(content.count, (b",", b"[", b"{"))) > _JSON_VALUES:
+        raise RefusedFileError(
+            path, f"has more than {_JSON_VALUES:,} values", "replace it with the file that was written"
+        )
+    found = from_json(content)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")
     return found

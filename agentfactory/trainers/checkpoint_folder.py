@@ -104,9 +104,9 @@ def set_usual_modes(folder: Path) -> None:
         file.chmod(folder.stat().st_mode & 0o666)
 
 
-def verify(path: Path) -> None:
-    """Compares every file with its digest. Raises DamagedCheckpointError, also if the folder holds anything but files
-    and folders."""
+def verify(path: Path) -> list[str]:
+    """Compares every file that was written with its digest; returns their names. Raises DamagedCheckpointError, also if
+    the folder holds anything but files and folders."""
     try:
         digests = read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:
@@ -122,6 +122,7 @@ def verify(path: Path) -> None:
     except (OSError, ValueError) as error:
         # ValueError: a name that leads out of the folder
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+    return list(digests)
 
 
 def newest_whole(paths: list[Path]) -> Path | None:

@@ -6,8 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import uvicorn
-
+from agentfactory.tools.http_server import serve_http
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower
@@ -45,11 +44,9 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
     try:
         key = secrets.token_urlsafe(16)
         app = PrivatePath(make_app(follower, port), key)
-        # a page that was left open keeps its connection; do not wait for it
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         names = ", ".join(run.label for run in follower.runs)
         say(f"viewing {names} at http://{_HOST}:{port}/{key}/ (Ctrl-C ends it)")
-        uvicorn.Server(config).run(sockets=[listener])
+        serve_http(app, listener)
     finally:
         follower.close()
         listener.close()

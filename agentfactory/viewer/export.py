@@ -17,7 +17,7 @@ from agentfactory.viewer.query import MOST_ROWS, Query
 from agentfactory.viewer.runs import Run, ViewError
 from agentfactory.viewer.saved_groups import task_text, texts_of
 from agentfactory.viewer.series import series_of
-from agentfactory.viewer.trajectory_page import find_chain, page_of
+from agentfactory.viewer.trajectory_page import NotThere, find_chain, page_of
 
 MOST_TRAJECTORIES = 200
 MOST_BYTES = 64 * 2**20
@@ -99,7 +99,13 @@ def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
         for place in _from_coarse_to_fine(len(rows)):
             row = rows[place]
             chain = find_chain(follower, run, row["file"], row["byte"], row["place"])
-            page = page_of(follower, chain, partial(_inside, chain.run))
+            try:
+                page = page_of(follower, chain, partial(_inside, chain.run))
+            except NotThere as error:
+                chain.run.note(str(error))
+                continue
+            # without paths, because an exported page is shared with others
+            page["workspaces"] = []
             page["facts"] |= {"tools": row["tools"], "preview": task_text(chain.group)[:240]}
             size = len(to_json(page, inf_nan_mode="null"))
             # if this one does not fit, another may

@@ -159,8 +159,11 @@ class Run:
 
     def note_unreadable(self, error: OSError | ValueError) -> None:
         """Note that a file cannot be read."""
-        # name it relative to the run, because an exported page is shared with others
-        self.note(str(error).replace(f"{self.path}/", "").replace(f"{self.folder.within}/", ""))
+        # name it without folders outside of the run, because an exported page is shared with others
+        text = str(error).replace(f"{self.path}/", "").replace(f"{self.folder.within}/", "")
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            text = text.replace(error.filename, Path(error.filename).name)
+        self.note(text)
 
     def note_recipe(self) -> None:
         """Note why the recipe cannot be read, if it cannot."""
@@ -211,17 +214,17 @@ class Run:
         model = self.model_path()
         if not model:
             return None
-        if not os.path.isabs(model):
-            # the viewer downloads nothing
-            cached = try_to_load_from_cache(model, name) if _is_hub_name(model) else None
-            return (Path(cached), None) if isinstance(cached, str) else None
         path = Path(os.path.normpath(model)) / name
-        if path.is_relative_to(self.folder.within):
+        if os.path.isabs(model) and path.is_relative_to(self.folder.within):
             return path, self.folder.within
         if not self._recipe.is_own():
-            self.note("model: not read, for the recipe is another user's and names a folder outside of the run")
+            self.note("model: not read, for the recipe is another user's and names one outside of the run")
             return None
-        return path, None
+        if os.path.isabs(model):
+            return path, None
+        # the viewer downloads nothing
+        cached = try_to_load_from_cache(model, name) if _is_hub_name(model) else None
+        return (Path(cached), None) if isinstance(cached, str) else None
 
     def coordinates(self) -> str:
         """Return how the model states places in images: `rollout.coordinates`."""

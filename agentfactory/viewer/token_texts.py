@@ -1,5 +1,6 @@
 """Texts of token ids, from the run's own tokenizer and without torch."""
 
+import json
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from agentfactory.tools.untrusted_files import open_file, read_file
+from agentfactory.tools.untrusted_files import open_file, read_json
 from agentfactory.viewer.runs import Run
 
 _FILE = "tokenizer.json"
@@ -15,6 +16,8 @@ _BYTES = 256 << 20
 _INCOMPLETE = "\ufffd"
 _LONGEST = 8
 """Maximum number of tokens that one character may be spread over."""
+_ONLY_TO_ENCODE = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
+"""Parts of a tokenizer that are not needed to decode, and with which a damaged file can use up the memory."""
 
 
 class TokenTexts:
@@ -24,18 +27,16 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # some decoders drop a leading space, but not after another token
-        anchor = tokenizer.encode("a", add_special_tokens=False).ids
-        self._anchor = anchor[-1:]
+        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._before = len(self._decode(self._anchor))
         self._known: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Return one text per id; an id unknown to the tokenizer is shown as `<id>`."""
         new = [token for token in dict.fromkeys(ids) if token not in self._known]
-        decoded = self._tokenizer.decode_batch([[*self._anchor, token] for token in new], skip_special_tokens=False)
-        for token, text in zip(new, decoded, strict=True):
+        for token in new:
             known = self._tokenizer.id_to_token(token) is not None
-            self._known[token] = text[self._before :] if known else f"<{token}>"
+            self._known[token] = self._decode([*self._anchor, token])[self._before :] if known else f"<{token}>"
         texts = [self._known[token] for token in ids]
         place = 0
         while place < len(ids):
@@ -83,8 +84,10 @@ def _find(run: Run) -> tuple[Path, Path | None, tuple[int, ...]] | None:
 
 @lru_cache(maxsize=4)
 def _load(path: Path, within: Path | None, changed: tuple[int, ...]) -> TokenTexts:
-    content = read_file(path, _BYTES, within)
     try:
-        return TokenTexts(Tokenizer.from_buffer(content))
+        saved = read_json(path, within, _BYTES)
+        return TokenTexts(Tokenizer.from_str(json.dumps({**saved, **dict.fromkeys(_ONLY_TO_ENCODE)})))
+    except OSError:
+        raise
     except Exception as error:  # boundary: the library raises Exception itself
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
+        raise ValueError(f"{path.name} is no tokenizer: {error}".replace(f"{path.parent}/", "")) from None

@@ -56,8 +56,8 @@ def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int
         with open_file(folder.trajectories / line.file, folder.within) as lines:
             inode = os.fstat(lines.fileno()).st_ino
         group, problem = _read_group(folder.trajectories / line.file, folder.within, line, inode)
-    except (OSError, ValueError):
-        raise NotThere(f"{file} has changed since: load the page anew") from None
+    except (OSError, ValueError, LookupError, TypeError):
+        raise NotThere(f"{file} has changed since: reload the page") from None
     if not 0 <= place < len(group["trajectories"]):
         raise NotThere(f"the group has {len(group['trajectories'])} chains, and none at place {place}")
     return Chain(run, line, group, place, problem)
@@ -70,7 +70,15 @@ def _read_group(path: Path, within: Path, line: Line, inode: int) -> tuple[dict[
 
 
 def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
-    """Return everything about a chain; `image` returns the URL for each image."""
+    """Return everything about a chain; `image` returns the URL for each image. Raises NotThere if that fails."""
+    try:
+        return _page_of(follower, chain, image)
+    except Exception as error:  # boundary: the files of others may hold anything
+        problem = f"trajectory {chain.saved.get('id')}: {chain.line.file}, byte {chain.line.byte}"
+        raise NotThere(f"{problem}: it cannot be shown: {error!r:.500}") from error
+
+
+def _page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
     saved, line = chain.saved, chain.line
     members = follower.index.chains_of(line.run, line.file, line.byte)
     rows = [_row(row) for row in saved.get("rows") or []]
@@ -149,7 +157,8 @@ def _parts(content: Any, message: int, image: Place, marks: Marks) -> list[dict[
         if url := image_url(part):
             parts.append({"image": image(message, number, url), "boxes": marks.boxes.get((message, number), [])})
         else:
-            shown = str((part.get("image_url") or {}).get("url"))
+            shown = part.get("image_url")
+            shown = str(shown.get("url") if isinstance(shown, dict) else shown)
             parts.append({"text": f"[{part.get('type')} not shown: {shown[:200]}{'...' if len(shown) > 200 else ''}]"})
     return parts
 
@@ -203,7 +212,7 @@ def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
         streams = [
             (entry["row"], name, _stream(rows[entry["row"]], entry, name)) for entry in saved for name in _CREDITED
         ]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"What {path.name} says of this trajectory does not fit it: {error!r}"
     for row, name, stream in streams:
         if stream is not None:

@@ -122,4 +122,8 @@ def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ExportError, match=r"adapter for .*base, which is not there; fix: move or link it there"):
         export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
-    assert not (tmp_path / "out").exists()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    with pytest.raises(ExportError, match=r"cannot be merged into its base .*; fix: put the base back, or --adapter"):
+        export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
+    assert not list(tmp_path.glob("*out*"))

@@ -20,6 +20,7 @@ from agentfactory.rollout.gateway import responses, server
 from agentfactory.rollout.gateway.agents import ChainEnded, ChainTools, FunctionAgent
 from agentfactory.rollout.rewards import scoring
 from agentfactory.rollout.trajectory import Outcome
+from agentfactory.tools import connections
 from agentfactory.tools.notices import notice_of
 from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
 from tests.scripted_chains import scripted_chains
@@ -97,7 +98,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
 async def test_a_connection_whose_header_does_not_come_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
     async with elsewhere(tmp_path, []) as (_, program), connected(program) as (reader, writer):
         writer.write(b"POST /tasks HTTP/1.1\r\n")
         ended = asyncio.create_task(reader.read())

@@ -235,6 +235,123 @@ def test_json_that_nobody_writes_costs_only_itself(text: str, tmp_path: Path) ->
         assert name in str(whole.problems)
 
 
+_PIXEL = {
+    "role": "user",
+    "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}],
+}
+
+
+def _said(*messages: Any, **chain: Any) -> str:
+    chain = {"id": "odd", "messages": messages, "rows": [], "outcome": "completed", **chain}
+    return json.dumps({"id": "odd", "task": {}, "trajectories": [chain], "version": 1})
+
+
+def _row(**row: Any) -> str:
+    streams = {"token_ids": [1, 2, 3], "mask": [0, 1, 1], "logprobs": [0, -1.0, -1.0], "versions": []}
+    return _said({"role": "user", "content": "x"}, rows=[streams | row])
+
+
+def _called(arguments: Any, call_id: Any = "1") -> str:
+    call = {"id": call_id, "function": {"name": "click", "arguments": arguments}}
+    return _said(_PIXEL, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "x"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            _row(token_ids=[-1, 2, 3]),
+            _row(token_ids=[2**40, 2, 3]),
+            _row(mask=[1]),
+            _row(mask="x"),
+            _row(versions=["x"]),
+        ),
+        *(_row(versions=[{"version": "1", "start": "a", "end": []}]), _row(turn_ends="x"), _row(logprobs=None)),
+        *(_said({"role": "user", "content": ["a", 5, None]}), _said({"role": "user", "content": {"a": 1}})),
+        *(_said({"role": {"a": 1}, "content": 10**400}), _said({"role": "user", "content": [{"type": []}]})),
+        _said({"role": "user", "content": [{"type": "image_url", "image_url": "here"}]}),
+        *(
+            _said(turns="1.5"),
+            _said(turns=10**400),
+            _said(timeline=[{"activity": "model", "start": 0, "end": 10**400}]),
+        ),
+        *(_said(turn_rewards="x"), _said(workspaces=5), _said(metrics=[]), _said(reward="inf")),
+        *(_called({"bbox_2d": [0, 0, 10**400, 1]}), _called({"x": 10**400, "y": 1}), _called({"x": 1, "y": 1}, ["1"])),
+    ],
+)
+def test_a_chain_that_no_run_saves_costs_only_itself(line: str, tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    file = run.trajectories / "train.jsonl"
+    file.write_text(f"{line}\n{file.read_text()}")
+    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
+    assert "the tower" in (tmp_path / "page.html").read_text()
+    follower, client = asking(run.path)
+    assert all(all_answers(client))
+    rows = [row for row in client.get("/api/trajectories").json()["rows"] if row["chain"] == "odd"]
+    if not rows:
+        assert "train.jsonl, byte 0: no saved group" in str([shown.problems for shown in follower.runs])
+    for row in rows:
+        page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")})
+        assert page.status_code == 200 or "it cannot be shown" in page.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "chains", [[], None, {"c0": ["x"]}, {"c0": 5}, {"c0": [{"row": -9, "targets": [1], "advantage": [5]}]}]
+)
+def test_credit_that_no_trainer_saves_costs_only_itself(chains: Any, tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    run.credit.write_text(json.dumps({"group": "credited", "step": 4, "chains": chains}) + "\n")
+    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
+    _, client = asking(run.path)
+    assert all(all_answers(client))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {
+            "padding": {
+                "strategy": {"Fixed": 2_000_000_000},
+                "direction": "Right",
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "x",
+                "pad_to_multiple_of": None,
+            }
+        },
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "a"}, "content": "a" * 10**7}},
+        {"truncation": {"max_length": 0, "stride": 5, "strategy": "LongestFirst", "direction": "Right"}},
+    ],
+    ids=lambda parts: next(iter(parts)),
+)
+def test_what_a_tokenizer_would_add_to_texts_takes_no_memory(parts: dict[str, Any], tmp_path: Path) -> None:
+    """The first of these ends a process that encodes a single text."""
+    run, _ = full_run(tmp_path / "run", "mine")
+    file = run.checkpoints / "step-000010" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, client = asking(run.path)
+    (row, *_) = [row for row in client.get("/api/trajectories").json()["rows"] if row["file"] == "train.jsonl"]
+    place = {name: row[name] for name in ("run", "file", "byte", "place")}
+    assert client.get("/api/trajectory", params=place).json()["tokenizer"] is True
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "kB"
+
+
+def test_an_export_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    shutil.rmtree(run.checkpoints / "step-000010")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("[]")
+    run.recipe.write_text(f"name: x\nmodel: {{path: {model}}}\n")
+    with (run.trajectories / "train.jsonl").open("a") as file:
+        file.write(_said({"role": "user", "content": "x"}, workspaces=[str(tmp_path / "kept")]) + "\n")
+    export([run.path], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "tokenizer.json is no tokenizer" in page
+    assert str(tmp_path) not in page
+
+
 def test_a_step_beyond_every_database_stops_nothing(tmp_path: Path) -> None:
     run, _ = full_run(tmp_path / "run", "mine")
     (run.path / "stage" / "metrics.jsonl").write_text('{"step": 1' + "0" * 40 + "}\n")

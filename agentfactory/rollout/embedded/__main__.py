@@ -71,6 +71,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from agentfactory.rollout.embedded.quantization import adapters_only, quantize
     from agentfactory.rollout.embedded.request import UnsupportedModel
     from agentfactory.rollout.embedded.server import Server
+    from agentfactory.tools.connections import HEADER_SECONDS, ConnectionLimit, most_connections
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
@@ -120,9 +121,9 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     except AdapterError as error:
         _fail(f"--adapter {adapter}: {error}")
     dispatch = adapters_only(server.dispatch, args.quantization) if args.quantization else server.dispatch
-    runner = web.ServerRunner(web.Server(dispatch, access_log=None, handler_cancellation=True))
-    await runner.setup()
-    await web.SockSite(runner, bound, backlog=1024).start()
+    connect = web.Server(dispatch, access_log=None, handler_cancellation=True, keepalive_timeout=HEADER_SECONDS)
+    limit = ConnectionLimit(most_connections())
+    await asyncio.get_running_loop().create_server(partial(limit.admit, connect), sock=bound, backlog=1024)
     gc.freeze()
     gc.enable()
     host, port = bound.getsockname()[:2]

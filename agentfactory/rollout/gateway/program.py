@@ -144,7 +144,8 @@ def _named(command: list[str]) -> list[Path]:
         environment = path.parent.parent
         if (environment / "pyvenv.cfg").is_file():
             found += [environment, Path(os.path.realpath(environment / "bin" / "python")).parents[1]]
-        elif any(environment.glob("lib/python3*/os.py")):  # a Python of its own, such as conda's
+        elif environment != Path("/") and any(environment.glob("lib/python3*/os.py")):
+            # a Python of its own, such as conda's; /lib may be a link to that of the system
             found.append(environment)
         elif "node_modules" in path.parts:
             found.append(Path(*path.parts[: path.parts.index("node_modules") + 1]))

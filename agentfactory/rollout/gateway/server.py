@@ -5,12 +5,12 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 from agentfactory.rollout.gateway import chat_completions, messages, responses
 from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, foreign_key
 from agentfactory.rollout.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
+from agentfactory.tools import connections
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,6 @@ _MOST_VALUES = 1 << 20
 _BETWEEN_VALUES = (b",", b"[", b"{")
 """How many of these a request may have. Each begins a value, which takes much more memory than it is long; an image is
 a single one."""
-HEADER_SECONDS = 75.0
-"""How long a connection may be idle, and how long a request may take to come up to its body."""
 BODY_SECONDS = 120.0
 """How long a body may take to come."""
 
@@ -118,48 +117,6 @@ class _Connection(web.RequestHandler):
         return answer
 
 
-class _Places:
-    """Bounds the connections to one listening socket; a further one is closed at once. Whoever is at the other end may
-    be hostile, and each takes one of the open files that all chains of a process share. While a connection is open,
-    `inside` names the `key` that is good there."""
-
-    def __init__(self, most: int, key: str, inside: dict[asyncio.Protocol, str]) -> None:
-        self._free = most
-        self._key = key
-        self._inside = inside
-
-    def take(self, protocol: asyncio.Protocol) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection."""
-        if not self._free:
-            return _Refusing()
-        self._free -= 1
-        self._inside[protocol] = self._key
-        return cast(asyncio.BaseProtocol, _Leaving(protocol, partial(self._give_back, protocol)))
-
-    def _give_back(self, protocol: asyncio.Protocol) -> None:
-        self._free += 1
-        del self._inside[protocol]
-
-
-class _Refusing(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).abort()
-
-
-class _Leaving:
-    """A protocol that tells when its connection is lost."""
-
-    def __init__(self, protocol: asyncio.Protocol, left: Callable[[], None]) -> None:
-        self._protocol, self._left = protocol, left
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._protocol, name)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._left()
-        self._protocol.connection_lost(error)
-
-
 class Gateway:
     """Answers the requests of all chains of a process at a loopback port (0: a free one); use it as an async context
     manager. `routes` are further ones."""
@@ -185,7 +142,10 @@ class Gateway:
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._connection, "127.0.0.1", self._port, backlog=4096)
+            limit = connections.ConnectionLimit(connections.most_connections())
+            self._server = await loop.create_server(
+                partial(limit.admit, self._connection), "127.0.0.1", self._port, backlog=4096
+            )
         except OSError:
             await self._runner.cleanup()
             raise
@@ -204,7 +164,7 @@ class Gateway:
             server,
             loop=loop,
             access_log=None,  # type: ignore[arg-type]
-            keepalive_timeout=HEADER_SECONDS,
+            keepalive_timeout=connections.HEADER_SECONDS,
             auto_decompress=False,  # a short body could become a huge one
         )
 
@@ -212,12 +172,16 @@ class Gateway:
     async def listening(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
         """Answer at a listening socket too, which is in the network of a chain's sandbox, as long as the context lasts.
         There only this chain's key is good, also if the program has come by another one."""
-        places = _Places(MOST_CONNECTIONS, key, self._inside)
+        limit = connections.ConnectionLimit(MOST_CONNECTIONS)
 
-        def protocol() -> asyncio.BaseProtocol:
-            return places.take(self._connection())
+        def connect() -> _Connection:
+            connection = self._connection()
+            self._inside[connection] = key
+            return connection
 
-        server = await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=MOST_CONNECTIONS)
+        server = await asyncio.get_running_loop().create_server(
+            partial(limit.admit, connect, self._inside.pop), sock=listener, backlog=MOST_CONNECTIONS
+        )
         try:
             yield
         finally:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
-import uvicorn
 from mcp.server.transport_security import RequestBodyLimitMiddleware
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
@@ -16,6 +15,7 @@ from starlette.routing import Route
 
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http_server import serve_http
 from agentfactory.tools.key_guard import HEALTH, KeyGuard, listen, server_key
 from agentfactory.tools.search.passage import Passage
 from agentfactory.tools.search.ranking import Index
@@ -85,7 +85,5 @@ def serve(index: Index, host: str, port: int, topk: int, api_key_env: str | None
     shown = f"[{host}]" if ":" in host else host
     app = RequestBodyLimitMiddleware(make_app(index, topk), MOST_BYTES)
     with server_key(address, port, api_key_env) as (key, where):
-        guarded = KeyGuard(app, key)
-        config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         say(f"ready http://{shown}:{port}/retrieve\n{where}")
-        uvicorn.Server(config).run(sockets=[listener])
+        serve_http(KeyGuard(app, key), listener)

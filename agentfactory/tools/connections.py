@@ -1,0 +1,61 @@
+"""Bounds on what clients of a listening socket can hold: other users of a machine reach its loopback addresses too."""
+
+import asyncio
+import resource
+from collections.abc import Callable
+from typing import Any, cast
+
+HEADER_SECONDS = 75.0
+"""How long a connection may be idle, and how long a request may take to come up to its body."""
+_MOST_CONNECTIONS = 8192
+
+
+def most_connections() -> int:
+    """Raise this process's limit of open files as far as the system allows, and return how many connections a listener
+    may hold: at most half of it, so that clients cannot use up what the process itself needs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, hard // 2)
+
+
+class ConnectionLimit:
+    """Bounds the connections to a listening socket; a further one is closed at once, and is not logged."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+
+    def admit(
+        self, make: Callable[[], asyncio.Protocol], left: Callable[[asyncio.Protocol], object] | None = None
+    ) -> asyncio.BaseProtocol:
+        """Return the protocol of a new connection: a new one by `make`, for which `left` is called when the connection
+        is lost, or one that closes it."""
+        if not self._free:
+            return _Refusing()
+        self._free -= 1
+        protocol = make()
+
+        def give_back() -> None:
+            self._free += 1
+            if left is not None:
+                left(protocol)
+
+        return cast(asyncio.BaseProtocol, _Admitted(protocol, give_back))
+
+
+class _Refusing(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).abort()
+
+
+class _Admitted:
+    """A protocol that tells when its connection is lost."""
+
+    def __init__(self, protocol: asyncio.Protocol, left: Callable[[], None]) -> None:
+        self._protocol, self._left = protocol, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol, name)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._left()
+        self._protocol.connection_lost(error)
