@@ -17,7 +17,7 @@ _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"
 def is_loopback(host: str) -> bool:
     """Return whether an address or a name is that of loopback."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return _plain(ipaddress.ip_address(host)).is_loopback
     except ValueError:
         return host == "localhost"
 
@@ -84,6 +84,9 @@ def _address(text: str) -> _Address:
     """Return the address and the port of text such as 0100007F:1F90, whose words of 32 bits are little-endian."""
     words, _, port = text.partition(":")
     parts = (bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
-    address = ipaddress.ip_address(b"".join(parts))
-    mapped = getattr(address, "ipv4_mapped", None)
-    return str(mapped or address), int(port, 16)
+    return str(_plain(ipaddress.ip_address(b"".join(parts)))), int(port, 16)
+
+
+def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an IPv4 address that is written as one of IPv6, such as ::ffff:127.0.0.1, as what it is."""
+    return getattr(address, "ipv4_mapped", None) or address

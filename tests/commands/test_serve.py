@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.connection import authorization
 from tests.project import Command
+from tests.server_process import only_loopback
 
 pytestmark = pytest.mark.processes
 
@@ -38,6 +39,7 @@ def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
     assert process.stdout is not None
     ready = next(line for line in process.stdout if line.startswith("ready "))
     models = ready.split()[1] + "/v1/models"
+    assert only_loopback(process.pid)
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(models, timeout=30)
     with urllib.request.urlopen(urllib.request.Request(models, headers=authorization(models, None))) as answer:

@@ -32,8 +32,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def test_addresses() -> None:
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost")] == [True] * 4
-    assert not any(map(is_loopback, ("0.0.0.0", "192.0.2.1", "example.com", "")))
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost", "::ffff:127.0.0.1"))
+    assert not any(map(is_loopback, ("::ffff:192.0.2.1", "0.0.0.0", "192.0.2.1", "example.com", "")))
     assert Path("/sys/class/net", str(loopback_interface())).exists()
 
 

@@ -25,6 +25,7 @@ from agentfactory.tools.scienceworld.tasks import TASKS, Split, resolved
 from agentfactory.tools.tool import Finish
 from agentfactory.tools.toolset import Toolset, open_toolset
 from tests.conftest import REPOSITORY
+from tests.server_process import only_loopback
 from tests.tools.scienceworld.games import QUICK, act, follow, gold_path, needs_java
 from tests.waiting import wait_for
 
@@ -42,7 +43,9 @@ def jvms() -> Iterator[Jvms]:
 @pytest.fixture(scope="module")
 def paths(jvms: Jvms) -> dict[str, list[str]]:
     """The gold paths of the quick tasks."""
-    return {task: gold_path(jvms, task, variation) for task, variation in QUICK.items()}
+    made = {task: gold_path(jvms, task, variation) for task, variation in QUICK.items()}
+    assert only_loopback(os.getpid())
+    return made
 
 
 @asynccontextmanager

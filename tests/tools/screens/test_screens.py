@@ -28,6 +28,7 @@ from agentfactory.tools.screens.screen import MarkedScreen, Screen
 from agentfactory.tools.screens.sites import PAGE_NAMES, screens_tasks
 from agentfactory.tools.screens.sites import PAGES as PAGES_FOLDER
 from agentfactory.tools.tool import Finish
+from tests.server_process import listening
 from tests.tools.screens.players import CHOSEN, NAMED, PLAYERS, Player
 
 pytestmark = [
@@ -692,6 +693,7 @@ def test_no_browser_outlives_a_killed_worker() -> None:
     assert worker.stdout.readline() == "ready\n"
     started = psutil.Process(worker.pid).children(recursive=True)
     assert len(started) > 2
+    assert not listening(worker.pid), "it is controlled by a pipe"
     worker.kill()
     worker.wait()
     worker.stdout.close()
