@@ -343,3 +343,8 @@ def test_a_workspace_that_is_larger_than_its_limit_is_found_at_the_start(tmp_pat
     config = AgentConfig(command=["sh"], workspace=str(tmp_path / "desk"), sandbox="bubblewrap", disk_mb=2)
     with pytest.raises(SettingError, match=r"rollout\.agent\.disk_mb: got 2, and .*desk has 3 MiB; fix: raise it"):
         ProgramAgent(config, tmp_path)
+
+
+def test_a_program_of_the_system_is_shown_already() -> None:
+    """/lib, a link to the system's, does not make / the folder of a Python of its own."""
+    ProgramAgent(AgentConfig(command=["/bin/sh", "-c", "true"], sandbox=SandboxKind.BUBBLEWRAP), Path.cwd())
