@@ -33,7 +33,7 @@ from agentfactory.tools import parent_watch
 from agentfactory.tools.disk import DiskError
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import append_folders
-from agentfactory.trainers.health import Symptom
+from agentfactory.trainers.config import Symptom
 
 STOPPED, MOSTLY_DROPPED = 3, 4
 """Exit statuses if a symptom of train.stop_when ended the run, and if most of its chains were dropped."""

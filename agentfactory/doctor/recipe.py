@@ -129,8 +129,8 @@ def has_tasks(recipe: Recipe) -> bool:
 
 def _has_own_loop(recipe: Recipe) -> bool:
     """Return whether an agent of the user's asks for the turns: then it alone knows the first prompt."""
-    from agentfactory.rollout.agent import load_agent
     from agentfactory.rollout.gateway.agents import ClientAgent
+    from agentfactory.rollout.gateway.load_agent import load_agent
 
     return isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent)
 

@@ -38,7 +38,8 @@ from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.checkpoint_folder import step_of
 from agentfactory.trainers.checkpoints import Checkpoints
-from agentfactory.trainers.health import Finding, Health, Symptom
+from agentfactory.trainers.config import Symptom
+from agentfactory.trainers.health import Finding, Health
 from agentfactory.trainers.images import images_beside
 from agentfactory.trainers.rl import TrainResult, train_rl
 from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl

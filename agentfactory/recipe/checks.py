@@ -180,8 +180,8 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
     _check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
         # imported here, because it imports transformers
-        from agentfactory.rollout.agent import load_agent
         from agentfactory.rollout.gateway.agents import ClientAgent
+        from agentfactory.rollout.gateway.load_agent import load_agent
 
         agent = load_agent(recipe.rollout.agent, Path.cwd())
         if isinstance(agent, ClientAgent):
@@ -353,8 +353,8 @@ def _load_user_code(recipe: Recipe) -> None:
         if recipe.rollout.agent.name is not None:
             _load(recipe.rollout.agent.name, "rollout.agent")
         # imported here, because it imports transformers
-        from agentfactory.rollout.agent import load_agent
         from agentfactory.rollout.gateway.agents import ClientAgent
+        from agentfactory.rollout.gateway.load_agent import load_agent
         from agentfactory.rollout.gateway.runner import check_recipe
 
         if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):

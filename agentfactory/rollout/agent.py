@@ -1,27 +1,27 @@
 """Sampling and reading a chain's turns: `AgentHooks`, which a user's agent overrides, and the `Turn` passed to it."""
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 
 from agentfactory.rollout.client import Completion
-from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway.agents import ClientAgent, FunctionAgent
-from agentfactory.rollout.gateway.outside import OutsideAgent
-from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Span
-from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.messages import Message, ToolSpec
-from agentfactory.tools.user_code import load_object
 
 
 class AgentError(InferenceError):
     """A user's agent failed at a turn. The chain ends as inference_error with this message."""
+
+
+class AgentFailed(Exception):
+    """An agent with its own loop failed: it raised, or its program ended with an error. `result` is what it printed."""
+
+    def __init__(self, problem: str, result: str | None = None) -> None:
+        super().__init__(problem)
+        self.result = result
 
 
 @dataclass(frozen=True)
@@ -163,51 +163,3 @@ class AgentHooks:
     def parse(self, turn: Turn, completion: Completion) -> Parsed:
         """Read a turn as a message, with tool calls or an error. A turn with neither calls nor an error is the last."""
         return turn.parse(completion)
-
-
-def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:
-    """Load the agent that `rollout.agent` names: a class (`FILE.py:NAME`), created without arguments, an async function
-    with its own loop, a program, or programs elsewhere; by default, plain hooks.
-
-    Raises ValueError if it is not an agent, a hook has the wrong signature, or it cannot be created.
-    """
-    if config is None:
-        return AgentHooks()
-    if config.outside is not None:
-        return OutsideAgent(config.outside)
-    if (reference := config.name) is None:
-        return ProgramAgent(config, base)
-    found = load_object(reference, base)
-    if inspect.isasyncgenfunction(found):
-        raise SettingError("rollout.agent", f"{reference} yields", "return the agent's last words, or nothing")
-    if inspect.isfunction(found):
-        if not inspect.iscoroutinefunction(found):
-            problem = f"{reference} is not an async function"
-            raise SettingError("rollout.agent", problem, f"write `async def {_name(found)}(client, task):`")
-        return FunctionAgent(reference, found)
-    if not (isinstance(found, type) and issubclass(found, AgentHooks)):
-        problem, fix = f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`"
-        if not isinstance(found, type):
-            problem, fix = f"{problem} but {short(found)}", "name an async function, or a class of Agent"
-        raise SettingError("rollout.agent", problem, fix)
-    if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:
-        raise SettingError(
-            "rollout.agent", f"{reference}: generate has another signature", "write `async def generate(self, turn):`"
-        )
-    if inspect.iscoroutinefunction(found.parse) or _parameters(found.parse) != 3:
-        raise SettingError(
-            "rollout.agent", f"{reference}: parse has another signature", "write `def parse(self, turn, completion):`"
-        )
-    try:
-        return found()
-    except TypeError as error:
-        problem = f"{reference} cannot be made without arguments: {error}"
-        raise SettingError("rollout.agent", problem, "give them defaults") from error
-
-
-def _parameters(function: Callable[..., object]) -> int:
-    return len(inspect.signature(function).parameters)
-
-
-def _name(found: object) -> str:
-    return getattr(found, "__name__", type(found).__name__)

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import OutcomePolicy, RolloutConfig
-from agentfactory.rollout.filter import commonest_ending
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.notices import tell
 
@@ -50,3 +49,17 @@ class ChainOutcomes:
             fate = "" if not lost else "; they are not trained"
             fix = f"; fix: {_FIXES[outcome]}" if outcome in _FIXES else ""
             tell(logger, f"chains that end as {outcome}", f"{text}{fate}{fix}", times=0)
+
+
+def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:
+    """Describe the most frequent outcome in `endings`, (outcome, error) pairs of some of `chains` chains, and its most
+    frequent error."""
+    outcomes: Counter[str] = Counter()
+    for (outcome, _), count in endings.items():
+        outcomes[outcome] += count
+    [(most, ended)] = outcomes.most_common(1)
+    error = max((found for found in endings if found[0] == most), key=endings.__getitem__)[1]
+    line = " ".join(error.split())
+    # an error may contain a page that a server sent
+    such = f", such as: {line if len(line) <= 300 else line[:297] + '...'}" if line else ""
+    return f"{ended} of {chains} chains ended as {most}{such}"

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from agentfactory.rollout.agent import AgentHooks
+from agentfactory.rollout.agent import AgentFailed, AgentHooks
 from agentfactory.rollout.chain_outcomes import ChainOutcomes
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.concurrency import Places
@@ -16,7 +16,6 @@ from agentfactory.rollout.connection import InferenceError
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Setup
-from agentfactory.rollout.gateway.agents import AgentFailed
 from agentfactory.rollout.images.parts import has_images
 from agentfactory.rollout.images.places_in_text import state_places, unknown_way
 from agentfactory.rollout.renderer import Renderer

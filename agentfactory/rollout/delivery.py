@@ -23,7 +23,7 @@ from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
-from agentfactory.rollout.group_files import EncodedGroup, decode_group
+from agentfactory.rollout.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
@@ -41,14 +41,6 @@ _LONGEST = 1 << 36
 
 class WorkerDiedError(Exception):
     """The rollout worker ended or gave up; the message gives the reason or the path of its log."""
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """A group on its way to the trainer: its bytes, as they were saved, and the ids of the chains that count."""
-
-    group: EncodedGroup
-    chains: list[str]
 
 
 def encode(kind: str, **fields: Any) -> bytes:

@@ -10,13 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentfactory.rollout.agent import AgentHooks, load_agent
+from agentfactory.rollout.agent import AgentHooks
+from agentfactory.rollout.chain_outcomes import commonest_ending
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.filter import commonest_ending
 from agentfactory.rollout.gateway.agents import ClientAgent
+from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.gateway.runner import GatewayRunner
 from agentfactory.rollout.group_files import append_group, delete_groups
 from agentfactory.rollout.load_renderer import load_renderer

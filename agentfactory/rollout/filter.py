@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from agentfactory.rollout.chain_outcomes import commonest_ending
 from agentfactory.rollout.config import EqualRewards, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.trajectory import Trajectory
 
@@ -43,20 +44,6 @@ def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
         return Worth.LOST
     differ = len({(chain.reward, *(chain.turn_rewards or ())) for chain in counting}) > 1
     return Worth.TEACHES if differ else Worth.EQUAL
-
-
-def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:
-    """Describe the most frequent outcome in `endings`, (outcome, error) pairs of some of `chains` chains, and its most
-    frequent error."""
-    outcomes: Counter[str] = Counter()
-    for (outcome, _), count in endings.items():
-        outcomes[outcome] += count
-    [(most, ended)] = outcomes.most_common(1)
-    error = max((found for found in endings if found[0] == most), key=endings.__getitem__)[1]
-    line = " ".join(error.split())
-    # an error may contain a page that a server sent
-    such = f", such as: {line if len(line) <= 300 else line[:297] + '...'}" if line else ""
-    return f"{ended} of {chains} chains ended as {most}{such}"
 
 
 @dataclass

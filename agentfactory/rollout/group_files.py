@@ -53,6 +53,14 @@ class EncodedGroup:
     record: bytes
 
 
+@dataclass(frozen=True)
+class Delivered:
+    """A group on its way to the trainer: its bytes, as they were saved, and the ids of the chains that count."""
+
+    group: EncodedGroup
+    chains: list[str]
+
+
 def train_file(worker: int) -> str:
     """Return the name of the file for the trained groups of a worker, counted from 0."""
     return f"train-{worker}.jsonl" if worker else "train.jsonl"

@@ -11,9 +11,8 @@ from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError, 
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.curriculum import Curriculum, successes
 from agentfactory.rollout.data import WHOLE, Place, Share, Task, TaskOrder
-from agentfactory.rollout.delivery import Delivered
 from agentfactory.rollout.filter import GroupFilter, Worth, counted, worth
-from agentfactory.rollout.group_files import EncodedGroup, append_group, encode_group
+from agentfactory.rollout.group_files import Delivered, EncodedGroup, append_group, encode_group
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate, Choice

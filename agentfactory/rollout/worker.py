@@ -16,10 +16,10 @@ from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
-from agentfactory.rollout.delivery import ALIVE_SECONDS, Delivered, connect, encode, encode_delivered, receive
+from agentfactory.rollout.delivery import ALIVE_SECONDS, connect, encode, encode_delivered, receive
 from agentfactory.rollout.evaluate import evaluate, open_runner
 from agentfactory.rollout.event_loop import collect_rarely, event_loop
-from agentfactory.rollout.group_files import arrays_file, read_groups, train_file, train_files
+from agentfactory.rollout.group_files import Delivered, arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission

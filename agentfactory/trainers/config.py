@@ -1,5 +1,6 @@
 """The part of a recipe that the trainers package owns: train, sync, placement and track."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.tools.config import Options, Section
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.health import Symptom
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -34,6 +34,16 @@ def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
 def _of(*names: str) -> dict[str, Any]:
     """Marks a field as an option of only these estimators or policy losses."""
     return {"of": names}
+
+
+class Symptom(StrEnum):
+    """A kind of problem in a run."""
+
+    NO_GRADIENT = "no_gradient"
+    ENTROPY = "entropy"
+    MISMATCH = "mismatch"
+    SUCCESS = "success"
+    UNSTABLE = "unstable"
 
 
 class AdvantageConfig(Section):

@@ -15,12 +15,11 @@ import torch
 from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.trajectory import Group, Row, Trajectory
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.advantages import ChainRewards, Estimator
+from agentfactory.trainers.advantages import ChainRewards, Estimator, overlong_penalty
 from agentfactory.trainers.anchors import step_metrics, turn_anchors
 from agentfactory.trainers.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.losses import kl, token_weights
-from agentfactory.trainers.overlong_penalty import overlong_penalty
 
 
 @dataclass(frozen=True)

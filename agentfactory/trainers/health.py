@@ -4,9 +4,10 @@ unaided."""
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from statistics import fmean, median
 from typing import Any
+
+from agentfactory.trainers.config import Symptom
 
 Figures = Mapping[str, Any]
 """A step's line of metrics.jsonl."""
@@ -30,16 +31,6 @@ UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 entropy is this many times what it was at the best. The best may be the initial weights' on held-out tasks."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
-
-
-class Symptom(StrEnum):
-    """A kind of problem in a run."""
-
-    NO_GRADIENT = "no_gradient"
-    ENTROPY = "entropy"
-    MISMATCH = "mismatch"
-    SUCCESS = "success"
-    UNSTABLE = "unstable"
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,8 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.weight_versions import WeightVersions
 from agentfactory.trainers.batch import Batch
 from agentfactory.trainers.checkpoints import Checkpoints
-from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.config import Symptom, TrainRecipe
 from agentfactory.trainers.credit import Credit, Credited, needed_scores
-from agentfactory.trainers.health import Symptom
 from agentfactory.trainers.learner import Learner, Update
 from agentfactory.trainers.metrics import group_metrics
 from agentfactory.trainers.mismatch import mismatch_by_kind

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import distributed as dist
 
 from agentfactory.tools import parent_watch
-from agentfactory.trainers.health import Symptom
+from agentfactory.trainers.config import Symptom
 
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.agent import AgentHooks, Turn, load_agent
+from agentfactory.rollout.agent import AgentHooks, Turn
 from agentfactory.rollout.client import Completion
 from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.messages import ToolCall

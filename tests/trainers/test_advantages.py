@@ -13,12 +13,12 @@ import torch
 from agentfactory.trainers.advantages import (
     generalized_advantages,
     grpo_advantages,
+    overlong_penalty,
     process_advantages,
     returns,
     rloo_advantages,
     whiten,
 )
-from agentfactory.trainers.overlong_penalty import overlong_penalty
 from tests.trainers.trl_oracle import Chains, GrpoOracle, RlooOracle, make_oracle
 
 pytestmark = pytest.mark.numbers

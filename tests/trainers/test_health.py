@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.trainers.health import Finding, Health, Symptom
+from agentfactory.trainers.config import Symptom
+from agentfactory.trainers.health import Finding, Health
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from agentfactory.rollout.agent import AgentFailed
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.server import Endpoint, Gateway
 from agentfactory.rollout.timeline import Timeline
@@ -34,14 +35,6 @@ from agentfactory.tools.session import ToolSession
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 4096
-
-
-class AgentFailed(Exception):
-    """An agent with its own loop failed: it raised, or its program ended with an error. `result` is what it printed."""
-
-    def __init__(self, problem: str, result: str | None = None) -> None:
-        super().__init__(problem)
-        self.result = result
 
 
 class ChainEnded(Exception):

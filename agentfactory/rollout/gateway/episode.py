@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from agentfactory.rollout.agent import AgentFailed
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Setup
-from agentfactory.rollout.gateway.agents import AgentFailed, ChainTools, ClientAgent, Visit
+from agentfactory.rollout.gateway.agents import ChainTools, ClientAgent, Visit
 from agentfactory.rollout.gateway.server import Gateway
 from agentfactory.rollout.gateway.turns import AskedTurns
 from agentfactory.rollout.sampling import Sampling

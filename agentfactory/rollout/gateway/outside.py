@@ -11,10 +11,11 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from agentfactory.rollout.agent import AgentFailed
 from agentfactory.rollout.config import OutsideConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway import chat_completions
-from agentfactory.rollout.gateway.agents import AgentFailed, ChainEnded, ClientAgent, Visit, missing_field
+from agentfactory.rollout.gateway.agents import ChainEnded, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.asked import Refusal, foreign_key, wrong
 from agentfactory.rollout.gateway.server import Gateway, key_of
 from agentfactory.tools.errors import SettingError

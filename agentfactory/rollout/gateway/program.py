@@ -15,9 +15,10 @@ from urllib.parse import urlsplit
 from mcp import StdioServerParameters
 from mcp.client.stdio import get_default_environment
 
+from agentfactory.rollout.agent import AgentFailed
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit, missing_field
+from agentfactory.rollout.gateway.agents import ClientAgent, Visit, missing_field
 from agentfactory.tools import keeper
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
