@@ -201,7 +201,8 @@ def test_name(found: re.Match[str]) -> str:
 def imports_of_modules(text: str) -> str:
     """Rewrite `from agentfactory.PACKAGE import MODULE`."""
     lines = text.split("\n")
-    for node in reversed([n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)]):
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    for node in sorted(found, key=lambda node: -node.lineno):
         if not (node.module or "").startswith("agentfactory."):
             continue
         package = (node.module or "").removeprefix("agentfactory.")
