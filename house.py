@@ -32,7 +32,7 @@ floor("worlds.scienceworld", "tools.scienceworld", "prompt=published_prompt task
 floor("tools.user_code", "tools", "user_code=loading import_path extension option_types row_files run_module schemas")
 floor("tools.calls", "tools", "limits results truncation retries message_filter notices")
 floor("tools.environments", "tools", "environment_host pool pool_ledger anchors=state_anchors workspaces shared")
-floor("tools.mcp_servers", "tools", "mcp_client mcp_server serve stdio targets containers tool_server call_cache")
+floor("tools.mcp_servers", "tools", "mcp_client mcp_server stdio targets containers tool_server call_cache")
 floor("tools.sessions", "tools", "session=tool_session toolset")
 floor("tools.processes", "tools", "keeper parent_watch killable threads memory byte_cache=lru_cache")
 floor("tools.files", "tools", "disk untrusted_files lock_file removal")

@@ -80,7 +80,7 @@ setup(
         "agentfactory.placement": ["shapes/*.json"],
         # chat templates of ours
         "agentfactory.rollout": ["chat_templates/*.jinja"],
-        "agentfactory.tools.screens": ["pages/*"],
+        "agentfactory.worlds.screens": ["pages/*"],
         "agentfactory.viewer": ["page/*"],
     },
     install_requires=[

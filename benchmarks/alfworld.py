@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
-from agentfactory.tools.alfworld.engine import PROCESS, check_python
-from agentfactory.tools.alfworld.games import GeneratedGames
-from agentfactory.tools.alfworld.generator import Game, Package
 from agentfactory.tools.killable import KillableProcess
+from agentfactory.worlds.alfworld.engine import PROCESS, check_python
+from agentfactory.worlds.alfworld.games import GeneratedGames
+from agentfactory.worlds.alfworld.generator import Game, Package
 
 AS_IT_IS = f"""
 import importlib.util

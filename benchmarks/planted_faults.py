@@ -198,10 +198,10 @@ FAULTS = (
     Fault("sandbox-network", "tools/sandbox/bubblewrap.py", ' "--unshare-net",', "", "tools/test_shell.py"),
     Fault(
         "purchase",
-        "tools/webshop/reward.py",
+        "worlds/webshop/reward.py",
         "wanted = len(goal.attributes) + len(goal.options) + 1",
         "wanted = len(goal.attributes) + len(goal.options)",
-        "tools/webshop/test_reward.py",
+        "worlds/webshop/test_reward.py",
     ),
     # the recipe, and around it
     Fault(

@@ -32,9 +32,9 @@ from playwright.async_api import async_playwright
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.screens.browser import find_chromium
-from agentfactory.tools.screens.sites import PAGES
 from agentfactory.tools.toolset import open_toolset
+from agentfactory.worlds.screens.browser import find_chromium
+from agentfactory.worlds.screens.sites import PAGES
 
 PAGE, WIDTH, HEIGHT = "click_button", 320, 240
 BESIDE = (2, 2)

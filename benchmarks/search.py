@@ -33,9 +33,9 @@ import bm25s
 import numpy as np
 import Stemmer
 
-from agentfactory.tools.search.corpus import Corpus
-from agentfactory.tools.search.local_index import LocalIndex, build_index
-from agentfactory.tools.search.sources import IndexSource
+from agentfactory.worlds.search.corpus import Corpus
+from agentfactory.worlds.search.local_index import LocalIndex, build_index
+from agentfactory.worlds.search.sources import IndexSource
 
 CHAINS, COUNT = 64, 3
 STEMS, WORDS = 60_000, 40

@@ -30,9 +30,9 @@ from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.session import ToolSession
 from agentfactory.tools.toolset import open_toolset
-from agentfactory.tools.webshop.environment import WebShop
-from agentfactory.tools.webshop.goals import Goal
-from agentfactory.tools.webshop.shop import Shop, ShopConfig, open_shop
+from agentfactory.worlds.webshop.goals import Goal
+from agentfactory.worlds.webshop.shop import Shop, ShopConfig, open_shop
+from agentfactory.worlds.webshop.webshop import WebShop
 
 
 def main() -> None:

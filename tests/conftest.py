@@ -29,8 +29,8 @@ PROCESSES = {
 """Fixtures that start processes."""
 
 SLOW = (
-    *("tools/screens/test_screens.py", "trainers/test_accelerator.py", "placement/test_trainer_memory.py"),
-    *("tools/scienceworld/test_environment.py", "rollout/test_stop_strings.py", "rollout/test_family_exactness.py"),
+    *("worlds/screens/test_screens.py", "trainers/test_accelerator.py", "placement/test_trainer_memory.py"),
+    *("worlds/scienceworld/test_environment.py", "rollout/test_stop_strings.py", "rollout/test_family_exactness.py"),
     *("test_users_project.py", "test_train.py", "test_async_training.py", "launching/test_launcher.py"),
     *("rollout/test_faults.py", "test_resume.py", "test_invariance.py", "test_hygiene.py", "test_own_sync.py"),
     *("viewer/test_viewer.py", "commands/test_chat.py", "trainers/test_images.py", "rollout/test_parsers.py"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.tools.alfworld.engines import HAS_ENGINE
+from tests.worlds.alfworld.engines import HAS_ENGINE
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "--quick" in path.read_text(encoding="utf-8"))

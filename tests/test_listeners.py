@@ -32,8 +32,8 @@ from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTL
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import COMMAND, ENGINE, Forked, start_ranks
 from tests.server_process import listening, only_loopback
-from tests.tools.search.corpora import index_of
 from tests.waiting import wait_for
+from tests.worlds.search.corpora import index_of
 
 pytestmark = pytest.mark.processes
 

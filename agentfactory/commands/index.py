@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.search.corpus import Corpus
-from agentfactory.tools.search.local_index import build_index
-from agentfactory.tools.search.ranking import open_index
-from agentfactory.tools.search.retrieval_server import serve
+from agentfactory.worlds.search.corpus import Corpus
+from agentfactory.worlds.search.local_index import build_index
+from agentfactory.worlds.search.ranking import open_index
+from agentfactory.worlds.search.retrieval_server import serve
 
 _SAY_SECONDS = 10.0
 """Time between two lines of progress, where there is no terminal."""
@@ -43,7 +43,7 @@ def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     with _Bar(corpus) as bar:
         finish = None
         if options.dense is not None:
-            from agentfactory.tools.search.dense import build_dense, check_model
+            from agentfactory.worlds.search.dense import build_dense, check_model
 
             check_model(options.dense)
 

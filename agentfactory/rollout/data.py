@@ -14,7 +14,7 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.extension import load_extension
-from agentfactory.tools.harbor.task import Image, load_rows
+from agentfactory.worlds.harbor.task import Image, load_rows
 
 Task = dict[str, Any]
 """One row: `question` or `messages`, and any further fields."""

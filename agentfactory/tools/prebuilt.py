@@ -1,18 +1,18 @@
 """The prebuilt tools, by their names in a recipe's `tools:` and `module:`."""
 
 PREBUILT = {
-    "alfworld": "agentfactory.tools.alfworld.environment:AlfWorld",
-    "browse": "agentfactory.tools.web.browse:Browse",
+    "alfworld": "agentfactory.worlds.alfworld.alfworld:AlfWorld",
+    "browse": "agentfactory.worlds.browse.browse:Browse",
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
-    "harbor": "agentfactory.tools.harbor.environment:Harbor",
-    "image_interpreter": "agentfactory.tools.images.image_interpreter:ImageInterpreter",
-    "image_tools": "agentfactory.tools.images.image_tools:ImageTools",
-    "marked_screen": "agentfactory.tools.screens.screen:MarkedScreen",
-    "scienceworld": "agentfactory.tools.scienceworld.environment:ScienceWorld",
-    "screen": "agentfactory.tools.screens.screen:Screen",
-    "search": "agentfactory.tools.search.search:Search",
+    "harbor": "agentfactory.worlds.harbor.harbor:Harbor",
+    "image_interpreter": "agentfactory.worlds.images.image_interpreter:ImageInterpreter",
+    "image_tools": "agentfactory.worlds.images.image_tools:ImageTools",
+    "marked_screen": "agentfactory.worlds.screens.screen:MarkedScreen",
+    "scienceworld": "agentfactory.worlds.scienceworld.scienceworld:ScienceWorld",
+    "screen": "agentfactory.worlds.screens.screen:Screen",
+    "search": "agentfactory.worlds.search.search:Search",
     "shell": "agentfactory.tools.shell:Shell",
-    "webshop": "agentfactory.tools.webshop.environment:WebShop",
+    "webshop": "agentfactory.worlds.webshop.webshop:WebShop",
 }
 """Name -> `package.module:NAME`, loaded on first use."""

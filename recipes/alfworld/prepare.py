@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from agentfactory.tools.alfworld.engine import Engine, found_python
-from agentfactory.tools.alfworld.environment import AlfWorld
-from agentfactory.tools.alfworld.games import GeneratedGames
-from agentfactory.tools.alfworld.generator import Package, TaskType
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.alfworld.alfworld import AlfWorld
+from agentfactory.worlds.alfworld.engine import Engine, found_python
+from agentfactory.worlds.alfworld.games import GeneratedGames
+from agentfactory.worlds.alfworld.generator import Package, TaskType
 
 HERE = Path(__file__).parent
 SPECIAL, make_network, write_jsonl = (

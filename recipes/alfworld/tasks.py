@@ -1,5 +1,5 @@
 """The tasks of ALFWorld's splits, for `data.source`."""
 
-from agentfactory.tools.alfworld.environment import alfworld_tasks as tasks
+from agentfactory.worlds.alfworld.alfworld import alfworld_tasks as tasks
 
 __all__ = ["tasks"]

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from agentfactory import Environment, ModelView, finish, tool
 from agentfactory.tools.images.decode import size_of
-from agentfactory.tools.screens.screen import Screen
+from agentfactory.worlds.screens.screen import Screen
 
 Action = Literal[
     "key",

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from agentfactory.tools.images.decode import size_of
-from agentfactory.tools.screens.sites import screens_tasks as pages
+from agentfactory.worlds.screens.sites import screens_tasks as pages
 
 __all__ = ["gui_r1", "pages", "screen_spot", "screen_spot_pro"]
 

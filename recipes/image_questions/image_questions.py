@@ -10,7 +10,7 @@ from agentfactory import Trajectory, reward, tool
 from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.text import last_match
 from agentfactory.rollout.rewards.visual_answers import chosen
-from agentfactory.tools.images.image_tools import Box, ImageTools
+from agentfactory.worlds.images.image_tools import Box, ImageTools
 
 PROMPT = (
     "\nThink first, call **image_zoom_in_tool** if needed, then answer. Format strictly as:  <think>...</think>  "

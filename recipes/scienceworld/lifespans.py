@@ -4,7 +4,7 @@ from typing import Any
 
 from agentfactory import reward
 from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.scienceworld.environment import scienceworld_tasks
+from agentfactory.worlds.scienceworld.scienceworld import scienceworld_tasks
 
 TASKS = ["lifespan-longest-lived", "lifespan-shortest-lived"]
 QUESTION = "Do the task."

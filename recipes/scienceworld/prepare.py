@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.scienceworld.environment import ScienceWorld
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 
 HERE = Path(__file__).parent
 tasks = load_object("lifespans.py:tasks", HERE)

@@ -1,5 +1,5 @@
 """The variations of ScienceWorld's splits, for `data.source`."""
 
-from agentfactory.tools.scienceworld.environment import scienceworld_tasks as tasks
+from agentfactory.worlds.scienceworld.scienceworld import scienceworld_tasks as tasks
 
 __all__ = ["tasks"]

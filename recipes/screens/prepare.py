@@ -10,9 +10,9 @@ from PIL import Image, ImageColor
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, stating
-from agentfactory.tools.screens.screen import Screen
-from agentfactory.tools.screens.sites import screens_tasks
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.screens.screen import Screen
+from agentfactory.worlds.screens.sites import screens_tasks
 
 HERE = Path(__file__).parent
 write_jsonl = load_object("../quickstart/tiny_model.py:write_jsonl", HERE)

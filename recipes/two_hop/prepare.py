@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.search.local_index import build_index
-from agentfactory.tools.search.passage import Passage
-from agentfactory.tools.search.search import Search
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.search.local_index import build_index
+from agentfactory.worlds.search.passage import Passage
+from agentfactory.worlds.search.search import Search
 
 HERE = Path(__file__).parent
 OBJECTS, UNKNOWN, Museum = (load_object(f"museum.py:{name}", HERE) for name in ("OBJECTS", "UNKNOWN", "Museum"))

@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.tools.user_code import load_object
-from agentfactory.tools.webshop.environment import QUESTION, WebShop, webshop_tasks
-from agentfactory.tools.webshop.goals import Goal
-from agentfactory.tools.webshop.shop import ShopConfig, open_shop
+from agentfactory.worlds.webshop.goals import Goal
+from agentfactory.worlds.webshop.shop import ShopConfig, open_shop
+from agentfactory.worlds.webshop.webshop import QUESTION, WebShop, webshop_tasks
 
 HERE = Path(__file__).parent
 SPECIAL, make_network, write_jsonl = (

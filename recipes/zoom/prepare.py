@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, stating
-from agentfactory.tools.images.image_tools import ImageTools
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.images.image_tools import ImageTools
 
 HERE = Path(__file__).parent
 Picture, PATTERNS, SIDE, REDUCTION = (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agentfactory.commands.main import main
-from agentfactory.tools.search.local_index import LocalIndex
-from tests.tools.search.corpora import write_jsonl
+from agentfactory.worlds.search.local_index import LocalIndex
 from tests.waiting import wait_for
+from tests.worlds.search.corpora import write_jsonl
 
 ROWS = [{"id": number, "contents": f'"T{number}"\nword{number}'} for number in range(20)]
 

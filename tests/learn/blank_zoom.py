@@ -4,8 +4,8 @@ from typing import Any
 
 from PIL import Image
 
-from agentfactory.tools.images.image_tools import Box, ImageTools
 from agentfactory.tools.tool import tool
+from agentfactory.worlds.images.image_tools import Box, ImageTools
 
 
 class BlankZoom(ImageTools):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.learn.runs import SEEDS, assert_risen, train
-from tests.tools.alfworld.engines import PYTHON
+from tests.worlds.alfworld.engines import PYTHON
 
 RECIPE = str(REPOSITORY / "recipes" / "alfworld" / "small.yaml")
 

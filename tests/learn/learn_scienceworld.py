@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.learn.runs import FULL, SEEDS, assert_risen, train
-from tests.tools.scienceworld.games import needs_java
+from tests.worlds.scienceworld.games import needs_java
 
 RECIPE = str(REPOSITORY / "recipes" / "scienceworld" / "small.yaml")
 SHORT = (

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.alfworld.engine import Engine
-from agentfactory.tools.alfworld.games import GeneratedGames
-from agentfactory.tools.alfworld.generator import TaskType
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.alfworld.engine import Engine
+from agentfactory.worlds.alfworld.games import GeneratedGames
+from agentfactory.worlds.alfworld.generator import TaskType
 from tests.conftest import REPOSITORY
-from tests.tools.alfworld.engines import PYTHON, needs_engine
+from tests.worlds.alfworld.engines import PYTHON, needs_engine
 
 pytestmark = pytest.mark.processes
 

@@ -8,13 +8,13 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.alfworld.engine import Engine
-from agentfactory.tools.alfworld.environment import QUESTION
-from agentfactory.tools.alfworld.games import GeneratedGames
 from agentfactory.tools.errors import SettingError
+from agentfactory.worlds.alfworld.alfworld import QUESTION
+from agentfactory.worlds.alfworld.engine import Engine
+from agentfactory.worlds.alfworld.games import GeneratedGames
 from tests.conftest import REPOSITORY
 from tests.scripted_chains import scripted_chains
-from tests.tools.alfworld.engines import PYTHON, needs_engine
+from tests.worlds.alfworld.engines import PYTHON, needs_engine
 
 pytestmark = [needs_engine, pytest.mark.processes]
 

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.screens.screen import Screen
 from agentfactory.tools.tool import Finish
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.screens.screen import Screen
 from tests.conftest import REPOSITORY
 
 pytestmark = [

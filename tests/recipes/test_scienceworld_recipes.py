@@ -6,9 +6,9 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.scienceworld.environment import ScienceWorld
+from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
-from tests.tools.scienceworld.games import needs_java
+from tests.worlds.scienceworld.games import needs_java
 
 RECIPES = REPOSITORY / "recipes" / "scienceworld"
 

@@ -9,11 +9,11 @@ import pytest
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.scienceworld.environment import ScienceWorld
 from agentfactory.tools.tool import Finish
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
-from tests.tools.scienceworld.games import needs_java
+from tests.worlds.scienceworld.games import needs_java
 
 pytestmark = needs_java
 

@@ -10,10 +10,10 @@ import pytest
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.search.corpus import Corpus
-from agentfactory.tools.search.local_index import build_index
-from agentfactory.tools.search.retrieval_client import RetrievalClient
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.search.corpus import Corpus
+from agentfactory.worlds.search.local_index import build_index
+from agentfactory.worlds.search.retrieval_client import RetrievalClient
 from tests.conftest import REPOSITORY
 from tests.scripted_chains import scripted_chains
 
@@ -128,7 +128,7 @@ async def test_rewards_by_hand(tmp_path: Path, index: str, answer: str, exact: i
 
 
 def test_every_question_of_our_file_can_be_answered_from_its_passages(index: str) -> None:
-    from agentfactory.tools.search.local_index import LocalIndex
+    from agentfactory.worlds.search.local_index import LocalIndex
 
     passages = [passage.contents for passage in Corpus(str(RECIPES / "passages.jsonl"))]
     assert {row["data_source"] for row in QUESTIONS} == {"nq", "hotpotqa"}

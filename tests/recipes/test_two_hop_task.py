@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.search.local_index import LocalIndex
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.search.local_index import LocalIndex
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import Finish
 from agentfactory.tools.user_code import load_object
-from agentfactory.tools.webshop.environment import WebShop
+from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes" / "webshop"

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.tools.images.image_tools import ImageTools
 from agentfactory.tools.user_code import load_object
+from agentfactory.worlds.images.image_tools import ImageTools
 from tests.conftest import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]

@@ -16,7 +16,7 @@ import pytest
 
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
 from agentfactory.tools.lock_file import holder, locked, open_lock
-from agentfactory.tools.search.database import Database
+from agentfactory.worlds.search.database import Database
 from tests.waiting import until
 
 NOBODY = 65534

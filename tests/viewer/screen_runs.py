@@ -13,11 +13,11 @@ from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from agentfactory.tools.results import INFO_KEY, content_of, result_of
-from agentfactory.tools.screens.base_screen import BaseScreen
-from agentfactory.tools.screens.screen import MarkedScreen, Screen
+from agentfactory.worlds.screens.base_screen import BaseScreen
+from agentfactory.worlds.screens.screen import MarkedScreen, Screen
 from tests.saved_groups import write_groups
-from tests.tools.screens.players import PLAYERS, Player
 from tests.viewer.viewer_runs import chain
+from tests.worlds.screens.players import PLAYERS, Player
 
 SIZE = (320, 240)
 SIZES = SizeRule(28, 28 * 28, 64 * 28 * 28)

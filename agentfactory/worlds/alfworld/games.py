@@ -1,0 +1,105 @@
+"""The games by split and name: those of a folder in the published layout, and those that are made from a seed."""
+
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.worlds.alfworld.generator import Game, Package, TaskType, make_game
+from agentfactory.worlds.alfworld.paths import expanded_path
+
+FOLDER = "json_2.1.1"
+"""The folder of the games in ALFWORLD_DATA."""
+GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
+"""The files of a game."""
+_GET = "run alfworld-download, which fetches the games into $ALFWORLD_DATA (default: ~/.cache/alfworld)"
+
+
+class Split(StrEnum):
+    """The published splits. `valid_unseen` is in rooms that training never shows."""
+
+    TRAIN = "train"
+    VALID_SEEN = "valid_seen"
+    VALID_UNSEEN = "valid_unseen"
+
+
+COUNTS = {Split.TRAIN: 3000, Split.VALID_SEEN: 150, Split.VALID_UNSEEN: 150}
+"""Games that are made, about as many as the published ones: 3,553, 140 and 134."""
+
+
+class Games(Protocol):
+    """Where games come from."""
+
+    def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
+        """Yield name and type of each game of a split, in a fixed order."""
+        ...
+
+    def content(self, name: str) -> Path | dict[str, Any]:
+        """Return a game's file, or its content. Raises ValueError if there is no such game."""
+        ...
+
+
+class PublishedGames:
+    """The games of a folder, by their paths in it: ALFWORLD_DATA, its folder json_2.1.1, or one that `write_games`
+    wrote. As the published loader does, it leaves out games that are not known to be solvable, and tasks with movable
+    receptacles and sliced objects.
+
+    Raises SettingError if there is no such folder.
+    """
+
+    def __init__(self, data: str) -> None:
+        given = expanded_path("data", data).resolve()
+        self._root = given / FOLDER if (given / FOLDER).is_dir() else given
+        if not any((self._root / split).is_dir() for split in Split):
+            raise SettingError("data", f"{data}: there is no folder {given / FOLDER} with games", _GET)
+
+    def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
+        """Yield name and type of each game of a split, by name."""
+        for trajectory in sorted((self._root / split).rglob(TRAJECTORY)):
+            name, game = str(trajectory.parent.relative_to(self._root)), trajectory.with_name(GAME)
+            if "movable" in name or "Sliced" in name or not game.exists():
+                continue
+            task_type = json.loads(trajectory.read_bytes())["task_type"]
+            if task_type in types and json.loads(game.read_bytes()).get("solvable"):
+                yield name, TaskType(task_type)
+
+    def content(self, name: str) -> Path:
+        """Return the game's file. Raises ValueError if there is none."""
+        file = self._root / name / GAME
+        if not isinstance(name, str) or not file.is_file():
+            raise ValueError(f"game: got {name!r}, and there is no file {file}")
+        return file
+
+
+class GeneratedGames:
+    """The games that `make_game` makes: train/000000 and so on, whose types alternate. A game is made when it is
+    needed; `package` is what to make it of, and not needed for names."""
+
+    def __init__(self, seed: int, package: Package | None = None) -> None:
+        self._seed, self._package = seed, package
+
+    def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
+        """Yield name and type of each game of a split."""
+        for number in range(COUNTS[split]):
+            if _type_of(number) in types:
+                yield f"{split}/{number:06d}", _type_of(number)
+
+    def content(self, name: str) -> dict[str, Any]:
+        """Return the game's content. Raises ValueError if there is no such game."""
+        return self.game(name).content
+
+    def game(self, name: str) -> Game:
+        """Make a game. Raises ValueError if the name is none."""
+        assert self._package is not None
+        split, _, number = name.partition("/") if isinstance(name, str) else ("", "", "")
+        if split not in tuple(Split) or not number.isdecimal():
+            raise ValueError(f"game: got {name!r}; the games that are made are called train/000000 and so on")
+        plans = self._package.unseen if split == Split.VALID_UNSEEN else self._package.seen
+        return make_game(self._package, _type_of(int(number)), plans, f"{self._seed}/{split}/{int(number):06d}")
+
+
+def _type_of(number: int) -> TaskType:
+    types = list(TaskType)
+    return types[number % len(types)]

@@ -1,0 +1,136 @@
+"""`Browse`: the tools with which a model reads pages of the web as text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.shared import Shared
+from agentfactory.tools.tool import tool
+from agentfactory.worlds.browse.web_pages import Pages
+from agentfactory.worlds.browse.window import WINDOW_CHARACTERS, Page
+
+_shared: Shared[Pages] = Shared()
+
+
+class Browse(Environment):
+    """Open pages, follow their links, and find text in them. It judges nothing: give the recipe `rewards:`.
+
+    Pages come as markdown, in windows; a link reads `[label][3]`. The info of a result that shows a page for the first
+    time has `opened`, its address.
+
+    Args:
+        allow_hosts: hosts in private networks that may be opened: HOST, or HOST:PORT. All others there are refused.
+        window_characters: length of a window.
+        cache: folder in which pages are kept for all workers and steps; null: pages are not kept.
+        robots: whether a site's robots.txt is obeyed.
+
+    Raises:
+        SettingError: an entry of `allow_hosts` is no host.
+        ValueError: `window_characters` is out of its range.
+    """
+
+    def __init__(
+        self,
+        allow_hosts: Sequence[str] = (),
+        window_characters: int = WINDOW_CHARACTERS,
+        cache: str | None = None,
+        robots: bool = True,
+    ) -> None:
+        if window_characters < 1:
+            raise ValueError(f"window_characters: got {window_characters}; it has to be at least 1")
+        folder = None if cache is None else Path(cache).expanduser().resolve()
+        self._key = (tuple(allow_hosts), robots, folder)
+        self._pages = _shared.acquire(self._key, lambda: Pages(tuple(allow_hosts), robots, folder))
+        self._size = window_characters
+        self._begin()
+
+    def _begin(self) -> None:
+        self._page: Page | None = None
+        self._url, self._number = "", 1
+        self._visited: list[tuple[str, int]] = []
+
+    async def reset(self, **task: Any) -> None:
+        """Begin without a page."""
+        self._begin()
+
+    @tool
+    async def browse(self, url: str) -> dict[str, Any]:
+        """Open a web page, and read its beginning. Links in the text are numbered, as in [label][3].
+
+        Args:
+            url: The address of the page, such as https://en.wikipedia.org/wiki/Oslo.
+        """
+        return await self._go(url)
+
+    @tool
+    async def follow(self, link: int) -> dict[str, Any]:
+        """Open the page to which a link of the current page leads.
+
+        Args:
+            link: The number of the link: 3 for [label][3].
+        """
+        links = self._current().links
+        if not 1 <= link <= len(links):
+            there_are = f"they are 1 to {len(links)}" if links else "it has none"
+            raise ValueError(f"this page has no link {link}: {there_are}")
+        return await self._go(links[link - 1])
+
+    @tool
+    async def page(self, number: int) -> str:
+        """Read another part of the current page, which is long.
+
+        Args:
+            number: The number of the part: 2 for page 2 of 7.
+        """
+        shown = self._current().window(number)
+        self._number = number
+        return shown
+
+    @tool
+    async def find_on_page(self, text: str) -> str:
+        """Find a text on the current page, in all its parts.
+
+        Args:
+            text: The words to find, as they stand there.
+        """
+        return self._current().find(text)
+
+    @tool
+    async def back(self) -> dict[str, Any]:
+        """Go back to the page before."""
+        if not self._visited:
+            raise ValueError("there is no page before this one" if self._page else "no page is open: browse one first")
+        url, number = self._visited[-1]
+        shown = await self._show(url, number)
+        del self._visited[-1]
+        return shown
+
+    def gauges(self) -> dict[str, float]:
+        """Return the counts since the start: pages that came from the cache, and those that did not."""
+        return self._pages.gauges()
+
+    async def close(self) -> None:
+        """Close what no other chain uses."""
+        pages = _shared.release(self._key)
+        if pages is not None:
+            await pages.close()
+
+    async def _go(self, address: str) -> dict[str, Any]:
+        came_from = (self._url, self._number)
+        shown = await self._show(address, 1)
+        if came_from[0]:
+            self._visited.append(came_from)
+        return shown
+
+    async def _show(self, address: str, number: int) -> dict[str, Any]:
+        found = await self._pages.open(address)
+        page = Page(found.text.title, found.text.text, found.text.links, self._size)
+        number = min(number, page.count)
+        self._page, self._url, self._number = page, found.url, number
+        return {"observation": f"{found.url}\n{page.window(number)}", "opened": found.url}
+
+    def _current(self) -> Page:
+        if self._page is None:
+            raise ValueError("no page is open: browse one first")
+        return self._page

@@ -1,0 +1,207 @@
+"""`Fetcher`: gets pages of the public internet for a model, within limits."""
+
+import asyncio
+import time
+from collections import OrderedDict
+
+import aiohttp
+from aiohttp.abc import AbstractResolver
+from protego import Protego
+from yarl import URL
+
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.worlds.browse.addresses import AllowedHosts, CheckedResolver, parse_address
+from agentfactory.worlds.browse.documents import Document, PageError
+
+AGENT = "AgentFactory"
+"""The name by which a robots.txt addresses us."""
+_HEADERS = {
+    "User-Agent": f"{AGENT}/0.1 (agent of a language model; obeys robots.txt)",
+    "Accept": "text/html,application/xhtml+xml,text/plain,application/pdf;q=0.8,*/*;q=0.5",
+    "Accept-Language": "en,*;q=0.5",
+    # of the encodings, those whose decompression is bounded everywhere
+    "Accept-Encoding": "gzip, deflate",
+}
+_READABLE = ("application/xhtml+xml", "application/xml", "application/json", "application/pdf")
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 5
+_CONNECT_SECONDS = 10.0
+_CONNECTIONS, _TO_ONE_HOST, _TO_OWN_HOSTS = 64, 8, 512
+_ROBOTS_BYTES = 500 << 10
+"""How much of a robots.txt is read: what RFC 9309, section 2.5, asks for."""
+_ROBOTS_SECONDS, _ROBOTS_DOWN_SECONDS = 3600.0, 60.0
+"""How long rules are kept, and that a site cannot give any."""
+_ROBOTS_KEPT = 1000
+
+
+class Fetcher:
+    """Gets documents over HTTP. One object serves all chains of an event loop.
+
+    Every address, also each redirect's, is checked after its name was resolved, and the connection is made to the
+    address that was checked. Cookies, proxies of the environment and passwords are not used.
+
+    Args:
+        allow_hosts: Hosts in private networks that may be reached: HOST, or HOST:PORT. They belong to the recipe's
+            world: if one fails, this is a failure of the infrastructure and nothing that a model has to cope with.
+        robots: Whether a site's robots.txt is obeyed.
+        seconds: Time for one document, with its redirects and robots.txt.
+        max_bytes: Size of a document, after decompression.
+        resolver: What resolves names; None: the system.
+    """
+
+    def __init__(
+        self,
+        allow_hosts: tuple[str, ...] = (),
+        robots: bool = True,
+        seconds: float = 20.0,
+        max_bytes: int = 5 << 20,
+        resolver: AbstractResolver | None = None,
+    ) -> None:
+        self._allowed = AllowedHosts(allow_hosts)
+        self._obeys = robots
+        self._seconds = seconds
+        self._most = max_bytes
+        self._rules: OrderedDict[URL, tuple[float, Protego | str]] = OrderedDict()
+        self._asking: dict[URL, asyncio.Lock] = {}
+        self._resolver = resolver
+        self._opened: dict[bool, aiohttp.ClientSession] = {}
+
+    async def fetch(self, address: str) -> Document:
+        """Return the document at `address`.
+
+        Raises:
+            PageError: there is none that the model may read; the message tells it why.
+            ToolInfrastructureError: names cannot be resolved, or a host of `allow_hosts` does not answer.
+        """
+        url = parse_address(address, self._allowed)
+        try:
+            async with asyncio.timeout(self._seconds):
+                for _ in range(_MOST_REDIRECTS + 1):
+                    if self._obeys:
+                        await self._ask_robots(url)
+                    async with self._session(url).get(url, allow_redirects=False) as response:
+                        following = self._redirect(response)
+                        if following is None:
+                            return await self._read(url, response)
+                    url = following
+        except TimeoutError:
+            raise self._down(url, f"did not answer within {self._seconds:g} s") from None
+        except aiohttp.ClientConnectorSSLError as error:
+            if "WRONG_VERSION_NUMBER" not in str(error):
+                raise self._down(url, f"does not answer ({_told(error)})") from error
+            raise PageError(f"{url.host}:{url.port} does not speak https; open it with http://.") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._down(url, f"does not answer ({_told(error)})") from error
+        raise PageError(f"{address} leads through more than {_MOST_REDIRECTS} redirects.")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for session in self._opened.values():
+            await session.close()
+
+    def _session(self, url: URL) -> aiohttp.ClientSession:
+        # a session belongs to the event loop that runs when it is made
+        own = self._is_own(url)
+        if own not in self._opened:
+            resolver = CheckedResolver(self._allowed, self._resolver)
+            # the recipe's own hosts serve all chains at once: one that waited for the others would run out of time
+            most, to_one_host = (_TO_OWN_HOSTS, 0) if own else (_CONNECTIONS, _TO_ONE_HOST)
+            self._opened[own] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=resolver, limit=most, limit_per_host=to_one_host),
+                headers=_HEADERS,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+                trust_env=False,
+            )
+        return self._opened[own]
+
+    def _redirect(self, response: aiohttp.ClientResponse) -> URL | None:
+        """Return where a redirect leads; None if it is none."""
+        location = response.headers.get("Location")
+        if response.status not in _REDIRECTS or location is None:
+            return None
+        try:
+            target = response.url.join(URL(location))
+        except ValueError:
+            raise PageError(f"{response.url} redirects to something that is no address.") from None
+        return parse_address(str(target), self._allowed)
+
+    async def _read(self, url: URL, response: aiohttp.ClientResponse) -> Document:
+        status = response.status
+        if status == 429 or status >= 500:
+            raise self._down(url, f"cannot serve it now ({status})")
+        if status in (404, 410):
+            raise PageError(f"There is no page {url} ({status}).")
+        if status in (401, 402, 403, 451):
+            raise PageError(f"{url.host} does not give access to {url} ({status}).")
+        if not 200 <= status < 300:
+            raise PageError(f"{url.host} answered with status {status} for {url}.")
+        kind = response.content_type if "Content-Type" in response.headers else "text/html"
+        if not kind.startswith("text/") and kind not in _READABLE:
+            raise PageError(f"{url} is of the type {kind}; only text, HTML and PDF can be read.")
+        content = await content_of(response, self._most)
+        if content is None:
+            raise PageError(f"{url} is larger than {self._most >> 10:,} KiB, the most that is read.")
+        return Document(str(url), kind, response.charset, content)
+
+    async def _ask_robots(self, url: URL) -> None:
+        """Raise PageError if the site's robots.txt does not want us to open `url`."""
+        origin = url.origin()
+        async with self._asking.setdefault(origin, asyncio.Lock()):
+            known = self._rules.get(origin)
+            if known is None or known[0] < time.monotonic():
+                rules = await self._robots(origin)
+                seconds = _ROBOTS_DOWN_SECONDS if isinstance(rules, str) else _ROBOTS_SECONDS
+                known = self._rules[origin] = (time.monotonic() + seconds, rules)
+            self._rules.move_to_end(origin)
+        if len(self._rules) > _ROBOTS_KEPT:
+            oldest, _ = self._rules.popitem(last=False)
+            self._asking.pop(oldest, None)
+        rules = known[1]
+        if isinstance(rules, str):
+            raise self._down(url, rules)
+        if not rules.can_fetch(str(url), AGENT):
+            raise PageError(f"{url.host} does not want {url} to be opened by programs (robots.txt).")
+
+    async def _robots(self, origin: URL) -> Protego | str:
+        """Return the rules of a site (RFC 9309, section 2.3.1): without a robots.txt everything may be opened; of a
+        site that cannot give it nothing, and the reason is returned."""
+        url = origin / "robots.txt"
+        for _ in range(_MOST_REDIRECTS + 1):
+            async with self._session(url).get(url, allow_redirects=False) as response:
+                following = self._redirect(response)
+                if following is None:
+                    if response.status == 429 or response.status >= 500:
+                        return f"cannot serve its robots.txt now ({response.status})"
+                    if response.status != 200:
+                        return Protego.parse("")
+                    content = await content_of(response, _ROBOTS_BYTES, cut=True)
+                    return Protego.parse((content or b"").decode("utf-8-sig", "replace"))
+            url = following
+        return Protego.parse("")
+
+    def _is_own(self, url: URL) -> bool:
+        """Return whether `allow_hosts` names the host of `url`."""
+        return self._allowed.include(url.raw_host or "", url.port or 0)
+
+    def _down(self, url: URL, told: str) -> Exception:
+        """Return the error of a host that does not serve a page."""
+        if self._is_own(url):
+            return ToolInfrastructureError(f"{url.host}:{url.port}, which allow_hosts names, {told}")
+        return PageError(f"{url.host} {told}.")
+
+
+async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
+    """Return the decompressed body, of which no more than `most` bytes are kept in memory; None if it is larger, or
+    its beginning with `cut`."""
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > most:
+            return bytes(content[:most]) if cut else None
+    return bytes(content)
+
+
+def _told(error: Exception) -> str:
+    reason = getattr(error, "os_error", error)
+    return getattr(reason, "strerror", None) or str(reason) or type(reason).__name__

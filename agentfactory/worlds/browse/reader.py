@@ -1,0 +1,52 @@
+"""`Reader`: documents become text in processes of their own, which are ended if they take too long."""
+
+from typing import Any
+
+from agentfactory.tools.killable import KillableProcesses
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.threads import run_in_thread
+from agentfactory.worlds.browse.documents import Document, PageError, Text
+
+_PROCESSES = 2
+"""Documents that are read at a time."""
+
+
+class Reader:
+    """Turns documents into text. One object serves all chains of a process; processes start when they are needed.
+
+    Args:
+        seconds: Time for one document.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self._seconds = seconds
+        self._processes = KillableProcesses("agentfactory.worlds.browse.read_process", _PROCESSES)
+
+    async def read(self, document: Document) -> Text:
+        """Return a document as text.
+
+        Raises:
+            PageError: it cannot be read, or takes too long; the message is for the model.
+            ToolInfrastructureError: no process started.
+        """
+        return await run_in_thread(lambda: self._read(document))
+
+    def close(self) -> None:
+        """End the processes that read nothing; the next document starts new ones."""
+        self._processes.close()
+
+    def _read(self, document: Document) -> Text:
+        request: dict[str, Any] = {"url": document.url, "type": document.type, "charset": document.charset}
+        request |= {"bytes": len(document.content), "seconds": self._seconds}
+        try:
+            with self._processes.borrowed() as process:
+                process.send(request, document.content)
+                answer = process.receive()
+                process.answered = answer is not None
+        except ChildProcessError as error:
+            raise ToolInfrastructureError(str(error)) from error
+        if answer is None:
+            raise PageError(f"{document.url} takes too much time or memory to be read.")
+        if "error" in answer:
+            raise PageError(answer["error"])
+        return Text(answer["title"], answer["text"], tuple(answer["links"]))

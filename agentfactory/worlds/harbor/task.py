@@ -1,0 +1,285 @@
+"""One task in Harbor's format: its files, checked, and what they ask for."""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, parse
+
+_SECTIONS = frozenset(
+    {
+        "schema_version",
+        "version",
+        "task",
+        "source",
+        "metadata",
+        "verifier",
+        "agent",
+        "environment",
+        "solution",
+        "artifacts",
+    }
+)
+_UNSUPPORTED = {
+    "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
+    "verifier": ("environment", "collect"),
+}
+"""Fields that ask for what a sandbox does not have."""
+_OF_A_TASK = ("task.toml", "instruction.md")
+"""A folder with one of these is a task."""
+_HONOURED = {
+    "agent": ("timeout_sec", "user"),
+    "verifier": ("timeout_sec", "env", "user", "environment_mode"),
+    "environment": ("memory_mb", "storage_mb", "workdir", "env", "docker_image", "os"),
+    "solution": ("env",),
+}
+"""Fields that have an effect here. Others may be Harbor's, and are left alone unless they look like one of these."""
+_CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
+_OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
+"""Places that belong to the format or to the sandbox."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """The root file system that stands for an image."""
+
+    root: str
+    run_done: bool = False
+    """The RUN instructions of its tasks were done there."""
+    writable: tuple[str, ...] = ()
+    """Further folders that tasks may change; each chain gets a copy."""
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """What the sandbox of a task needs."""
+
+    folder: str
+    name: str
+    root: str
+    workdir: str
+    env: dict[str, str]
+    copies: list[Copy]
+    writable: list[str]
+    """Folders that may be changed. No one lies in another one."""
+    agent_seconds: float | None = None
+    verifier_seconds: float = 600.0
+    verifier_env: dict[str, str] = field(default_factory=dict)
+    solution_env: dict[str, str] = field(default_factory=dict)
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a field of a row."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return what `to_json` has made a mapping of."""
+        return cls(**{**data, "copies": [Copy(**copy) for copy in data["copies"]]})
+
+
+def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dict[str, Any]]:
+    """Return a row for each task below `folder` (or for the one that `folder` is), sorted by name: `question`, the
+    instruction; `task`, its name; and `harbor`, for the sandbox.
+
+    Raises SettingError, below `field`, with the task's name, its file and what to do.
+    """
+    if not folder.is_dir():
+        raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a folder for each task")
+    is_task = any((folder / name).is_file() for name in _OF_A_TASK)
+    found = [folder] if is_task else sorted({path.parent for name in _OF_A_TASK for path in folder.glob(f"*/{name}")})
+    if not found:
+        raise SettingError(f"{field}.folder", f"no folder in {folder} has a task.toml", "name a folder of Harbor tasks")
+    return [_row(path, images, field) for path in found]
+
+
+def _row(folder: Path, images: Mapping[str, Image], field: str) -> dict[str, Any]:
+    reader = _Reader(folder, images, field)
+    instruction = _without_canary(reader.text("instruction.md")).strip()
+    if not instruction:
+        raise reader.error("instruction.md", "it is empty", "say there what is to be done")
+    return {"question": instruction, "task": folder.name, "harbor": reader.task().to_json()}
+
+
+def _without_canary(text: str) -> str:
+    lines = text.split("\n")
+    while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
+        lines.pop(0)
+    return "\n".join(lines)
+
+
+class _Reader:
+    def __init__(self, folder: Path, images: Mapping[str, Image], field: str) -> None:
+        self.folder, self.images, self.field = folder.resolve(), images, field
+        try:
+            self.config = tomllib.loads(self.text("task.toml"))
+        except tomllib.TOMLDecodeError as error:
+            raise self.error("task.toml", f"it is not TOML: {error}", "correct it") from None
+
+    def error(self, file: str, problem: str, fix: str) -> SettingError:
+        return SettingError(self.field, f"task {self.folder.name}: {file}: {problem}", fix)
+
+    def text(self, name: str) -> str:
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise self.error(name, "there is no such file", "add it, or take the task out") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise self.error(name, f"it cannot be read: {error}", "correct it") from None
+
+    def section(self, name: str) -> dict[str, Any]:
+        section = self.config.get(name, {})
+        if not isinstance(section, dict):
+            raise self.error("task.toml", f"{name}: got {short(section)}", f"write a table [{name}]")
+        return section
+
+    def number(self, section: str, name: str) -> float | None:
+        value = self.section(section).get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise self.error("task.toml", f"{section}.{name}: got {short(value)}", "give a number above 0")
+        return float(value)
+
+    def whole(self, section: str, name: str, older: str) -> int | None:
+        """Return a number of MiB; `older` is the field's former name, with a text such as 2G."""
+        text = self.section(section).get(older)
+        if text is None:
+            value = self.number(section, name)
+            return None if value is None else int(value)
+        found = re.fullmatch(r"([\d.]+)\s*([GMK])", str(text).strip().upper())
+        if found is None:
+            raise self.error("task.toml", f"{section}.{older}: got {short(text)}", "give a size such as 512M or 2G")
+        return max(1, int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2]]))
+
+    def variables(self, section: str) -> dict[str, str]:
+        given = self.section(section).get("env", {})
+        if not isinstance(given, dict):
+            raise self.error("task.toml", f"{section}.env: got {short(given)}", "write a table of names and texts")
+
+        def value(name: str, text: str) -> str:
+            def one(match: re.Match[str]) -> str:
+                found = os.environ.get(match[1], match[2])
+                if found is None:
+                    problem = f"{section}.env.{name}: the environment variable {match[1]} is not set"
+                    raise self.error("task.toml", problem, "export it")
+                return found
+
+            return _VARIABLE.sub(one, text)
+
+        return {str(name): value(name, str(text)) for name, text in given.items()}
+
+    def task(self) -> HarborTask:
+        self._check_config()
+        dockerfile = self._dockerfile()
+        image = self._image(dockerfile)
+        workdir = str(PurePosixPath(dockerfile.workdir, self.section("environment").get("workdir") or "."))
+        if workdir == "/":
+            problem = "no WORKDIR: commands would begin in /, where nothing can be changed"
+            raise self.error("environment/Dockerfile", problem, "add WORKDIR /app, or environment.workdir to task.toml")
+        return HarborTask(
+            folder=str(self.folder),
+            name=self.folder.name,
+            root=image.root,
+            workdir=workdir,
+            env={**dockerfile.env, **self.variables("environment")},
+            copies=dockerfile.copies,
+            writable=self._writable(workdir, dockerfile, image),
+            agent_seconds=self.number("agent", "timeout_sec"),
+            verifier_seconds=self.number("verifier", "timeout_sec") or 600.0,
+            verifier_env=self.variables("verifier"),
+            solution_env=self.variables("solution"),
+            memory_mb=self.whole("environment", "memory_mb", "memory"),
+            storage_mb=self.whole("environment", "storage_mb", "storage"),
+        )
+
+    def _check_config(self) -> None:
+        for name in self.config:
+            if name not in _SECTIONS:
+                fix = "split it into tasks of one step" if name == "steps" else "remove it"
+                raise self.error("task.toml", f"{name} is not supported", fix)
+        for section, names in _HONOURED.items():
+            for name in self.section(section).keys() - {*names}:
+                if meant := difflib.get_close_matches(name, names, 1, cutoff=0.85):
+                    problem = f"{section}.{name}: there is no such field"
+                    raise self.error("task.toml", problem, f"did you mean {section}.{meant[0]}?")
+        for section, names in _UNSUPPORTED.items():
+            for name in names:
+                if self.section(section).get(name):
+                    problem = f"{section}.{name}: got {short(self.section(section)[name])}, which no sandbox here has"
+                    raise self.error("task.toml", problem, "remove it, or take the task out")
+        if (system := str(self.section("environment").get("os", "linux")).lower()) != "linux":
+            raise self.error("task.toml", f"environment.os: got {system!r}", "only linux tasks run here")
+        if (mode := self.section("verifier").get("environment_mode", "shared")) != "shared":
+            problem = f"verifier.environment_mode: got {mode!r}; tests run on the agent's files, after its processes"
+            raise self.error("task.toml", problem, "set shared")
+        for section in ("agent", "verifier"):
+            if (user := self.section(section).get("user")) not in (None, "root", 0):
+                raise self.error("task.toml", f"{section}.user: got {user!r}; there is one user, root", "remove it")
+        self.text("tests/test.sh")
+        for name in ("docker-compose.yaml", ".dockerignore"):
+            if (self.folder / "environment" / name).exists():
+                raise self.error(f"environment/{name}", "it is not supported", "remove it, or take the task out")
+
+    def _dockerfile(self) -> Dockerfile:
+        image = self.section("environment").get("docker_image")
+        if image and not (self.folder / "environment" / "Dockerfile").exists():
+            return Dockerfile(image=str(image))
+        name = "environment/Dockerfile"
+        text = self.text(name)
+        try:
+            return parse(text)
+        except Unsupported as error:
+            raise self.error(f"{name}, line {error.line}", error.problem, error.fix) from None
+        except ValueError as error:
+            raise self.error(name, str(error), "correct it") from None
+
+    def _image(self, dockerfile: Dockerfile) -> Image:
+        image = self.images.get(dockerfile.image)
+        if image is None:
+            known = ", ".join(self.images) or "none"
+            problem = (
+                f"FROM {dockerfile.image}, and {self.field}.images names no root file system for it (it has {known})"
+            )
+            raise self.error(
+                "environment/Dockerfile",
+                problem,
+                f'set images: {{"{dockerfile.image}": FOLDER}}, or / for this machine\'s',
+            )
+        if not os.path.lexists(Path(image.root, "bin/sh")):
+            problem = f"images.{dockerfile.image}: got {image.root}, which has no /bin/sh"
+            raise SettingError(self.field, problem, "name a folder with a root file system, or /")
+        if dockerfile.runs and not image.run_done:
+            line, command = dockerfile.runs[0]
+            problem = f"RUN {command[:80]}: nothing is run to build an image"
+            fix = f"do it in the root file system, and set run_done: true for {dockerfile.image} in {self.field}.images"
+            raise self.error(f"environment/Dockerfile, line {line}", problem, fix)
+        return image
+
+    def _writable(self, workdir: str, dockerfile: Dockerfile, image: Image) -> list[str]:
+        places = {workdir, "/root", "/tmp", "/logs/agent", "/logs/artifacts", *image.writable}
+        context = self.folder / "environment"
+        for copy in dockerfile.copies:
+            name = f"environment/Dockerfile, line {copy.line}"
+            for source in copy.sources:
+                inside = (
+                    [path.resolve() for path in context.glob(source.lstrip("/"))]
+                    if source not in (".", "./", "/")
+                    else [context]
+                )
+                if not inside or not all(path.is_relative_to(context) for path in inside):
+                    raise self.error(name, f"COPY {source}: there is no such file in environment/", "add it")
+            is_folder = copy.into or any((context / source.lstrip("/")).is_dir() for source in copy.sources)
+            place = copy.target if is_folder else str(PurePosixPath(copy.target).parent)
+            if place == "/" or any(PurePosixPath(place).is_relative_to(own) for own in _OWN):
+                raise self.error(name, f"COPY to {copy.target}: nothing can be put there", "use a folder such as /app")
+            places.add(place)
+        return sorted(p for p in places if not any(PurePosixPath(q) in PurePosixPath(p).parents for q in places))

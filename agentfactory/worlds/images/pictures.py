@@ -1,0 +1,257 @@
+"""Images of a chain that are made of others, and the way back to the places of those."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from copy import copy
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+from PIL import Image, ImageDraw, ImageEnhance
+
+from agentfactory.tools.byte_cache import ByteCache
+from agentfactory.tools.images.coordinates import Size
+from agentfactory.tools.images.decode import decode, is_path
+from agentfactory.worlds.images.boxes import PixelBox
+
+Point = tuple[float, float]
+"""x and y in pixels, from the upper left corner of the image."""
+_KEPT_BYTES = 512 << 20
+"""Bytes of pixels that a process keeps for its chains; others are made again when they are needed."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Maps a place in one image to a place in another: (x, y) -> (a x + b y + c, d x + e y + f)."""
+
+    a: float = 1.0
+    b: float = 0.0
+    c: float = 0.0
+    d: float = 0.0
+    e: float = 1.0
+    f: float = 0.0
+
+    def of(self, point: Point) -> Point:
+        """Return where a place is."""
+        x, y = point
+        return self.a * x + self.b * y + self.c, self.d * x + self.e * y + self.f
+
+    def then(self, other: "Way") -> "Way":
+        """Return this way followed by another."""
+        c, f = other.of((self.c, self.f))
+        return Way(
+            other.a * self.a + other.b * self.d,
+            other.a * self.b + other.b * self.e,
+            c,
+            other.d * self.a + other.e * self.d,
+            other.d * self.b + other.e * self.e,
+            f,
+        )
+
+
+class Step(ABC):
+    """One change of an image. Steps are compared by value."""
+
+    @abstractmethod
+    def apply(self, image: Image.Image) -> Image.Image:
+        """Return the changed image."""
+
+    def back(self, size: Size) -> Way:
+        """Return the way from the changed image to the one before, which has this size."""
+        return Way()
+
+
+@dataclass(frozen=True)
+class Crop(Step):
+    """A part of the image."""
+
+    box: PixelBox
+
+    def apply(self, image: Image.Image) -> Image.Image:
+        """See Step."""
+        return image.crop(self.box)
+
+    def back(self, size: Size) -> Way:
+        """See Step."""
+        return Way(c=self.box[0], f=self.box[1])
+
+
+@dataclass(frozen=True)
+class Turn(Step):
+    """The image turned clockwise about its middle, whole; what is beside it is white."""
+
+    degrees: float
+
+    def apply(self, image: Image.Image) -> Image.Image:
+        """See Step."""
+        if self.degrees % 90 == 0:
+            return _QUARTERS[int(self.degrees % 360) // 90](image)
+        way = self.back(image.size)
+        numbers = (way.a, way.b, way.c, way.d, way.e, way.f)
+        size = self._size(image.size)
+        return image.transform(
+            size, Image.Transform.AFFINE, numbers, Image.Resampling.BICUBIC, fillcolor=(255, 255, 255)
+        )
+
+    def back(self, size: Size) -> Way:
+        """See Step."""
+        sine, cosine = self._sine_cosine()
+        (width, height), (new_width, new_height) = size, self._size(size)
+        # y points downwards, so that this turns counterclockwise: back
+        turned = Way(cosine, sine, 0.0, -sine, cosine, 0.0)
+        x, y = turned.of((new_width / 2, new_height / 2))
+        return Way(cosine, sine, width / 2 - x, -sine, cosine, height / 2 - y)
+
+    def _size(self, size: Size) -> Size:
+        sine, cosine = map(abs, self._sine_cosine())
+        width, height = size
+        # rounding errors must not add a pixel
+        across, down = width * cosine + height * sine, width * sine + height * cosine
+        return math.ceil(across - 1e-6), math.ceil(down - 1e-6)
+
+    def _sine_cosine(self) -> tuple[float, float]:
+        if self.degrees % 90 == 0:
+            return ((0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0))[int(self.degrees % 360) // 90]
+        return math.sin(math.radians(self.degrees)), math.cos(math.radians(self.degrees))
+
+
+_QUARTERS = (
+    lambda image: image.copy(),
+    lambda image: image.transpose(Image.Transpose.ROTATE_270),
+    lambda image: image.transpose(Image.Transpose.ROTATE_180),
+    lambda image: image.transpose(Image.Transpose.ROTATE_90),
+)
+"""How an image is turned clockwise by quarters."""
+
+Direction = Literal["left_right", "top_bottom"]
+
+
+@dataclass(frozen=True)
+class Flip(Step):
+    """The image in a mirror."""
+
+    direction: Direction
+
+    def apply(self, image: Image.Image) -> Image.Image:
+        """See Step."""
+        across = self.direction == "left_right"
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT if across else Image.Transpose.FLIP_TOP_BOTTOM)
+
+    def back(self, size: Size) -> Way:
+        """See Step."""
+        if self.direction == "left_right":
+            return Way(a=-1.0, c=size[0])
+        return Way(e=-1.0, f=size[1])
+
+
+@dataclass(frozen=True)
+class Contrast(Step):
+    """The image with each pixel's distance from the mean grey multiplied."""
+
+    factor: float
+
+    def apply(self, image: Image.Image) -> Image.Image:
+        """See Step."""
+        return ImageEnhance.Contrast(image).enhance(self.factor)
+
+
+@dataclass(frozen=True)
+class Draw(Step):
+    """The image with boxes, or with discs around points, each in the same colour."""
+
+    colour: str
+    boxes: tuple[PixelBox, ...] = ()
+    points: tuple[Point, ...] = ()
+
+    def apply(self, image: Image.Image) -> Image.Image:
+        """See Step."""
+        drawn = image.copy()
+        pencil = ImageDraw.Draw(drawn)
+        # the model may get the image reduced
+        width = max(2, round(min(image.size) / 150))
+        for left, top, right, bottom in self.boxes:
+            pencil.rectangle((left, top, right - 1, bottom - 1), outline=self.colour, width=width)
+        for x, y in self.points:
+            pencil.ellipse((x - 2 * width, y - 2 * width, x + 2 * width, y + 2 * width), fill=self.colour)
+        return drawn
+
+
+class Picture:
+    """An image of a chain: of a file, or made of another one by a step. Its pixels are made when they are needed, and
+    kept for all chains of a process."""
+
+    def __init__(self, source: Any, number: int) -> None:
+        """Create the image numbered `number` of whatever `decode` takes. Raises ValueError if it is a file that does
+        not exist."""
+        self.origin = number
+        """Number of the first image in the chain."""
+        self._source = source
+        self._before: Picture | None = None
+        self._steps: tuple[Step, ...] = ()
+        self._key: Hashable = next(_numbers)
+        self._size: Size | None = None
+        if is_path(source):
+            path = Path(str(source).removeprefix("file://"))
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise ValueError(f"the image {path} cannot be read: {error.strerror}") from error
+            self._key = str(path.absolute()), status.st_mtime_ns, status.st_size
+
+    def changed(self, step: Step) -> "Picture":
+        """Return the picture after another step."""
+        after = copy(self)
+        after._before, after._steps, after._size = self, (*self._steps, step), None
+        return after
+
+    def pixels(self) -> Image.Image:
+        """Return the image in RGB, in full size; not to be changed. Raises ValueError if it cannot be decoded."""
+        key = self._key, self._steps
+        with _lock:
+            found = _kept.get(key)
+        if found is None:
+            found = decode(self._source) if self._before is None else self._steps[-1].apply(self._before.pixels())
+            with _lock:
+                if _kept.get(key) is None:
+                    _kept.put(key, found, 3 * found.width * found.height)
+        self._size = found.size
+        return found
+
+    @property
+    def size(self) -> Size:
+        """Width and height in pixels."""
+        return self._size or self.pixels().size
+
+    @property
+    def back(self) -> Way:
+        """The way from a place in this picture to the place in the first image."""
+        if self._before is None:
+            return Way()
+        return self._steps[-1].back(self._before.size).then(self._before.back)
+
+    @property
+    def first(self) -> "Picture":
+        """The image that all steps begin with."""
+        return self if self._before is None else self._before.first
+
+    def box_in_first(self) -> list[float]:
+        """Return the smallest upright box that holds all that is seen here of the first image."""
+        if self._before is None:
+            return [0.0, 0.0, *map(float, self.size)]
+        around = self._before.box_in_first()
+        if not isinstance(self._steps[-1], Crop):
+            return around
+        width, height = self.size
+        corners = [self.back.of((x, y)) for x in (0, width) for y in (0, height)]
+        limits = [(min(along), max(along)) for along in zip(*corners, strict=True)]
+        box = [limits[0][0], limits[1][0], limits[0][1], limits[1][1]]
+        # of a picture that was turned, a part may reach into the white
+        return [round(min(max(edge, around[n % 2]), around[2 + n % 2]), 2) for n, edge in enumerate(box)]
+
+
+_kept: ByteCache[Hashable, Image.Image] = ByteCache(_KEPT_BYTES)
+_lock = Lock()
+_numbers = count()

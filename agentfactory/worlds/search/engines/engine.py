@@ -1,0 +1,287 @@
+"""`Engine`: what all online engines share: requests, pages of results, retries, rate, cache and budget."""
+
+import asyncio
+import html
+import json
+import logging
+import os
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.limits import Rates
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.notices import tell
+from agentfactory.tools.option_types import check_types
+from agentfactory.tools.retries import Retries, seconds_asked
+from agentfactory.tools.threads import run_in_thread
+from agentfactory.worlds.browse.answer_cache import DiskCache
+from agentfactory.worlds.browse.documents import PageError
+from agentfactory.worlds.browse.fetch import content_of
+from agentfactory.worlds.browse.web_pages import Pages
+from agentfactory.worlds.search.budget import Budget
+from agentfactory.worlds.search.passage import Passage, encodable
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 15.0
+_MOST_WAIT_SECONDS = 40.0
+"""Together with an answer's time less than a call may take (`timeout_seconds`, 60)."""
+_ANSWER_BYTES = 8 << 20
+_MOST_PAGES = 10
+_TAGS = re.compile(r"</?[A-Za-z][^<>]*>")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for one page of results. `url` has no key in it: keys are sent as `headers`."""
+
+    url: str
+    query: Mapping[str, str | int] = field(default_factory=dict)
+    body: Any = None
+    """JSON that is sent by POST; None: GET."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Results:
+    """One page of results; `more` says whether the engine has a further page."""
+
+    passages: list[Passage]
+    more: bool
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is used.
+
+    Attributes:
+        cache: Folder in which answers are kept, for all chains, workers and steps; None: they are not kept.
+        calls: The most requests, counted in `cache` over all processes and resumed runs; None: any number.
+        cost: The most dollars, counted likewise; None: any sum.
+        price: Dollars for one request.
+        calls_per_second: Requests of one process per second; None: what the engine allows everybody.
+        retry_seconds: How long a request that fails is tried again.
+    """
+
+    cache: Path | None = None
+    calls: int | None = None
+    cost: float | None = None
+    price: float = 0.0
+    calls_per_second: float | None = None
+    retry_seconds: float = 30.0
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> "EngineOptions":
+        """Create them from the recipe's mapping, whose `cache` is text. Raises SettingError."""
+        known = [each.name for each in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise SettingError(f"engine.{unknown[0]}", "there is no such option", f"they are {', '.join(known)}")
+        check_types(given, cls, "engine")
+        try:
+            cache = given.get("cache")
+            return cls(**{**given, "cache": None if cache is None else Path(cache).expanduser().resolve()})
+        except SettingError as error:
+            raise error.at(f"engine.{error.field}") from None
+
+    def __post_init__(self) -> None:
+        for name in ("calls", "cost", "calls_per_second"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingError(name, f"got {short(value)}; it has to be a number above 0")
+        if self.cache is None and (self.calls is not None or self.cost is not None):
+            raise SettingError("cache", "a budget is counted in its folder, and there is none", "name a folder")
+        if self.cost is not None and not self.price > 0:
+            raise SettingError("price", f"got {self.price}, and cost has a limit", "give the dollars for one request")
+
+
+class Engine(ABC):
+    """An online engine as a Source. A subclass gives the requests, and reads the answers.
+
+    Class attributes: `name`; `address`, where requests go; `key`, the environment variable with its key ("": it needs
+    none); `page_size`, the most results of a request; `per_second`, the requests that it allows every customer;
+    `query_characters`, the longest query.
+
+    Raises SettingError if the variable is not set.
+    """
+
+    name: ClassVar[str]
+    address: ClassVar[str]
+    key: ClassVar[str] = ""
+    page_size: ClassVar[int]
+    per_second: ClassVar[float]
+    query_characters: ClassVar[int]
+
+    def __init__(self, options: EngineOptions | None = None) -> None:
+        self.options = options or EngineOptions()
+        self._secret = variable(self.name, self.key) if self.key else ""
+        folder = self.options.cache
+        self._cache = None if folder is None else DiskCache(folder)
+        self._budget: Budget | None = None
+        if folder is not None and (self.options.calls is not None or self.options.cost is not None):
+            self._budget = Budget(folder, self.name, self.options.calls, self.options.cost, self.options.price)
+        self._rates = Rates({self.name: self.options.calls_per_second or self.per_second})
+        self._pages = Pages(cache=folder)
+        self._session: aiohttp.ClientSession | None = None
+        self._requests = 0
+
+    @abstractmethod
+    def request(self, query: str, count: int, page: int, secret: str) -> Request:
+        """Return the request for the `page`-th page, from 0, of `count` results each."""
+
+    @abstractmethod
+    def read(self, answer: Any) -> Results:
+        """Return the results in an answer's JSON. May raise LookupError, TypeError, ValueError or AttributeError if it
+        has another format."""
+
+    async def search(self, query: str, count: int) -> list[Passage]:
+        """See Source; `id` and `url` of a passage are the address of its page."""
+        query = " ".join(query.split())[: self.query_characters].strip()
+        query = "".join(character for character in query if character.isprintable())
+        found: dict[str, Passage] = {}
+        size = min(count, self.page_size)
+        for page in range(_MOST_PAGES if query else 0):
+            results = await self._results(query, size, page)
+            new = [passage for passage in results.passages if passage.id not in found]
+            found |= {passage.id: passage for passage in new}
+            if len(found) >= count or not results.more or not new:
+                break
+        return list(found.values())[:count]
+
+    async def open(self, id: str) -> str | None:
+        """See Source: the page at the address `id`."""
+        try:
+            page = await self._pages.open(id)
+        except PageError:
+            return None
+        return f"{page.text.title or page.url}\n{page.text.text}"
+
+    def gauges(self) -> dict[str, float]:
+        """Return the counts since the start: requests that were sent, and what the cache was asked."""
+        counts = {"requests": float(self._requests)}
+        if self._cache is not None:
+            counts |= {"cache_hits": float(self._cache.hits), "cache_misses": float(self._cache.misses)}
+        return counts
+
+    async def close(self) -> None:
+        """See Source."""
+        if self._cache is not None:
+            await self._cache.close()
+        if self._budget is not None:
+            self._budget.close()
+        if self._session is not None:
+            await self._session.close()
+        await self._pages.close()
+
+    async def _results(self, query: str, size: int, page: int) -> Results:
+        async def ask() -> dict[str, Any]:
+            return asdict(self._read(await self._ask(query, size, page)))
+
+        if self._cache is None:
+            kept = await ask()
+        else:
+            kept = await self._cache.get(["search", 1, self.request(query, size, page, "").url, query, size, page], ask)
+        return Results([Passage(**passage) for passage in kept["passages"]], kept["more"])
+
+    def _read(self, answer: Any) -> Results:
+        try:
+            return self.read(answer)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ToolInfrastructureError(f"{self.name}: its answer has another format: {error!r}") from None
+
+    async def _ask(self, query: str, size: int, page: int) -> Any:
+        """Return the JSON of an answer. A request that may succeed later is sent again."""
+        request = self.request(query, size, page, self._secret)
+        retries = Retries(self.options.retry_seconds)
+        while True:
+            await self._wait()
+            if self._budget is not None:
+                await run_in_thread(self._budget.spend)
+            self._requests += 1
+            asked = 0.0
+            try:
+                async with self._send(request) as response:
+                    if response.status == 200:
+                        if (content := await content_of(response, _ANSWER_BYTES)) is None:
+                            raise ValueError("too large")
+                        return json.loads(content)
+                    self._check(response.status)
+                    told = f"it answered with status {response.status}"
+                    asked = seconds_asked(response.headers.get("Retry-After", ""))
+            except TimeoutError:
+                told = f"no answer within {_ANSWER_SECONDS:g} s"
+            except (aiohttp.ClientError, OSError) as error:
+                told = f"no answer ({type(error).__name__})"
+            except (ValueError, RecursionError):  # JSON, or its charset
+                told = "its answer is not JSON"
+            delay = retries.delay(time.monotonic(), asked=asked)
+            if delay is None:
+                raise ToolInfrastructureError(f"{self.name}: {told}, for {self.options.retry_seconds:g} s")
+            await asyncio.sleep(delay)
+
+    async def _wait(self) -> None:
+        """Wait until the rate allows a request. Raises ToolInfrastructureError if this takes too long."""
+        now = time.monotonic()
+        if (seconds := self._rates.wait(self.name, now)) > _MOST_WAIT_SECONDS:
+            rate = self.options.calls_per_second or self.per_second
+            told = f"{self.name}: at {rate:g} requests per second, a search would wait for {seconds:.0f} s"
+            fix = "raise engine.calls_per_second if your plan allows it, name a cache, or lower rollout.concurrency"
+            tell(logger, f"rate of {self.name}", f"{told}; fix: {fix}")
+            raise ToolInfrastructureError(told)
+        await asyncio.sleep(self._rates.take(self.name, now))
+
+    def _send(self, request: Request) -> Any:
+        if self._session is None:
+            # a redirect would take the key elsewhere, and so would a proxy of the environment
+            self._session = aiohttp.ClientSession(
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS),
+                headers={"User-Agent": "AgentFactory/0.1 (search for agents)", "Accept": "application/json"},
+            )
+        query = {name: str(value) for name, value in request.query.items()}
+        method = "GET" if request.body is None else "POST"
+        return self._session.request(
+            method, request.url, params=query, json=request.body, headers=request.headers, allow_redirects=False
+        )
+
+    def _check(self, status: int) -> None:
+        """Raise ToolInfrastructureError for a status that no retry changes; not what the engine says, which may repeat
+        the key."""
+        if status == 429 or status >= 500:
+            return
+        told = f"{self.name}: it refused a request with status {status}"
+        if self.key:
+            told += f"; fix: export {self.key} with a valid key, whose credit is not used up"
+            tell(logger, f"refusals of {self.name}", told)
+        raise ToolInfrastructureError(told)
+
+
+def variable(engine: str, name: str) -> str:
+    """Return the environment variable that an engine needs. Raises SettingError if it is not set."""
+    if value := os.environ.get(name, "").strip():
+        return value
+    raise SettingError("source", f"{engine} needs the environment variable {name}, which is not set", f"export {name}")
+
+
+def passage(url: str, title: Any, text: Any, score: Any = None) -> Passage:
+    """Return a result as a passage: title and text without markup, each on one line. Raises TypeError if they are no
+    text."""
+    if not isinstance(url, str) or not url:
+        raise TypeError(f"a result whose address is {url!r}")
+    for part in (title, text):
+        if not isinstance(part, str | None):
+            raise TypeError(f"a result that contains {type(part).__name__} instead of text")
+    url = encodable(url)
+    contents = encodable(f'"{_plain(title or url)}"\n{_plain(text or "")}')
+    return Passage(url, contents, None if score is None else float(score), url)
+
+
+def _plain(text: str) -> str:
+    return " ".join(html.unescape(_TAGS.sub("", text)).split())

@@ -1,0 +1,283 @@
+"""A BM25 index of passages on disk (tantivy): built from a stream, resumed after a kill, searched by any text."""
+
+import fcntl
+import json
+import os
+import shutil
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import regex
+import tantivy
+
+from agentfactory.tools.disk import write_whole, writing
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.lock_file import holder, open_lock
+from agentfactory.worlds.search.passage import Passage, encodable
+
+MANIFEST = "index.json"
+_FORMAT = 1
+_LOCK = "build.lock"
+"""File that a build keeps locked while it runs."""
+_TERMS = "bm25"
+"""Folder of tantivy's files within an index."""
+VECTORS = "dense"
+"""Folder of a dense model's vectors within an index."""
+_ANALYZER = "passages"
+_COMMIT_PASSAGES = 100_000
+"""Passages between commits: what a killed build has to do again."""
+_HEAP_BYTES = 256 << 20
+"""Memory of tantivy's writer, over all its threads."""
+_LONGEST_TOKEN = 64
+_QUERY_CHARACTERS = 20_000
+_QUERY_TERMS = 64
+_COMMON_SHARE, _COMMON_PASSAGES = 0.4, 50_000
+"""A word in more than this share of the passages, and in more than this number of them, is common: "the", "of"."""
+_UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+"""Scripts without spaces between words: each character is a term, as in Lucene's standard analysis of Han."""
+_LANGUAGES = (
+    *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
+    *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
+)
+
+
+def build_index(
+    passages: Iterable[Passage],
+    folder: Path,
+    corpus: str = "",
+    language: str | None = "english",
+    progress: Callable[[int], None] = lambda done: None,
+    finish: Callable[[Path], None] | None = None,
+) -> int:
+    """Build an index of `passages` in `folder`, which must not exist; return the number of passages.
+
+    It is written to `folder`.building, and renamed when it is whole. A build that was killed is resumed after its last
+    commit if it is started again with the same `corpus` and `language`: the passages before that are skipped. Memory
+    does not grow with the number of passages. Of passages with equal scores, a search returns the earlier ones first in
+    an index of up to 100,000; in a larger one their order may differ between two builds.
+
+    Args:
+        corpus: names what `passages` yields, to resume only with the same; "": a killed build starts anew.
+        language: words are reduced to their stems in this language; None: they are not.
+        progress: is told the number of passages read so far, also of those that are skipped.
+        finish: adds to the folder before it is renamed.
+
+    Raises:
+        SettingError: `folder` exists or cannot be made, another process builds it, there is no such language, or there
+            is no passage.
+        DiskError: the disk is full.
+    """
+    if folder.exists():
+        raise SettingError("folder", f"{folder} exists", "choose another folder, or remove it")
+    check_language(language)
+    # a corpus that cannot be read leaves nothing behind
+    passages = iter(passages)
+    first = list(islice(passages, 1))
+    if not first:
+        raise SettingError("corpus", "there is no passage in it", "name another file, data set or split")
+    passages = chain(first, passages)
+    unfinished = folder.with_name(f"{folder.name}.building")
+    made = {"format": _FORMAT, "corpus": corpus, "language": language}
+    with writing(unfinished), _alone(unfinished):
+        # a build that was killed just before the renaming has the number of passages, too
+        found = _read_manifest(unfinished) or {}
+        if not corpus or {name: found.get(name) for name in made} != made:
+            # another build's, or of passages that may differ
+            for part in (_TERMS, VECTORS):
+                shutil.rmtree(unfinished / part, ignore_errors=True)
+        (unfinished / _TERMS).mkdir(exist_ok=True)
+        _write_manifest(unfinished, made)
+        total = _add_all(passages, _open_terms(unfinished, language), progress)
+        if finish is not None:
+            finish(unfinished)
+        _write_manifest(unfinished, {**made, "passages": total})
+        os.rename(unfinished, folder)
+        _sync_folder(folder.parent)
+    return total
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make `folder`, and keep other builds out of it. Raises SettingError if there is one, or it cannot be
+    made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError("folder", f"{folder} cannot be made: {error}", "choose another folder") from error
+    lock = open_lock(folder / _LOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        problem = f"another process builds an index in {folder}: {holder(lock)}"
+        os.close(lock)
+        raise SettingError("folder", problem, "wait for it, or end it") from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callable[[int], None]) -> int:
+    index.reload()
+    # every passage is one document, so the index itself knows how far its last commit was
+    number = index.searcher().num_docs
+    progress(number)
+    # several threads would take the first passages in any order, and that decides between equal scores in a search
+    writer = index.writer(_HEAP_BYTES, num_threads=1 if number < _COMMIT_PASSAGES else 0)
+    for passage in islice(passages, number, None):
+        writer.add_document(_document(number, passage))
+        number += 1
+        if number % _COMMIT_PASSAGES == 0:
+            writer.commit()
+            if number == _COMMIT_PASSAGES:
+                writer.wait_merging_threads()
+                writer = index.writer(_HEAP_BYTES)
+        if number % 1000 == 0:
+            progress(number)
+    writer.commit()
+    writer.wait_merging_threads()
+    progress(number)
+    return number
+
+
+class LocalIndex:
+    """An index that `build_index` has made. All methods can be called from several threads at once.
+
+    Raises:
+        SettingError: there is no index in `folder`, or its files are damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        manifest = _read_manifest(folder)
+        if manifest is None or "passages" not in manifest:
+            building = Path(f"{folder}.building").exists()
+            fix = "run the same `agentfactory index build` again" if building else "agentfactory index build CORPUS"
+            raise SettingError("source", f"there is no index in {folder}", f"{fix} --output {folder}")
+        if manifest["format"] != _FORMAT:
+            raise SettingError("source", f"{folder} has format {manifest['format']}, not {_FORMAT}", "build it again")
+        self.folder = folder
+        self.passages: int = manifest["passages"]
+        self.has_vectors = (folder / VECTORS).is_dir()
+        """Whether it was built with a dense model."""
+        self._analyzer = _analyzer(manifest["language"])
+        try:
+            self._index = _open_terms(folder, manifest["language"])
+            self._searcher = self._index.searcher()
+            if self._searcher.num_docs != self.passages:
+                raise ValueError(f"{self._searcher.num_docs:,} of {self.passages:,} passages are there")
+        except ValueError as error:
+            problem = f"the index in {folder} is damaged: {error}"
+            raise SettingError("source", problem, "remove it, and build it again") from None
+
+    def search(self, query: str, count: int) -> list[Passage]:
+        """Return at most `count` passages by their BM25 score, the best first.
+
+        Any text is a query: its words are looked up, and nothing in it is an operator. Of a long one, the 64 rarest
+        words of the first 20,000 characters count. In a large index, words as common as "the" count only if the query
+        has no others.
+        """
+        terms = self._terms(query)
+        if not terms or count < 1:
+            return []
+        schema = self._index.schema
+        any_term = [(tantivy.Occur.Should, tantivy.Query.term_query(schema, "terms", term, "freq")) for term in terms]
+        found = self._searcher.search(tantivy.Query.boolean_query(any_term), min(count, self.passages), count=False)
+        return [self._passage(address, score) for score, address in found.hits]
+
+    def at(self, number: int, score: float | None = None) -> Passage:
+        """Return the passage at this place of the corpus, from 0, with a score of the caller's."""
+        query = tantivy.Query.term_query(self._index.schema, "number", number)
+        found = self._searcher.search(query, 1, count=False).hits
+        if not found:
+            raise IndexError(f"{self.folder} has no passage {number}")
+        return self._passage(found[0][1], score)
+
+    def _terms(self, query: str) -> list[str]:
+        """Return the words to look up: the rarest, and common ones only if there are no others. Common words cost the
+        most time, and tell the least."""
+        terms = dict.fromkeys(self._analyzer.analyze(_searchable(query[:_QUERY_CHARACTERS])))
+        frequency = {term: self._searcher.doc_freq("terms", term) for term in terms}
+        found = sorted((term for term in terms if frequency[term]), key=frequency.__getitem__)[:_QUERY_TERMS]
+        most = max(_COMMON_PASSAGES, self.passages * _COMMON_SHARE)
+        return [term for term in found if frequency[term] <= most] or found
+
+    def _passage(self, address: tantivy.DocAddress, score: float | None = None) -> Passage:
+        stored: dict[str, list[Any]] = self._searcher.doc(address).to_dict()
+        url = stored.get("url", [None])[0]
+        return Passage(stored["id"][0], bytes(stored["contents"][0]).decode(), score, url)
+
+
+def check_language(language: str | None) -> None:
+    """Raise SettingError if words cannot be reduced to stems in this language."""
+    if language is not None and language not in _LANGUAGES:
+        raise SettingError("language", f"got {language!r}", f"use none, or one of {', '.join(_LANGUAGES)}")
+
+
+def _open_terms(folder: Path, language: str | None) -> tantivy.Index:
+    index = tantivy.Index(_SCHEMA, str(folder / _TERMS))
+    index.register_tokenizer(_ANALYZER, _analyzer(language))
+    return index
+
+
+def _schema() -> tantivy.Schema:
+    builder = tantivy.SchemaBuilder()
+    builder.add_text_field("terms", tokenizer_name=_ANALYZER, index_option="freq")
+    builder.add_text_field("id", stored=True, tokenizer_name="raw", index_option="basic")
+    builder.add_unsigned_field("number", indexed=True)
+    builder.add_bytes_field("contents", stored=True)
+    builder.add_text_field("url", stored=True, tokenizer_name="raw", index_option="basic")
+    return builder.build()
+
+
+_SCHEMA = _schema()
+
+
+def _analyzer(language: str | None) -> tantivy.TextAnalyzer:
+    filters = [tantivy.Filter.remove_long(_LONGEST_TOKEN), tantivy.Filter.lowercase(), tantivy.Filter.ascii_fold()]
+    if language is not None:
+        filters.append(tantivy.Filter.stemmer(language))
+    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
+    for each in filters:
+        builder = builder.filter(each)
+    return builder.build()
+
+
+def _document(number: int, passage: Passage) -> tantivy.Document:
+    document = tantivy.Document()
+    document.add_text("id", encodable(passage.id))
+    document.add_unsigned("number", number)
+    document.add_text("terms", _searchable(passage.contents))
+    document.add_bytes("contents", passage.contents.encode("utf-8", "replace"))
+    if passage.url is not None:
+        document.add_text("url", encodable(passage.url))
+    return document
+
+
+def _searchable(text: str) -> str:
+    """Return `text` as the analyzer takes it: composed characters, and spaces around those of unspaced scripts."""
+    if text.isascii():
+        return text
+    return _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", encodable(text)))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""How an index ranks its passages: by words (BM25), by meaning (dense), or by both (reciprocal rank fusion)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.worlds.search.local_index import LocalIndex
+from agentfactory.worlds.search.passage import Passage
+
+_CONSTANT = 60
+"""The constant of Cormack et al., 2009."""
+_DEPTH = 100
+"""Passages of each ranking that are fused."""
+
+
+class Ranking(StrEnum):
+    """What decides the order of passages."""
+
+    BM25 = "bm25"
+    DENSE = "dense"
+    HYBRID = "hybrid"
+
+
+class Index(Protocol):
+    """An index on disk; its methods can be called from several threads at once."""
+
+    def search(self, query: str, count: int) -> list[Passage]:
+        """Return at most `count` passages, the best first. Any text is a valid query."""
+        ...
+
+
+def open_index(folder: Path, ranking: str | None = None) -> Index:
+    """Open the index in `folder`. `ranking` is one of Ranking; None: hybrid if the index was built with a dense model,
+    else bm25.
+
+    Raises SettingError if there is no index, or it cannot rank so.
+    """
+    if ranking not in (None, *Ranking):
+        raise SettingError("ranking", f"got {ranking!r}", f"use one of {', '.join(Ranking)}")
+    words = LocalIndex(folder)
+    if ranking is None:
+        ranking = Ranking.HYBRID if words.has_vectors else Ranking.BM25
+    if ranking == Ranking.BM25:
+        return words
+    if not words.has_vectors:
+        fix = "build it with --dense MODEL, or use bm25"
+        raise SettingError("ranking", f"got {ranking}, and {folder} has no vectors", fix)
+    # loads torch
+    from agentfactory.worlds.search.dense import DenseIndex
+
+    meaning = DenseIndex(words)
+    return meaning if ranking == Ranking.DENSE else HybridIndex([words, meaning])
+
+
+class HybridIndex:
+    """The fusion of several rankings of the same passages."""
+
+    def __init__(self, indexes: Sequence[Index]) -> None:
+        self._indexes = indexes
+
+    def search(self, query: str, count: int) -> list[Passage]:
+        """See Index. The scores are those of the fusion."""
+        depth = max(count, _DEPTH)
+        return reciprocal_rank([index.search(query, depth) for index in self._indexes])[: max(0, count)]
+
+
+def reciprocal_rank(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:
+    """Fuse rankings: a passage's score is the sum of 1 / (60 + rank) over the rankings that have it, ranks from 1
+    (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
+    scores: dict[Passage, float] = {}
+    for ranking in rankings:
+        for rank, passage in enumerate(ranking, 1):
+            # a corpus may have an id twice
+            same = replace(passage, score=None)
+            scores[same] = scores.get(same, 0.0) + 1 / (_CONSTANT + rank)
+    best = sorted(scores, key=scores.__getitem__, reverse=True)
+    return [replace(passage, score=scores[passage]) for passage in best]

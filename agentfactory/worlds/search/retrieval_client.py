@@ -1,0 +1,141 @@
+"""`RetrievalClient`: passages from a server that speaks the protocol of Search-R1's retrieval servers."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.retries import Retries, seconds_asked
+from agentfactory.tools.server_keys import key_header, pinned
+from agentfactory.worlds.browse.fetch import content_of
+from agentfactory.worlds.search.passage import Passage, encodable
+
+_HEALS = frozenset({408, 429, 500, 502, 503, 504})
+"""Refusals that pass, as a full or starting server's do."""
+_ANSWER_BYTES = 64 << 20
+_REQUEST_SECONDS, _RETRY_SECONDS = 20.0, 20.0
+"""How long one try may take, and how long a server may fail before a search does: together less than a call may take
+(`timeout_seconds`, 60), so that a server that hangs is a failure of the infrastructure, and no time-out of the call."""
+
+
+class RetrievalClient:
+    """A Source behind `POST /retrieve` (Search-R1, Jin et al., 2025, arXiv:2503.09516): `{"queries": [...], "topk": 3,
+    "return_scores": true}` is answered by `{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}`.
+
+    As in Search-R1's own servers, items may lack the score, or be bare documents, and documents may lack the id. The
+    protocol cannot open a document: its passages are whole.
+
+    Args:
+        url: The server's address; without a path, that of `/retrieve`.
+        request_seconds: Time limit of one try.
+        retry_seconds: How long requests are tried again before a search fails.
+
+    Raises:
+        SettingError: the address has no host.
+    """
+
+    def __init__(
+        self, url: str, request_seconds: float = _REQUEST_SECONDS, retry_seconds: float = _RETRY_SECONDS
+    ) -> None:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port above 65,535
+            is_address = False
+        if not is_address:
+            raise SettingError("source", f"{url!r} is no address", "write it as http://127.0.0.1:8000/retrieve")
+        self.url = url if parts.path.strip("/") else f"{url.rstrip('/')}/retrieve"
+        self._request_seconds, self._retry_seconds = request_seconds, retry_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def search(self, query: str, count: int) -> list[Passage]:
+        """See Source. A query without any letter or digit finds nothing."""
+        if count < 1 or not any(map(str.isalnum, query)):
+            return []
+        return (await self.retrieve([query], count))[0]
+
+    async def retrieve(self, queries: Sequence[str], count: int) -> list[list[Passage]]:
+        """Return the passages of each query, at most `count`, the best first.
+
+        Raises ToolInfrastructureError if the server is down, refuses, or answers with something else.
+        """
+        request = {"queries": [encodable(query) for query in queries], "topk": count, "return_scores": True}
+        answer = await self._ask(json.dumps(request).encode())
+        try:
+            found = json.loads(answer)["result"]
+            if len(found) != len(queries):
+                raise ValueError(f"{len(found)} results for {len(queries)} queries")
+            return [[_passage(item) for item in items[:count]] for items in found]
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            told = f"{type(error).__name__}: {error}"
+            raise ToolInfrastructureError(
+                f"the retrieval server {self.url} answered with no passages ({told}): {answer[:300]}"
+            ) from None
+
+    async def open(self, id: str) -> str | None:
+        """Return None: the protocol cannot."""
+        return None
+
+    async def close(self) -> None:
+        """Close the connections; the next request opens new ones."""
+        if self._loop is not None:
+            self._loop = None
+            await self._session.close()
+
+    async def _ask(self, body: bytes) -> str:
+        retries = Retries(self._retry_seconds)
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a notebook runs several event loops in succession
+            self._session = aiohttp.ClientSession(
+                headers={"Content-Type": "application/json"},
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self._request_seconds),
+                trust_env=True,
+            )
+            self._loop = loop
+        while True:
+            asked = 0.0
+            try:
+                url = pinned(self.url)
+                async with self._session.post(url, data=body, headers=key_header(url)) as response:
+                    content = await content_of(response, _ANSWER_BYTES)
+                    if content is None:
+                        mib = f"{_ANSWER_BYTES >> 20} MiB"
+                        raise ToolInfrastructureError(f"the retrieval server {self.url} answers with more than {mib}")
+                    text = content.decode("utf-8", "replace")
+                    if response.status == 200:
+                        return text
+                    problem = f"status {response.status}: {text[:300]}"
+                    if response.status not in _HEALS:
+                        raise ToolInfrastructureError(f"the retrieval server {self.url} refuses: {problem}")
+                    asked = seconds_asked(response.headers.get("Retry-After", ""))
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                problem = str(error) or repr(error)
+            delay = retries.delay(loop.time(), asked=asked)
+            if delay is None:
+                raise ToolInfrastructureError(f"the retrieval server {self.url} does not answer: {problem}")
+            await asyncio.sleep(delay)
+
+
+def _passage(item: dict[str, Any]) -> Passage:
+    """Read `{"document": ..., "score": ...}`, the same without a score, or a bare document.
+
+    Raises LookupError, TypeError or ValueError for anything else.
+    """
+    bare = "document" not in item
+    document: dict[str, Any] = item if bare else item["document"]
+    contents = document["contents"]
+    if not isinstance(contents, str):
+        raise TypeError(f"contents is a {type(contents).__name__}")
+    id, score, url = document.get("id"), item.get("score"), document.get("url")
+    return Passage(
+        "" if id is None else encodable(str(id)),
+        encodable(contents),
+        None if score is None else float(score),
+        url if isinstance(url, str) else None,
+    )

@@ -1,0 +1,117 @@
+"""WebShop's goals: what a shopper is asked to buy. Their price bounds are drawn, their order shuffled, and split."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from enum import StrEnum
+
+import msgspec
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.worlds.webshop.products import Instruction, Listing, Product
+
+NO_BOUND = 1_000_000.0
+"""The bound of a goal whose product is too dear for one."""
+_BOUNDS = [10.0 * number for number in range(1, 100)]
+_SHUFFLE_SEED = 233
+
+
+class GoalKind(StrEnum):
+    """Where the goals come from."""
+
+    HUMAN = "human"
+    """Instructions that people wrote: items_human_ins.json."""
+    SYNTHETIC = "synthetic"
+    """One instruction per product, with each combination of its options: items_ins_v2.json."""
+
+
+class Split(StrEnum):
+    """The part of the shuffled goals that a task comes from."""
+
+    TEST = "test"
+    EVAL = "eval"
+    TRAIN = "train"
+
+    def numbers(self, goals: int) -> range:
+        """Return the numbers of the split's goals, of so many in all: 0-499, 500-1499 and the rest."""
+        start, end = {Split.TEST: (0, 500), Split.EVAL: (500, 1500), Split.TRAIN: (1500, goals)}[self]
+        return range(min(start, goals), min(end, goals))
+
+
+class Goal(msgspec.Struct, frozen=True):
+    """What to buy, and how the purchase is judged."""
+
+    asin: str
+    """A product that meets it."""
+    title: str
+    category: str
+    query: str
+    product_category: str
+    instruction: str
+    """What the shopper reads, with the price bound."""
+    attributes: list[str]
+    options: list[str] | dict[str, str]
+    """Values, of a human goal; name -> value, of a synthetic one."""
+    price_upper: float
+    """Dollars."""
+
+
+def human_goals(product: Product, price: float, instructions: list[Instruction], rng: random.Random) -> Iterator[Goal]:
+    """Yield a goal for each instruction that people wrote for the product and that asks for an attribute."""
+    for entry in instructions:
+        if entry.instruction_attributes:
+            bound, words = _draw_bound(price, rng)
+            text = entry.instruction.strip(".") + words
+            yield _goal(product, text, entry.instruction_attributes, entry.instruction_options, bound)
+
+
+def synthetic_goals(product: Product, price: float, listing: Listing, rng: random.Random) -> Iterator[Goal]:
+    """Yield a goal for each combination of the product's options; all have the same price bound."""
+    if listing.instruction is None:
+        return
+    attributes = listing.instruction_attributes
+    if not attributes:
+        problem = f"the instruction of {product.asin} in items_ins_v2 asks for no attribute"
+        raise SettingError("data", problem, "download it again")
+    bound, words = _draw_bound(price, rng)
+    names = sorted(product.options)
+    for values in itertools.product(*(product.options[name] for name in names)):
+        options = dict(zip(names, values, strict=True))
+        chosen = ", and ".join(f"{name}: {value}" for name, value in options.items())
+        text = f"{listing.instruction} with {chosen}{words}" if chosen else f"{listing.instruction}{words}"
+        yield _goal(product, text, attributes, options, bound)
+
+
+def _draw_bound(price: float, rng: random.Random) -> tuple[float, str]:
+    """Return a price bound, the larger of two of the next four tens above the price, and the words that ask for it."""
+    above = [bound for bound in _BOUNDS if bound > price][:4]
+    if len(above) < 2:
+        return NO_BOUND, ""
+    bound = max(rng.sample(above, 2))
+    return bound, f", and price lower than {bound:.2f} dollars"
+
+
+def _goal(
+    product: Product, instruction: str, attributes: list[str], options: list[str] | dict[str, str], bound: float
+) -> Goal:
+    return Goal(
+        product.asin,
+        product.title,
+        product.category,
+        product.query,
+        product.product_category,
+        instruction,
+        attributes,
+        options,
+        bound,
+    )
+
+
+def shuffled(count: int) -> list[int]:
+    """Return the order in which goals are numbered: the n-th goal is the one that was made as number `shuffled()[n]`.
+
+    It is the published order: it depends only on how many goals there are.
+    """
+    order = list(range(count))
+    random.Random(_SHUFFLE_SEED).shuffle(order)
+    return order

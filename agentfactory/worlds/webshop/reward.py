@@ -1,0 +1,109 @@
+"""WebShop's reward: how well a purchase meets a goal, by type, attributes, options and price. Pure functions.
+
+reward = type x (attributes found + options found + price within the bound) / (attributes + options + 1)
+
+As published (Yao et al., 2022, arXiv:2207.01206, section 3; case by case as in their code of 2023).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rapidfuzz.fuzz import token_set_ratio
+from rapidfuzz.utils import default_process
+
+from agentfactory.worlds.webshop.colours import base_colour
+from agentfactory.worlds.webshop.goals import Goal
+from agentfactory.worlds.webshop.products import Product
+
+_FUZZY = 85
+_LATIN_1 = {code: None for code in range(128, 256)}
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward and its parts."""
+
+    reward: float
+    """0 to 1."""
+    type: float
+    """1, 0.5, 0.1 or 0: whether the product is of the kind that the goal asks for."""
+    attributes: float
+    """The share of the goal's attributes that the product has."""
+    options: float
+    """The share of the goal's options that were chosen; 1 if it has none."""
+    price: float
+    """1 if the price is within the bound, else 0."""
+
+
+def score(
+    goal: Goal, product: Product, price: float, chosen: Mapping[str, str], nouns: Callable[[str], Sequence[str]]
+) -> Score:
+    """Judge the purchase of `product` at `price` dollars with the options `chosen` (name -> value).
+
+    `nouns` returns the nouns of a title.
+    """
+    kind = type_score(goal, product, nouns)
+    attributes = sum(has_attribute(product, wanted) for wanted in goal.attributes)
+    options = options_found(goal.options, chosen)
+    affordable = price <= goal.price_upper
+    wanted = len(goal.attributes) + len(goal.options) + 1
+    return Score(
+        kind * (attributes + options + affordable) / wanted,
+        kind,
+        attributes / len(goal.attributes),
+        options / len(goal.options) if goal.options else 1.0,
+        float(affordable),
+    )
+
+
+def type_score(goal: Goal, product: Product, nouns: Callable[[str], Sequence[str]]) -> float:
+    """Return 1 if the product is of the goal's kind by its query, two of its categories, or more than a fifth of the
+    title's nouns; else 0.5. It is 0.1 at most if less than a tenth of the nouns occur, and 0 if none does."""
+    wanted = nouns(goal.title)
+    # distinct nouns over all nouns, repeated ones too: as published
+    shared = len(set(wanted) & set(nouns(product.title))) / len(wanted) if wanted else 0.2
+    if shared == 0:
+        return 0.0
+    if shared < 0.1:
+        return 0.1
+    categories = _categories(goal.product_category) & _categories(product.product_category)
+    return 1.0 if product.query == goal.query or len(categories) >= 2 or shared > 0.2 else 0.5
+
+
+def has_attribute(product: Product, wanted: str) -> bool:
+    """Return whether an attribute of the product resembles the wanted one, or its title, points or description contain
+    it."""
+    return (
+        any(alike(attribute, wanted) for attribute in product.attributes)
+        or wanted in product.title.lower()
+        or wanted in " ".join(product.bullets).lower()
+        or wanted in product.description.lower()
+    )
+
+
+def options_found(wanted: Sequence[str] | Mapping[str, str], chosen: Mapping[str, str]) -> int:
+    """Return how many of the wanted options resemble a chosen value, colours by their base colour.
+
+    Of a mapping, name and value together are compared with the chosen values, as published.
+    """
+    texts = [_comparable(option) for option in (wanted.items() if isinstance(wanted, Mapping) else wanted)]
+    values = [_comparable(value) for value in chosen.values()]
+    return sum(any(alike(value, text) for value in values) for text in texts)
+
+
+def alike(one: str, other: str) -> bool:
+    """Return whether the two texts have nearly the same words, in any order: thefuzz's token_set_ratio above 85."""
+    return round(token_set_ratio(_processed(one), _processed(other))) > _FUZZY
+
+
+def _processed(text: str) -> str:
+    """Return `text` as thefuzz compares it: without the characters 128 to 255, in lower case, spaces for signs."""
+    return default_process(text.translate(_LATIN_1))
+
+
+def _comparable(option: str | tuple[str, str]) -> str:
+    return base_colour(option) or (option if isinstance(option, str) else " ".join(option))
+
+
+def _categories(path: str) -> set[str]:
+    return {part.strip() for part in path.split("›")}

@@ -1,0 +1,172 @@
+"""`WebShop`: an environment in which a model searches a shop and buys what an instruction asks for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.tool import finish, tool
+from agentfactory.worlds.webshop import shop_pages as pages
+from agentfactory.worlds.webshop.goals import GoalKind, Split
+from agentfactory.worlds.webshop.reward import Score, score
+from agentfactory.worlds.webshop.shop import Shop, ShopConfig, open_shop
+from agentfactory.worlds.webshop.shop_pages import Layout, Page, Visit
+
+QUESTION = (
+    "Buy the product that the instruction asks for: search, click a product, click its options, then click Buy Now."
+)
+"""The `question` of a data row; the shop's first page, with the instruction, follows it."""
+
+
+class WebShop(Environment):
+    """WebShop (Yao et al., 2022): the reward of a purchase is between 0 and 1, and 0 if nothing is bought.
+
+    The data row's `goal` is the number of a goal in the published order: 0-499 test, 500-1499 eval, 1500 and up train.
+    `webshop_tasks` makes such rows. All instances of a process share products and index.
+
+    Args:
+        data: folder of WebShop's data files, or its file items_shuffle*.json; null: our own catalogue.
+        goals: `human` or `synthetic`.
+        seed: of prices and price bounds.
+        products: number of products from the start of the file; null: all.
+        cache: folder for what is built from the data; null: agentfactory/webshop in the user's cache folder.
+        results_per_page: products on a page of results.
+        show_attributes: whether an item's page leads to a page with its attributes and categories.
+        show_actions: whether each page ends with a line of what can be clicked.
+
+    Raises:
+        SettingError: an option out of its range, or a data file that is missing or cannot be read.
+    """
+
+    def __init__(
+        self,
+        data: str | None = None,
+        goals: str = "human",
+        seed: int = 0,
+        products: int | None = None,
+        cache: str | None = None,
+        results_per_page: int = pages.RESULTS_PER_PAGE,
+        show_attributes: bool = False,
+        show_actions: bool = False,
+    ) -> None:
+        _check_count("results_per_page", results_per_page)
+        self._shop = _shop(data, goals, seed, products, cache)
+        self._layout = Layout(results_per_page, show_attributes)
+        self._show_actions = show_actions
+        self._visit: Visit | None = None
+        self._score: Score | None = None
+        self._shown = ""
+
+    def reset(self, goal: int, **task: Any) -> str:
+        """Begin at the search page with the goal of this number.
+
+        Raises ValueError if there is no such goal.
+        """
+        self.release()
+        if type(goal) is not int or not 0 <= goal < self._shop.goals:
+            raise ValueError(f"goal: got {goal!r}; the shop has the goals 0 to {self._shop.goals - 1}")
+        self._visit = Visit(self._shop.goal(goal))
+        return self._page()
+
+    @tool
+    def search(self, keywords: str) -> str:
+        """Search the shop. Shows the first page of products.
+
+        Args:
+            keywords: Words that describe the product.
+        """
+        pages.search(self._here(), keywords)
+        return self._page()
+
+    @tool
+    async def click(self, target: str) -> Any:
+        """Click a button, a product's code or an option on the current page.
+
+        Args:
+            target: Its text, such as Next >, B09QKP7XQL, blue or Buy Now.
+        """
+        visit = self._here()
+        pages.click(visit, target, self._shop, self._layout)
+        if visit.page is not Page.DONE:
+            return self._page()
+        price, product, nouns = self._shop.price(visit.asin), self._shop.product(visit.asin), self._shop.nouns
+        # in a thread: spaCy takes milliseconds
+        judged = self._score = await run_in_thread(lambda: score(visit.goal, product, price, visit.options, nouns))
+        text = f"{self._page()}{pages.SEPARATOR}Your score (min 0.0, max 1.0){pages.SEPARATOR}{judged.reward}"
+        return finish({"observation": text, "price": price, "nouns": nouns.name})
+
+    def reward(self) -> dict[str, float]:
+        """Return `reward`, `success` (whether it is 1), `bought`, and of a purchase the parts of its reward."""
+        judged = self._score
+        if judged is None:
+            return {"reward": 0.0, "success": 0.0, "bought": 0.0}
+        return {
+            "reward": judged.reward,
+            "success": float(judged.reward == 1),
+            "bought": 1.0,
+            "type": judged.type,
+            "attributes": judged.attributes,
+            "options": judged.options,
+            "price": judged.price,
+        }
+
+    def anchor(self) -> list[Any] | None:
+        """Return the page, and the options that are chosen, which it does not show; None after a purchase."""
+        visit = self._here()
+        return None if visit.page is Page.DONE else [self._shown, visit.options]
+
+    def release(self) -> None:
+        """Forget the visit."""
+        self._visit = self._score = None
+
+    def _here(self) -> Visit:
+        assert self._visit is not None, "reset() begins a visit"
+        return self._visit
+
+    def _page(self) -> str:
+        visit = self._here()
+        text = pages.render(visit, self._shop, self._layout)
+        if self._show_actions and visit.page is not Page.DONE:
+            text += f"\nClickable: {', '.join(pages.clickable(visit, self._shop, self._layout))}"
+        self._shown = text
+        return text
+
+
+def webshop_tasks(
+    split: str,
+    data: str | None = None,
+    goals: str = "human",
+    seed: int = 0,
+    products: int | None = None,
+    cache: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Return the data rows of a split, made as they are read: `question`, `goal` (its number) and `instruction`. The
+    other arguments are those of the environment, and have to be the same.
+
+    Raises SettingError if there is no such split, or it has no goals.
+    """
+    if split not in tuple(Split):
+        raise SettingError("split", f"got {split!r}", f"use one of {', '.join(Split)}")
+    shop = _shop(data, goals, seed, products, cache)
+    numbers = Split(split).numbers(shop.goals)
+    if not numbers:
+        problem = f"the shop has {shop.goals} {goals} goals, all of them in the splits before {split}"
+        raise SettingError("split", problem, "use another split, synthetic goals or more products")
+    return ({"question": QUESTION, "goal": number, "instruction": shop.goal(number).instruction} for number in numbers)
+
+
+def _shop(data: str | None, goals: str, seed: int, products: int | None, cache: str | None) -> Shop:
+    if goals not in tuple(GoalKind):
+        raise SettingError("goals", f"got {goals!r}", f"use one of {', '.join(GoalKind)}")
+    if products is not None:
+        _check_count("products", products)
+    folders = (None if folder is None else Path(folder).expanduser() for folder in (data, cache))
+    data_folder, cache_folder = folders
+    return open_shop(ShopConfig(data_folder, GoalKind(goals), seed, products, cache_folder))
+
+
+def _check_count(name: str, count: Any) -> None:
+    if type(count) is not int or count < 1:
+        raise SettingError(name, f"got {count!r}", "give a whole number from 1")

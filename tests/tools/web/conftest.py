@@ -1,1 +1,0 @@
-from tests.tools.web.site import public_address  # noqa: F401

@@ -1,0 +1,369 @@
+"""The environment: chains that win and that do not, actions, limits, processes that end, wrong options."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.tools.session import ToolSession
+from agentfactory.tools.tool import Finish
+from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.worlds.alfworld.alfworld import AlfWorld, alfworld_tasks
+from agentfactory.worlds.alfworld.engine import Engine
+from agentfactory.worlds.alfworld.games import GeneratedGames
+from agentfactory.worlds.alfworld.generator import TaskType
+from agentfactory.worlds.alfworld.write_games import check
+from tests.conftest import REPOSITORY
+from tests.waiting import wait_for
+from tests.worlds.alfworld.engines import PYTHON, needs_engine
+
+pytestmark = [needs_engine, pytest.mark.processes]
+
+TWO_BOOKS = "valid_seen/000005"
+"""A game of our own: put two books on a bed."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(processes=2, games=200, python=PYTHON)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def games(engine: Engine) -> GeneratedGames:
+    return GeneratedGames(0, engine.package())
+
+
+@pytest.fixture
+def environment() -> Iterator[AlfWorld]:
+    environment = AlfWorld(python=PYTHON, processes=1)
+    yield environment
+    environment.close()
+
+
+@asynccontextmanager
+async def opened(**options: Any) -> AsyncIterator[Toolset]:
+    server = {"module": "alfworld", "options": {"python": PYTHON, **options}, "timeout_seconds": 300}
+    async with open_toolset(ToolsRecipe.model_validate({"mcp_servers": {"house": server}}), Path.cwd()) as toolset:
+        yield toolset
+
+
+async def act(session: ToolSession, command: str) -> str:
+    result = await session.call(ToolCall("1", "action", {"command": command}))
+    assert isinstance(result.content, str), result
+    return result.content
+
+
+async def win(toolset: Toolset, games: GeneratedGames, row: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a chain that follows a game's walkthrough."""
+    async with toolset.chain(row["game"], row) as session:
+        for action in games.game(row["game"]).walkthrough:
+            assert "Nothing happens" not in await act(session, action)
+        judged = await session.reward()
+        assert judged is not None
+        return {"reward": judged.reward, **judged.metrics}
+
+
+async def test_chains_win_two_games_of_each_type_side_by_side(games: GeneratedGames) -> None:
+    rows = [*alfworld_tasks("train", python=PYTHON)][:6] + [*alfworld_tasks("valid_unseen", python=PYTHON)][:6]
+    async with opened(processes=2) as toolset:
+        assert [spec.name for spec in toolset.specs] == ["action"]
+        won = await asyncio.gather(*(win(toolset, games, row) for row in rows))
+    assert [metrics["reward"] for metrics in won] == [metrics["success"] for metrics in won] == [1.0] * 12
+    assert [metrics[kind] for metrics, kind in zip(won, [*TaskType] * 2, strict=True)] == [1.0] * 12
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+async def test_chains_win_200_games_16_at_once(games: GeneratedGames) -> None:
+    rows = [*alfworld_tasks("train", python=PYTHON)][:150] + [*alfworld_tasks("valid_unseen", python=PYTHON)][:50]
+    places = asyncio.Semaphore(16)
+
+    async def run(toolset: Toolset, row: dict[str, Any]) -> float:
+        async with places:
+            return (await win(toolset, games, row))["reward"]
+
+    async with opened(processes=2, games_per_process=40) as toolset:
+        assert await asyncio.gather(*(run(toolset, row) for row in rows)) == [1.0] * 200
+
+
+def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(games: GeneratedGames) -> None:
+    environment = AlfWorld(python=PYTHON, processes=1, max_steps=9)
+    try:
+        environment.reset(TWO_BOOKS)
+        for action in ("", " ", "fly", "take moon 1 from bed 1", "\ud800", "\x00\n{}", "go to " + "x" * 10_000, "🙂"):
+            assert environment.action(action) == "Nothing happens."
+        last = environment.action("look")
+        assert isinstance(last, Finish)
+        assert last.value.startswith("You are in the middle of a room.")
+        assert environment.reward() == {"reward": 0.0, "success": 0.0, "steps": 9.0}
+        opening = environment.reset(TWO_BOOKS, task_type="pick_two_obj_and_place")
+        assert environment.reward() == {"reward": 0, "success": 0, "steps": 0, "pick_two_obj_and_place": 0}
+        results = [environment.action(action) for action in games.game(TWO_BOOKS).walkthrough]
+        assert [isinstance(result, Finish) for result in results] == [False] * 8 + [True]
+        assert environment.reward() == {"reward": 1, "success": 1, "steps": 9, "pick_two_obj_and_place": 1}
+        assert environment.reset(TWO_BOOKS) == opening
+        assert environment.reward() == {"reward": 0, "success": 0, "steps": 0}
+    finally:
+        environment.close()
+
+
+def test_the_anchor_is_what_is_seen_and_what_can_be_done(environment: AlfWorld) -> None:
+    environment.reset("valid_seen/000002")
+    first = environment.anchor()
+    assert first is not None
+    environment.action("look")
+    look = environment.anchor()
+    environment.action("go to toilet 1")
+    there = environment.anchor()
+    environment.action("take cloth 2 from toilet 1")
+    environment.action("go to cabinet 4")
+    environment.action("go to toilet 1")
+    # what can be done tells that the agent holds a cloth
+    assert environment.anchor() not in (first, look, there)
+
+
+def test_observations_can_end_with_the_admissible_actions() -> None:
+    environment = AlfWorld(python=PYTHON, processes=1, show_actions=True)
+    try:
+        opening = environment.reset(TWO_BOOKS)
+        shown = opening.splitlines()[-1]
+        assert shown.startswith("Admissible actions: go to ")
+        assert shown.endswith(", help, inventory, look")
+        assert "close" not in shown
+        assert opening.splitlines()[-2] == "Your task is to: find two book and put them in bed."
+        assert ", look" in environment.action(shown.removeprefix("Admissible actions: ").split(", ")[0])
+    finally:
+        environment.close()
+
+
+async def test_a_killed_process_ends_its_chains_as_infrastructure_and_no_others(games: GeneratedGames) -> None:
+    rows = [*alfworld_tasks("train", types=["pick_and_place_simple"], python=PYTHON)][:3]
+    async with opened(processes=2) as toolset:
+        async with (
+            toolset.chain("a", rows[0]) as a,
+            toolset.chain("b", rows[1]) as b,
+        ):
+            assert await act(a, "look")
+            assert await act(b, "look")
+            victims = engine_processes()
+            assert len(victims) == 2
+            victims[0].kill()
+            ended = []
+            for session, row in ((a, rows[0]), (b, rows[1])):
+                try:
+                    for action in games.game(row["game"]).walkthrough:
+                        await act(session, action)
+                except ToolInfrastructureError as error:
+                    ended.append(str(error))
+                    continue
+                judged = await session.reward()
+                assert judged is not None
+                assert judged.reward == 1.0
+            assert len(ended) == 1
+            assert "ALFWorld's process ended (status -9), with this chain's game in it" in ended[0]
+        assert (await win(toolset, games, rows[2]))["reward"] == 1.0
+    wait_for(lambda: not engine_processes())
+
+
+def engine_processes(parent: int | None = None) -> list[psutil.Process]:
+    """The processes of engines, other than the one of these tests."""
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        if process.status() != psutil.STATUS_ZOMBIE and process.pid not in _ours:
+            found += [process] if "engine_process.py" in " ".join(process.cmdline()) else []
+    return found
+
+
+_ours: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def without_ours(engine: Engine) -> None:
+    engine.package()
+    _ours.update(engine.pids())
+
+
+def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: GeneratedGames) -> None:
+    engine = Engine(processes=1, games=2, python=PYTHON)
+    content = games.content("train/000001")
+    try:
+        first, _ = engine.open(content)
+        (old,) = engine.pids()
+        second, scene = engine.open(content)
+        assert engine.pids() == [old]
+        third, third_scene = engine.open(content)
+        assert engine.started == len(engine.pids()) == 2
+        assert third_scene == scene
+        first.close()
+        assert old in engine.pids()
+        assert second.act("look").observation.startswith("You are in the middle")
+        second.close()
+        assert old not in engine.pids()
+        assert not psutil.pid_exists(old)
+        assert third.act("inventory").observation == "You are not carrying anything."
+    finally:
+        engine.close()
+    with pytest.raises(ToolInfrastructureError, match="has ended"):
+        third.act("look")
+
+
+def test_a_game_that_cannot_be_loaded_is_an_error_and_the_process_goes_on(environment: AlfWorld) -> None:
+    (process,) = environment._engine.pids()
+    content = environment._games.content(TWO_BOOKS)
+    assert isinstance(content, dict)
+    for key, value in (("pddl_problem", "(define"), ("grammar", "x"), ("pddl_domain", "")):
+        broken = content | {key: value}
+        environment._games.content = lambda name, game=broken: game  # type: ignore[method-assign, misc]
+        with pytest.raises(ValueError, match="game: got 'broken', which cannot be loaded"):
+            environment.reset("broken")
+    del environment._games.content
+    assert environment.reset(TWO_BOOKS)
+    assert environment._engine.pids() == [process]
+
+
+def test_processes_end_with_the_one_that_started_them() -> None:
+    code = "import sys, time; from agentfactory.worlds.alfworld.alfworld import AlfWorld;"
+    code += "AlfWorld(python=sys.argv[1] or None, processes=1); print('made', flush=True); time.sleep(600)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, PYTHON or ""],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"made\n"
+    (process,) = engine_processes(child.pid)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    process.wait(10)
+
+
+def test_an_unknown_game_is_named(environment: AlfWorld) -> None:
+    game: Any
+    for game in ("test/000001", "train/x", "train", "", 3, None):
+        with pytest.raises(ValueError, match=f"game: got {game!r}; the games that are made are called train/000000"):
+            environment.reset(game)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 0}, "max_steps: got 0; fix: give a whole number from 1"),
+        ({"processes": -1}, "processes: got -1; fix: give a whole number"),
+        ({"games_per_process": 1.5}, "games_per_process: got 1.5; fix: give a whole number"),
+        (
+            {"data": "/nowhere"},
+            "data: /nowhere: there is no folder /nowhere/json_2.1.1 with games; fix: run alfworld-dow",
+        ),
+        ({"python": "/nowhere/python"}, "python: /nowhere/python cannot be run: No such file or directory"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        AlfWorld(**{"python": PYTHON, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "test"}, "split: got 'test'; fix: use one of train, valid_seen, valid_unseen"),
+        ({"types": ["cook"]}, "types: got 'cook'; fix: use some of pick_and_place_simple, look_at_obj_in_light, "),
+        ({"types": []}, "types: train has no games of"),
+        (
+            {"data": "$NO_SUCH_VARIABLE"},
+            r"data: \$NO_SUCH_VARIABLE: the variable NO_SUCH_VARIABLE is not set",
+        ),
+    ],
+)
+def test_wrong_options_of_tasks_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        alfworld_tasks(**{"split": "train", "python": PYTHON, **options})
+
+
+def test_missing_packages_are_named_with_how_to_get_them(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    lacking = r"python: ALFWorld needs alfworld and fast_downward, not installed where .*; fix: pip install 'agent"
+    with pytest.raises(SettingError, match=lacking):
+        alfworld_tasks("train", python=str(bare))
+    with pytest.raises(SettingError, match=lacking):
+        AlfWorld(python=str(bare))
+
+
+def test_tasks_are_rows_of_a_split() -> None:
+    rows = {split: [*alfworld_tasks(split, python=PYTHON)] for split in ("train", "valid_seen", "valid_unseen")}
+    assert {split: len(of) for split, of in rows.items()} == {"train": 3000, "valid_seen": 150, "valid_unseen": 150}
+    assert rows["train"][6]["game"] == "train/000006"
+    assert rows["train"][6]["task_type"] == "pick_and_place_simple"
+    heated = [*alfworld_tasks("valid_seen", types=["pick_heat_then_place_in_recep"], python=PYTHON)]
+    assert [row["game"] for row in heated[:2]] == ["valid_seen/000003", "valid_seen/000009"]
+    assert len(heated) == 25
+
+
+def test_games_are_the_same_for_a_seed_and_rooms_of_the_last_split_are_new(
+    engine: Engine, games: GeneratedGames
+) -> None:
+    assert GeneratedGames(0, engine.package()).game(TWO_BOOKS) == games.game(TWO_BOOKS)
+    assert GeneratedGames(1, engine.package()).game(TWO_BOOKS) != games.game(TWO_BOOKS)
+    rooms = {
+        split: {games.game(f"{split}/{number:06d}").trajectory["scene"]["scene_num"] for number in range(150)}
+        for split in ("train", "valid_seen", "valid_unseen")
+    }
+    assert rooms["train"] & rooms["valid_seen"]
+    assert not rooms["valid_unseen"] & (rooms["train"] | rooms["valid_seen"])
+    assert {number % 100 for number in rooms["valid_unseen"]} == {1, 2, 3, 4, 5, 6}
+
+
+def test_no_game_is_won_from_the_start(games: GeneratedGames) -> None:
+    """By what is told of it: the object that is asked for lies in no receptacle of the kind that is asked for."""
+    for number in range(300):
+        game = games.game(f"train/{number:06d}")
+        target = game.trajectory["pddl_params"]["object_target"].lower()
+        goal = game.trajectory["pddl_params"]["parent_target"].lower()
+        problem = game.content["pddl_problem"].lower()
+        assert f"(objecttype {target}_bar_1 {target}type)" in problem
+        for line in problem.splitlines():
+            if line.startswith(f"(inreceptacle {target}_bar_") and goal:
+                assert f"(receptacletype {line.split()[-1].rstrip(')')} {goal}type)" not in problem
+
+
+def test_a_walkthrough_that_does_not_win_is_an_error(engine: Engine, games: GeneratedGames) -> None:
+    game = games.game(TWO_BOOKS)
+    seen: list[str] = []
+    check(engine, game, seen.append)
+    assert len(seen) == len(game.walkthrough) + 1
+    walkthrough = game.walkthrough
+    game.content["walkthrough"] = walkthrough[:-1]
+    with pytest.raises(ValueError, match="is not won by its walkthrough"):
+        check(engine, game)
+    game.content["walkthrough"] = [*walkthrough, "look"]
+    with pytest.raises(ValueError, match="'look' comes too late"):
+        check(engine, game)
+
+
+def test_the_visit_on_the_page_is_what_the_game_shows(environment: AlfWorld) -> None:
+    page = (REPOSITORY / "docs" / "alfworld.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| **", "| the room |"))]
+    row = json.loads(page.split("```json")[1].split("```")[0])
+    shown: Any = environment.reset(**row)
+    for speaker, text in rows:
+        if speaker == "**action**":
+            shown = environment.action(text)
+            shown = shown.value if isinstance(shown, Finish) else shown
+        else:
+            assert shown.replace("\n", " ").replace("  ", " ") == text
+    assert environment.reward()["reward"] == 1.0

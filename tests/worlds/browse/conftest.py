@@ -1,0 +1,1 @@
+from tests.worlds.browse.site import public_address  # noqa: F401

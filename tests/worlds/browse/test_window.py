@@ -1,0 +1,72 @@
+"""Windows over a long text: nothing is lost, cuts are at word ends, `find` names the window of each place."""
+
+import random
+import re
+
+import pytest
+
+from agentfactory.worlds.browse.window import Page
+
+
+def body(page: Page, number: int) -> str:
+    return page.window(number).split("\n\n", 1)[1]
+
+
+def test_a_short_text_is_one_window() -> None:
+    page = Page("Oslo", "The capital of Norway.")
+    assert page.window(1) == "Oslo (page 1 of 1)\n\nThe capital of Norway."
+    assert Page("", "x").window(1) == "(page 1 of 1)\n\nx"
+    assert Page("Oslo", "").window(1) == "Oslo (page 1 of 1)\n\n(no text)"
+
+
+def test_windows_end_at_paragraphs_then_lines_then_words() -> None:
+    assert [body(Page("", "aaaa bbbb\n\ncccc dddd", size=12), n) for n in (1, 2)] == ["aaaa bbbb", "cccc dddd"]
+    assert [body(Page("", "aaaa bbbb\ncccc dddd", size=12), n) for n in (1, 2)] == ["aaaa bbbb", "cccc dddd"]
+    assert [body(Page("", "aaaa bbbb cccc", size=12), n) for n in (1, 2)] == ["aaaa bbbb ", "cccc"]
+    assert [body(Page("", "abcdefgh", size=5), n) for n in (1, 2)] == ["abcde", "fgh"]
+
+
+def test_windows_together_are_the_text() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(draw.choice("ab \n界") for _ in range(draw.randrange(200)))
+        page = Page("", text, size=draw.randrange(1, 40))
+        windows = ["" if (got := body(page, number)) == "(no text)" else got for number in range(1, page.count + 1)]
+        assert "".join(windows).replace("\n", "") == text.replace("\n", "")
+        assert page.count == 1 or all(len(window) <= 40 for window in windows)
+
+
+@pytest.mark.parametrize("number", [0, -1, 4])
+def test_a_window_that_does_not_exist_names_those_that_do(number: int) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"there is no page {number}: this document has pages 1 to 3")):
+        Page("", "a" * 30, size=10).window(number)
+
+
+def test_find_names_the_window_of_each_place() -> None:
+    text = "\n".join(["Bergen lies in the west.", *["nothing"] * 100, "The population of  BERGEN\nis 290,000."])
+    page = Page("Norway", text, size=200)
+    found = page.find("bergen")
+    assert found.splitlines()[0] == '"bergen" occurs 2 times:'
+    assert found.splitlines()[1].startswith("page 1: Bergen lies in the west.")
+    assert found.splitlines()[2].startswith(f"page {page.count}: ... ")
+    assert "Bergen lies" in page.window(1)
+    assert "BERGEN" in page.window(page.count)
+    assert "occurs once" in page.find("of Bergen is")  # across the end of a line
+    assert page.find("Oslo") == '"Oslo" does not occur in this document.'
+    assert "empty" in page.find(" \n")
+
+
+def test_find_is_literal_and_bounded() -> None:
+    page = Page("", "a.b (c) " * 10_000 + "İstanbul straße")
+    found = page.find("a.b (C)")
+    assert found.startswith('"a.b (C)" occurs 10000 times; the first 8 places:')
+    assert len(found) < 4000
+    assert "does not occur" in page.find("a+b")
+    assert "occurs once" in page.find("STRAßE")
+    assert len(page.find("x" * 10_000)) < 200
+
+
+def test_a_long_line_takes_linear_time() -> None:
+    page = Page("", "a" * 5_000_000 + " " * 1_000_000 + "b")
+    assert page.count > 1000
+    assert "occurs once" in page.find("a b")

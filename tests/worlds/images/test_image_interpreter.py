@@ -1,0 +1,102 @@
+"""Python on the images of a chain, in real sandboxes."""
+
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from agentfactory.tools.images.coordinates import Coordinates, ModelView
+from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.worlds.images.image_interpreter import ImageInterpreter
+
+pytestmark = pytest.mark.processes
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
+MIRROR = "from PIL import Image\npicture = Image.open('image_{}.png')\npicture.transpose(0).save('{}')\npicture.size"
+
+
+@pytest.fixture
+async def tools(tmp_path: Path) -> AsyncIterator[ImageInterpreter]:
+    made = ImageInterpreter()
+    Image.fromarray(PIXELS).save(path := tmp_path / "row.png")
+    await made.reset([str(path)])
+    yield made
+    await made.close()
+
+
+def shown(result: dict[str, Any]) -> np.ndarray:
+    return np.asarray(result["observation"][-1])
+
+
+async def test_images_are_files_and_saved_ones_get_numbers(tools: ImageInterpreter) -> None:
+    result = await tools.python(MIRROR.format(0, "mirror.png"))
+    assert result["observation"][:-1] == ["(90, 70)", "Image 1 (90 x 70 pixels):"]
+    assert result["saved"] == {"mirror.png": 1}
+    assert np.array_equal(shown(result), PIXELS[:, ::-1])
+    # other tools take it, and Python takes theirs
+    part = tools.zoom([10, 0, 50, 40], 1)
+    assert (part["image"], part["of"]) == (2, 1)
+    result = await tools.python(MIRROR.format(2, "mirror.png"))
+    assert result["saved"] == {"mirror.png": 3}
+    assert np.array_equal(shown(result), PIXELS[:40, ::-1][:, 10:50][:, ::-1])
+    # nothing is shown twice
+    assert await tools.python("picture.size") == {"observation": ["(40, 40)"]}
+    assert (await tools.python("1 / 0"))["error"] == "ZeroDivisionError"
+
+
+async def test_what_other_tools_have_shown_is_a_file(tools: ImageInterpreter) -> None:
+    file = BytesIO()
+    Image.fromarray(PIXELS[::-1]).save(file, "PNG")
+    told = tools.take_images(
+        [f"data:image/png;base64,{b64encode(file.getvalue()).decode()}", "data:image/png;base64,a"]
+    )
+    assert told == ["Image 1 (90 x 70 pixels):", ""]
+    assert np.array_equal(shown(await tools.python(MIRROR.format(1, "mirror.png"))), PIXELS[::-1, ::-1])
+
+
+async def test_a_changed_image_is_a_new_one(tools: ImageInterpreter) -> None:
+    result = await tools.python("from PIL import Image\nImage.open('image_0.png').rotate(180).save('image_0.png')")
+    assert result["saved"] == {"image_0.png": 1}
+    assert np.array_equal(shown(result), PIXELS[::-1, ::-1])
+    assert np.array_equal(np.asarray(tools.zoom([0, 0, 90, 70], 0)["observation"][-1]), PIXELS)
+
+
+async def test_what_cannot_be_shown_is_told(tools: ImageInterpreter) -> None:
+    code = "open('broken.png', 'w').write('no image')\nfrom PIL import Image\nfor n in range(9):\n"
+    code += "    Image.new('RGB', (8, 8)).save(f'part{n}.png')\nimport os\n"
+    code += "open('big.png', 'wb').write(os.urandom(40 << 20))"
+    result = await tools.python(code)
+    told = [part for part in result["observation"] if isinstance(part, str)]
+    assert told[1] == "big.png is not shown: the images of a call may have 32 MiB."
+    assert told[2].startswith("broken.png is not shown: the image is damaged")
+    assert told[-1] == "part8.png is not shown: a call may show 8 images."
+    assert result["saved"] == {f"part{n}.png": n + 1 for n in range(8)}
+
+
+async def test_after_a_lost_sandbox_the_images_are_there_again(tools: ImageInterpreter) -> None:
+    assert "was restarted" in (await tools.python("import os\nos.abort()"))["observation"][0]
+    assert (await tools.python(MIRROR.format(0, "mirror.png")))["saved"] == {"mirror.png": 1}
+
+
+async def test_the_next_chain_finds_its_own_images_only(tools: ImageInterpreter) -> None:
+    await tools.python(MIRROR.format(0, "mirror.png"))
+    await tools.release()
+    await tools.reset([Image.fromarray(PIXELS[:20])])
+    files = "import os\nsorted(name for name in os.listdir() if name[0] != '.')"
+    assert await tools.python(files) == {"observation": ["['image_0.png']"]}
+
+
+async def test_the_model_gets_images_in_its_size() -> None:
+    tools = ImageInterpreter()
+    rule = SizeRule(28, 4 * 28 * 28, 64 * 28 * 28)
+    try:
+        await tools.reset([Image.fromarray(PIXELS)], ModelView(Coordinates.RESIZED, rule).to_json())
+        result = await tools.python("from PIL import Image\nImage.new('RGB', (560, 280)).save('wide.jpg')")
+        assert shown(result).shape == (140, 308, 3)
+    finally:
+        await tools.close()

@@ -1,0 +1,51 @@
+"""Games for the tests, and chains that play them."""
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agentfactory.tools.messages import ToolCall, ToolResult
+from agentfactory.tools.session import ToolSession
+from agentfactory.worlds.scienceworld.jvms import Jvms
+from agentfactory.worlds.scienceworld.published_tasks import resolved
+
+needs_java = pytest.mark.skipif(
+    shutil.which("java") is None, reason="ScienceWorld needs Java: apt install default-jre-headless"
+)
+
+QUICK = {
+    "find-animal": 3,
+    "power-component": 1,
+    "chemistry-mix-paint-secondary-color": 2,
+    "use-thermometer": 4,
+    "lifespan-longest-lived": 0,
+}
+"""Tasks that load fast and have short gold paths -> a variation."""
+
+
+def gold_path(jvms: Jvms, task: str, variation: int, simplifications: str = "easy") -> list[str]:
+    """Return actions that lead to the score 100."""
+    play = jvms.play(task, variation, resolved(simplifications, task), gold=True)
+    try:
+        return play.game.gold_path()
+    finally:
+        play.end()
+
+
+async def act(session: ToolSession, action: str) -> ToolResult:
+    """Take an action in a chain."""
+    return await session.call(ToolCall("1", "act", {"action": action}))
+
+
+async def follow(session: ToolSession, path: Sequence[str]) -> tuple[dict[str, float], list[Any]]:
+    """Take the actions until the chain ends; return its reward with its metrics, and the results."""
+    results = []
+    for action in path:
+        results.append(await act(session, action))
+        if results[-1].finish:
+            break
+    judged = await session.reward()
+    assert judged is not None
+    return {"reward": judged.reward, **judged.metrics}, results

@@ -1,0 +1,416 @@
+"""The environment: gold paths through chains, failures, chains beside each other, lost Java processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.tools.tool import Finish
+from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.worlds.scienceworld import jvm as jvm_module
+from agentfactory.worlds.scienceworld import jvms as jvms_module
+from agentfactory.worlds.scienceworld.jvm import GameLost
+from agentfactory.worlds.scienceworld.jvms import Jvms
+from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, resolved
+from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld, scienceworld_tasks
+from tests.conftest import REPOSITORY
+from tests.server_process import only_loopback
+from tests.waiting import wait_for
+from tests.worlds.scienceworld.games import QUICK, act, follow, gold_path, needs_java
+
+pytestmark = [pytest.mark.processes, pytest.mark.extended, needs_java]
+
+
+@pytest.fixture(scope="module")
+def jvms() -> Iterator[Jvms]:
+    """A Java process for gold paths, and for games without a chain."""
+    opened = Jvms(heap_mb=384, games_per_jvm=8)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def paths(jvms: Jvms) -> dict[str, list[str]]:
+    """The gold paths of the quick tasks."""
+    made = {task: gold_path(jvms, task, variation) for task, variation in QUICK.items()}
+    assert only_loopback(os.getpid())
+    return made
+
+
+@asynccontextmanager
+async def laboratory(**options: Any) -> AsyncIterator[Toolset]:
+    """The tools of a recipe with the environment."""
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"lab": {"module": "scienceworld", "options": options}}})
+    async with open_toolset(recipe, Path.cwd()) as toolset:
+        yield toolset
+
+
+async def gauges(toolset: Toolset) -> dict[str, float]:
+    return {name.rpartition("/")[2]: value for name, value in (await toolset.gauges()).items()}
+
+
+async def test_gold_paths_through_chains_reach_a_hundred(paths: dict[str, list[str]]) -> None:
+    async with laboratory(games_per_jvm=3) as toolset:
+
+        async def run(task: str) -> dict[str, float]:
+            async with toolset.chain(task, {"task": task, "variation": QUICK[task]}) as session:
+                assert isinstance(session.opening, str)
+                assert session.opening.startswith("Your task is to")
+                judged, results = await follow(session, paths[task])
+                assert results[-1].finish
+                changes = [result.info["reward"] for result in results]
+                assert sum(changes) == pytest.approx(judged["reward"])
+                assert results[-1].info["score"] == judged["score"]
+                return judged
+
+        for task, judged in zip(QUICK, await asyncio.gather(*map(run, QUICK)), strict=True):
+            assert {**judged, "moves": 0} == {"reward": 1, "success": 1, "score": 100, "failed": 0, "moves": 0}, task
+            assert 0 < judged["moves"] <= 100
+        told = await gauges(toolset)
+        assert (told["jvms"], told["games"], told["jvms_lost"]) == (2, 0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+async def test_gold_paths_of_all_tasks_reach_a_hundred_and_the_engine_has_our_numbers(jvms: Jvms) -> None:
+    async with laboratory(max_moves=10_000) as toolset:
+        for task, (_, count) in TASKS.items():
+            play = jvms.play(task, 0, resolved("easy", task), gold=True)
+            engine = play.game.engine
+            assert engine.getTaskMaxVariations(task) == count
+            for split in Split:
+                theirs = getattr(engine, f"getVariations{split.capitalize()}")()
+                assert list(theirs) == list(split.variations(task)), task
+            path = play.game.gold_path()
+            play.end()
+            async with toolset.chain(task, {"task": task, "variation": 0}) as session:
+                judged, _ = await follow(session, path)
+                assert judged["score"] == 100, task
+
+
+async def test_a_wrong_focus_fails_the_task_and_ends_the_chain() -> None:
+    async with laboratory() as toolset, toolset.chain("a", {"task": "4-4", "variation": 3}) as session:
+        judged, results = await follow(session, ["look around", "teleport to kitchen", "focus on stove", "wait"])
+        assert len(results) == 3
+        assert judged == {"reward": -1, "success": 0, "score": 0, "failed": 1, "moves": results[-1].info["moves"]}
+
+
+async def test_a_chain_ends_after_its_moves() -> None:
+    async with laboratory(max_moves=12) as toolset, toolset.chain("a", {"task": "boil", "variation": 0}) as session:
+        judged, results = await follow(session, ["wait", "nonsense", *["open door to kitchen"] * 5])
+        # as in the published environment, which ends when the limit is exceeded; `wait` takes ten moves and its own
+        assert [result.info["moves"] for result in results] == [11, 11, 12, 13]
+        assert judged == {"reward": 0, "success": 0, "score": 0, "failed": 0, "moves": 13}
+
+
+async def test_valid_actions_are_told_on_demand_and_in_the_observation() -> None:
+    row = {"task": "boil", "variation": 0}
+    async with laboratory(show_actions=True) as toolset, toolset.chain("a", row) as session:
+        assert isinstance(session.opening, str)
+        *_, line = session.opening.splitlines()
+        assert line.startswith("Valid actions: ")
+        assert "teleport to kitchen" in line
+        said = (await act(session, "teleport to kitchen")).content
+        assert isinstance(said, str)
+        assert "move OBJ to OBJ" in said
+        assert "move metal pot" not in said
+        brief = (await session.call(ToolCall("1", "valid_actions", {}))).content
+        assert isinstance(brief, str)
+        assert ", ".join(brief.splitlines()) == said.splitlines()[-1].removeprefix("Valid actions: ")
+        stove = (await session.call(ToolCall("1", "valid_actions", {"about": "activate Stove"}))).content
+        assert stove == "activate stove"
+        objects = (await session.call(ToolCall("1", "valid_actions", {"about": "move"}))).content
+        assert isinstance(objects, str)
+        assert len(objects.splitlines()) == 101
+        assert objects.endswith("more; give more words)")
+        none = (await session.call(ToolCall("1", "valid_actions", {"about": "dragon"}))).content
+        assert none == "No valid action contains dragon."
+        moves = (await act(session, "look around")).info["moves"]
+        assert moves == 1
+
+
+async def test_simplifications_are_the_options_or_the_rows() -> None:
+    async with laboratory(simplifications="") as toolset:
+        row = {"task": "boil", "variation": 0}
+        async with toolset.chain("a", row) as strict, toolset.chain("b", {**row, "simplifications": "easy"}) as easy:
+            for _ in range(2):  # in one Java process, in turns
+                assert "No known action" in str((await act(strict, "teleport to hallway")).content)
+                assert "teleport" in str((await act(easy, "teleport to hallway")).content)
+
+
+async def test_hostile_actions_are_not_understood() -> None:
+    async with laboratory() as toolset, toolset.chain("a", {"task": "boil", "variation": 0}) as session:
+        for text in ("", " ", "\x00", "\n", "🙂" * 500, "a" * 100_000, "open " * 300, "y\n\rq", "!sp", "0"):
+            assert "Unknown action" in (said := str((await act(session, text)).content)) or "No known" in said, text
+        assert "thermometer" not in str((await act(session, "inventory")).content)
+
+
+def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[str]]) -> list[list[Any]]:
+    """Play games in turns, an action of each after the other; return what each showed, and its number of objects."""
+    plays = [jvms.play(task, variation, resolved(how, task)) for task, variation, how in games]
+    shown: list[list[Any]] = [[play.game.description(), play.game.look()] for play in plays]
+    for number in range(max(map(len, paths))):
+        for play, path, text in zip(plays, paths, shown, strict=True):
+            if number < len(path):
+                text.append(play.game.step(path[number]))
+    for play, text in zip(plays, shown, strict=True):
+        text.append(play.game.valid_actions())
+        text.append(play.game._call(play.game.jvm._numbers.count))
+        play.end()
+    return shown
+
+
+@pytest.mark.long
+def test_games_in_turns_show_what_they_show_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it the order of things in a room follows from addresses in memory: the engine's own chance.
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
+    games = [(task, variation, "easy") for task, variation in QUICK.items()]
+    # the thermometer's noise, and plants whose pots water themselves or do not
+    games += [("use-thermometer", 4, "openDoors"), ("grow-plant", 1, ""), ("grow-plant", 1, "selfWateringFlowerPots")]
+    growing = ["go to greenhouse", "wait", "look around", "wait", "open door", "wait", "look around", "wait"]
+    jvms = Jvms(heap_mb=384, games_per_jvm=8)
+    try:
+        paths = [gold_path(jvms, *game)[:25] if "grow" not in game[0] else growing for game in games]
+        together = transcripts(jvms, games, paths)
+        for game, path, shown in zip(games, paths, together, strict=True):
+            assert transcripts(jvms, [game], [path]) == [shown], game
+        assert len(jvms.pids()) == 1
+    finally:
+        jvms.close()
+
+
+async def test_a_killed_java_process_loses_its_chains_only(paths: dict[str, list[str]]) -> None:
+    row = {"task": "find-animal", "variation": QUICK["find-animal"]}
+    path = paths["find-animal"]
+    others = java_processes()
+    async with laboratory(games_per_jvm=2) as toolset:
+        async with toolset.chain("a", row) as first, toolset.chain("b", row) as second:
+            await act(first, "look around")
+            (doomed,) = java_processes() - others
+            async with toolset.chain("c", row) as third:
+                await act(third, path[0])
+                os.kill(doomed.pid, signal.SIGKILL)
+                for lost in (first, second):
+                    with pytest.raises(ToolInfrastructureError, match="the Java process ended with status -9"):
+                        await act(lost, "look around")
+                async with toolset.chain("d", row) as fourth:
+                    assert (await follow(fourth, path))[0]["score"] == 100
+                assert (await follow(third, path[1:]))[0]["score"] == 100
+        told = await gauges(toolset)
+        assert (told["jvms"], told["games"], told["jvms_lost"], told["broken"]) == (1, 0, 1, 2)
+    assert java_processes() == others
+
+
+async def test_a_java_process_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jvm_module, "_ANSWER_SECONDS", 5.0)
+    others = java_processes()
+    async with laboratory() as toolset:
+        async with toolset.chain("a", {"task": "boil", "variation": 0}) as session:
+            (process,) = java_processes() - others
+            process.suspend()
+            with pytest.raises(ToolInfrastructureError, match="Java did not answer within 5 s"):
+                await act(session, "look around")
+        assert java_processes() == others
+        async with toolset.chain("b", {"task": "boil", "variation": 0}) as session:
+            assert "hallway" in str((await act(session, "look around")).content)
+
+
+@pytest.mark.parametrize(("constant", "value"), [("_MOST_GAMES", 2), ("_BESIDES_HEAP_MB", -10_000)])
+def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
+    constant: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jvms = Jvms(heap_mb=256, games_per_jvm=4)
+    try:
+        easy = resolved("easy", "boil")
+        plays = [jvms.play("boil", 0, easy)]
+        monkeypatch.setattr(jvms_module, constant, value)
+        if constant == "_MOST_GAMES":
+            plays.append(jvms.play("boil", 1, easy))
+        plays.append(jvms.play("boil", 2, easy))
+        assert plays[0].game.jvm is not plays[-1].game.jvm
+        assert jvms.gauges() == {"jvms": 2, "games": len(plays), "jvms_lost": 0, "jvms_replaced": 1}
+        assert "hallway" in plays[0].game.step("look around").observation
+        for play in plays[:-1]:
+            play.end()
+        assert not plays[0].game.jvm.alive
+        assert plays[-1].game.jvm.alive
+        with pytest.raises(GameLost):
+            plays[0].game.look()
+    finally:
+        jvms.close()
+    assert not plays[-1].game.jvm.alive
+
+
+def test_letting_go_of_a_game_waits_for_no_other(jvms: Jvms) -> None:
+    easy = resolved("easy", "boil")
+    first, second = jvms.play("boil", 0, easy), jvms.play("boil", 1, easy)
+    with first.game.jvm._lock:  # as while a scene is loaded
+        first.end()
+    assert "kitchen" in second.game.step("teleport to kitchen").observation
+    assert not second.game.jvm._forgotten
+    second.end()
+
+
+def test_a_java_process_without_memory_ends_and_says_so() -> None:
+    jvms = Jvms(heap_mb=40, games_per_jvm=100)
+    try:
+        with pytest.raises(GameLost, match="Java needed more than 40 MiB; raise heap_mb, or lower games_per_jvm"):
+            play_many(jvms)
+    finally:
+        jvms.close()
+
+
+def play_many(jvms: Jvms) -> None:
+    """Begin games that are never ended."""
+    for variation in range(30):
+        jvms.play("boil", variation, resolved("easy", "boil"))
+
+
+CHILD = """
+import sys
+from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
+world = ScienceWorld()
+world.reset("boil", 0)
+print(*world._jvms.pids(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_java_ends_with_the_process_that_started_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdin is not None
+    java = psutil.Process(int(child.stdout.readline()))
+    child.kill()
+    child.wait()
+    wait_for(lambda: not java.is_running() or java.status() == psutil.STATUS_ZOMBIE)
+    child.stdin.close()
+    child.stdout.close()
+
+
+def test_instances_share_their_java_processes() -> None:
+    first, second, other = ScienceWorld(), ScienceWorld(max_moves=5), ScienceWorld(heap_mb=256)
+    assert first._jvms is second._jvms
+    assert first._jvms is not other._jvms
+    first.reset("boil", 0)
+    second.reset("boil", 1)
+    (pid,) = first._jvms.pids()
+    first.close()
+    assert psutil.pid_exists(pid)
+    second.close()
+    other.close()
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"simplifications": "opendoors"}, "simplifications: got 'opendoors'; fix: use easy, or names"),
+        ({"max_moves": 0}, "max_moves: got 0; fix: give a whole number from 1"),
+        ({"heap_mb": 100}, "heap_mb: got 100; fix: give a whole number from 128"),
+        ({"games_per_jvm": 1.5}, "games_per_jvm: got 1.5; fix: give a whole number from 1"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        ScienceWorld(**options)
+
+
+async def test_a_wrong_row_is_named() -> None:
+    async with laboratory() as toolset:
+        for row, message in (
+            ({"task": "boil", "variation": 30}, "boil has the variations 0 to 29"),
+            ({"task": "bake", "variation": 0}, "task: got 'bake'; fix: use one of boil"),
+        ):
+            with pytest.raises(ToolInfrastructureError, match=message):
+                async with toolset.chain("a", row):
+                    pass
+
+
+@pytest.mark.parametrize("command", ["tools call recipe.yaml act action=wait", "tools serve scienceworld"])
+def test_missing_java_is_told_before_any_chain_begins(command: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {path: x}\ntools: [scienceworld]\ndata: {path: rows.jsonl}\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "", "task": "boil", "variation": 0}\n')
+    environment = {**os.environ, "JAVA_HOME": "/nowhere", "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run(
+        [sys.executable, "-m", "agentfactory", *command.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert result.returncode != 0
+    *_, line = result.stderr.strip().splitlines()
+    assert "ScienceWorld's engine needs Java, and there is no program /nowhere/bin/java; fix: install Java 8" in line
+
+
+def test_a_missing_engine_is_told_with_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jvm_module.importlib.util, "find_spec", lambda name: None)
+    for use in (lambda: scienceworld_tasks("train"), ScienceWorld):
+        with pytest.raises(SettingError, match=r"not installed; fix: pip install 'agentfactory\[scienceworld\]'"):
+            use()
+
+
+def test_the_anchor_is_what_was_seen_last_and_the_score() -> None:
+    world = ScienceWorld()
+    try:
+        world.reset("find-living-thing", 0)
+        first = world.anchor()
+        assert first is not None
+        assert first[1] == 0
+        world.valid_actions()
+        assert world.anchor() == first
+        world.act("teleport to outside")
+        assert world.anchor() == ("You teleport to the outside.", 8)
+        world.act("focus on air")
+        assert world.anchor() is None, "the task has failed"
+    finally:
+        world.close()
+
+
+def test_actions_of_a_tool_called_directly() -> None:
+    world = ScienceWorld()
+    try:
+        world.reset("find-animal", 3)
+        assert world.act("\ud800")["moves"] == 0
+        assert world.act("teleport to kitchen")["moves"] == 1
+        assert isinstance(world.act("focus on stove"), Finish)
+    finally:
+        world.close()
+
+
+def test_the_experiment_on_the_page_is_what_the_world_shows() -> None:
+    page = (REPOSITORY / "docs" / "scienceworld.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| **act", "| the world"))]
+    world = ScienceWorld()
+    try:
+        shown: Any = {"observation": world.reset("find-living-thing", 0)}
+        for speaker, text, *score in rows:
+            if speaker == "**act**":
+                shown = world.act(text.rstrip(" |"))
+                shown = shown.value if isinstance(shown, Finish) else shown
+                continue
+            said = " ".join(shown["observation"].replace("\n\t", " ").split())
+            for part in text.rstrip(" |.").replace(",", "").replace("picture.", "picture").split(" ... "):
+                assert part in said.replace(",", "")
+            assert [str(shown.get("score"))] == score or "score" not in shown
+        assert world.reward()["success"] == 1
+    finally:
+        world.close()
+
+
+def java_processes() -> set[psutil.Process]:
+    """The Java processes of this one."""
+    return {child for child in psutil.Process().children() if child.name() == "java"}

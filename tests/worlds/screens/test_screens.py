@@ -1,0 +1,701 @@
+"""Pages in a real Chromium: every task can be solved, and is not by itself; hostile pages are typed."""
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from playwright.async_api import Error
+
+from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import Coordinates, ModelView
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.tool import Finish
+from agentfactory.worlds.screens.number_marks import MOST_MARKS
+from agentfactory.worlds.screens.screen import MarkedScreen, Screen
+from agentfactory.worlds.screens.sites import PAGE_NAMES, screens_tasks
+from agentfactory.worlds.screens.sites import PAGES as PAGES_FOLDER
+from tests.server_process import listening
+from tests.worlds.screens.players import CHOSEN, NAMED, PLAYERS, Player
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
+]
+SIZE = {"width": 320, "height": 240}
+TALL = "<body style='height: 100vh'>"
+PAGES = {
+    "/plain": "<button onclick='document.title=1'>a</button>",
+    "/hangs": "<button onclick='for (;;) {}' style='position:fixed; inset:0'>a</button>",
+    "/dialogs": "<body onclick='for (let n = 0; n < 1000; n++) alert(n)' style='height:100vh'>",
+    "/asks": "<body onclick='document.title = confirm(\"Sure?\")' style='height:100vh'>",
+    "/downloads": f"<script>onclick = () => setInterval(() => location = '/file', 100)</script>{TALL}",
+    "/tab": "<a href='/plain' target='_blank' style='position:fixed; inset:0'>a</a>",
+    "/tabs": "<body onclick='for (let n = 0; n < 12; n++) window.open(\"/plain\")' style='height:100vh'>",
+    "/leaves": f"<script>onclick = () => location = 'http://elsewhere.test/'</script>{TALL}",
+    "/outer": """<body style='margin:0'>
+<iframe src='/inner' style='position:absolute; left:40px; top:30px; width:150px; height:100px;
+  border:5px solid; padding:7px'></iframe>
+<button style='position:absolute; left:0; top:200px; width:50px; height:20px' onclick='document.title += 0'>a</button>
+<div style='position:absolute; left:120px; top:55px; width:80px; height:40px; background:red'></div>""",
+    # the second button is covered by what is around the frame, and the third one is not scrolled to
+    "/inner": """<style>body > * { position:absolute; height:20px }</style><body style='margin:0; height:500px'>
+<button style='left:10px; top:20px; width:50px' onclick='parent.document.title += 1'>a</button>
+<button style='left:90px; top:20px; width:40px' onclick='parent.document.title += 2'>b</button>
+<button style='left:10px; top:300px; width:40px' onclick='parent.document.title += 3'>c</button>
+<select style='left:10px; top:70px; width:60px'><option>red<option>blue</select>
+<iframe src='/innermost' frameborder=0 style='left:80px; top:50px; width:60px'></iframe>""",
+    "/innermost": """<body style='margin:0'>
+<button style='position:absolute; left:2px; top:3px; width:20px; height:10px'
+  onclick='top.document.title += 9'>d</button>""",
+    "/moves": "<meta http-equiv='refresh' content='0; /plain'>",
+    "/moves_later": f"<script>onclick = () => setTimeout(() => location = '/plain', 30)</script>{TALL}",
+    "/tab_closes": f"<script>onclick = () => setTimeout(a => a.close(), 80, open('/plain'))</script>{TALL}",
+    "/alerts": f"<script>onclick = () => setInterval(() => alert(1), 0)</script>{TALL}",
+    "/addresses": "<script>for (let n = 0; n < 1000; n++) history.replaceState(0, '', '/' + n)</script>",
+    "/writes_itself": """<script>onload = () => {
+  document.open();
+  document.write("<body style='margin:0'><textarea style='width:100vw; height:100vh'>");
+  document.close();
+}</script>""",
+    "/lies": f"""<script>
+Element.prototype.getBoundingClientRect = () => ({{left: NaN, top: NaN, right: NaN, bottom: NaN}});
+document.elementFromPoint = () => document.querySelector('select');
+Number = () => 'a';
+</script>{TALL}<select></select>
+<script>document.querySelector('select').append(new Option('a'.repeat(1e6)))</script>""",
+    "/grid": f"""{TALL}<script>
+document.write("<a tabindex=0 style='float:left; width:8px; height:8px'></a>".repeat(600))</script>""",
+    "/nothing": "There is nothing here.",
+    "/cookie": "<script>document.title = document.cookie + localStorage.length;"
+    "document.cookie = 'a=1'; localStorage.b = 1</script>",
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(404 if self.path == "/nothing" else 200)
+        if self.path == "/file":
+            self.send_header("Content-Disposition", "attachment; filename=a.bin")
+            self.end_headers()
+            with suppress(BrokenPipeError):  # the browser refuses it
+                self.wfile.write(bytes(1000))
+        else:
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(PAGES.get(self.path, "").encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+async def screen(server: str) -> AsyncIterator[Screen]:
+    made = Screen(**SIZE, seconds=30.0, allowed=[server])  # a busy machine takes long
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def hasty_screen(server: str) -> AsyncIterator[Screen]:
+    """A screen for pages that hang, and for what does not answer."""
+    made = Screen(**SIZE, seconds=5.0, allowed=[server])
+    yield made
+    await made.close()
+
+
+async def play(screen: Screen, page: str, seed: int) -> dict[str, float]:
+    opening = await screen.reset(page=page, seed=seed)
+    player = Player(screen, opening[0])
+    await PLAYERS[page](player)
+    assert player.ended
+    return screen.reward()
+
+
+async def do_nothing(screen: Screen, page: str, seed: int) -> dict[str, float]:
+    await screen.reset(page=page, seed=seed)
+    assert isinstance(await screen.done(), Finish)
+    return screen.reward()
+
+
+@pytest.mark.extended
+async def test_a_player_solves_every_page_and_one_that_does_nothing_solves_none(screen: Screen) -> None:
+    assert set(PLAYERS) == set(PAGE_NAMES)
+    for page in PAGE_NAMES:
+        assert await play(screen, page, 0) == {"reward": 1.0, "success": 1.0}, page
+        assert await do_nothing(screen, page, 0) == {"reward": 0.0, "success": 0.0}, page
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PAGE_NAMES)
+async def test_a_player_solves_every_page_on_twenty_seeds_and_doing_nothing_none(screen: Screen, page: str) -> None:
+    instructions = set()
+    for seed in range(20):
+        assert (await play(screen, page, seed))["success"] == 1, seed
+        assert (await do_nothing(screen, page, seed))["reward"] == 0, seed
+        instructions.add((await screen.reset(page=page, seed=seed))[0])
+    assert len(instructions) > 3
+
+
+async def test_a_seed_gives_the_same_picture(screen: Screen) -> None:
+    first, again, other = [(await screen.reset(page="click_button", seed=seed))[-1] for seed in (5, 5, 6)]
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "coordinates",
+    [Coordinates.RELATIVE1000]
+    + [pytest.param(other, marks=pytest.mark.extended) for other in (Coordinates.RELATIVE1, Coordinates.PIXELS)],
+)
+async def test_places_are_read_as_the_model_states_them(coordinates: Coordinates) -> None:
+    screen = Screen(**SIZE, scale=2.0)
+    try:
+        unit = {"relative1000": (1000, 1000), "relative1": (1, 1), "pixels": (640, 480)}[coordinates]
+        opening = await screen.reset(page="click_button", seed=1, model_view=ModelView(coordinates).to_json())
+        assert opening[-1].size == (640, 480)
+        x, y = await Player(screen, opening[0]).ask(NAMED, Player(screen, opening[0]).told(r'"(\w+)"'))
+        assert isinstance(await screen.click(x / 320 * unit[0], y / 240 * unit[1]), Finish)
+        with pytest.raises(ValueError, match=r"x, y: got .*, outside of the image, which ends at"):
+            await screen.click(unit[0] * 1.2, 0)
+    finally:
+        await screen.close()
+
+
+async def test_marks_are_clicked_by_number() -> None:
+    screen = MarkedScreen(**SIZE)
+    try:
+        opening = await screen.reset(page="click_color", seed=0)
+        player = Player(screen, opening[0])  # type: ignore[arg-type]
+        colours = await player.ask("() => [...document.querySelectorAll('div')].map(one => one.style.background)")
+        wanted = colours.index(player.told(r"the (\w+) box"))
+        assert isinstance(await screen.click(wanted), Finish)
+        assert screen.reward()["success"] == 1
+        await screen.reset(page="scroll", seed=0)
+        # the list, and the buttons that are not scrolled out of it
+        assert len(screen._marks) <= 6
+        with pytest.raises(ValueError, match=r"element: got 99; the picture has 0 to"):
+            await screen.click(99)
+    finally:
+        await screen.close()
+
+
+@pytest.mark.extended
+async def test_elements_in_frames_have_marks(server: str) -> None:
+    screen = MarkedScreen(**SIZE, seconds=5.0, allowed=[server])
+    try:
+        await screen.reset(**at(server, "/outer"))
+        # what is in the frame begins at 40 + 5 + 7, 30 + 5 + 7; the innermost frame at 80, 50 in that
+        frame, innermost = (52, 42), (132, 92)
+        boxes = [[mark.left, mark.top, mark.right, mark.bottom] for mark in screen._marks]
+        assert boxes == [
+            [0, 200, 50, 220],
+            [frame[0] + 10, frame[1] + 20, frame[0] + 60, frame[1] + 40],
+            [frame[0] + 10, frame[1] + 70, frame[0] + 70, frame[1] + 90],
+            [innermost[0] + 2, innermost[1] + 3, innermost[0] + 22, innermost[1] + 13],
+        ]
+        for number in (0, 1, 3):
+            await screen.click(number)
+        told = (await screen.click(2))["observation"][0]
+        assert told == "A menu is open, of which you choose by typing: 'red', 'blue'."
+        assert len((await screen.type("blue"))["observation"]) == 1
+        assert await screen._page.title() == "019"
+        assert await screen._page.frames[1].evaluate("() => document.querySelector('select').value") == "blue"
+        # the frame scrolled, and drawn at half its size
+        await screen._page.evaluate("""() => {
+            const frame = document.querySelector('iframe');
+            frame.contentWindow.scrollTo(0, 280);
+            Object.assign(frame.style, {transform: 'scale(0.5)', transformOrigin: '0 0'});
+        }""")
+        await screen.wait(0.1)
+        boxes = [[mark.left, mark.top, mark.right, mark.bottom] for mark in screen._marks]
+        assert boxes == [[0, 200, 50, 220], [40 + 6 + 5, 30 + 6 + 10, 40 + 6 + 25, 30 + 6 + 20]]
+        await screen.click(1)
+        assert await screen._page.title() == "0193"
+    finally:
+        await screen.close()
+
+
+MINIWOB = [
+    *("click-test", "click-test-2", "click-button", "click-checkboxes", "click-collapsible", "click-color"),
+    *(
+        "click-dialog",
+        "click-link",
+        "click-menu",
+        "click-option",
+        "click-pie",
+        "click-shape",
+        "click-tab",
+        "click-widget",
+    ),
+    *("count-shape", "enter-date", "enter-password", "enter-text", "focus-text", "login-user", "use-slider"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.extended
+async def test_miniwob_loads_resets_and_scores() -> None:
+    screen = Screen(160, 210)
+    try:
+        for name in MINIWOB:
+            opening = await screen.reset(miniwob=name, seed=1)
+            assert len(opening[0]) > 5
+            again = await screen.reset(miniwob=name, seed=1)
+            assert opening[0] == again[0]
+            assert screen.reward()["reward"] == 0
+        await screen.reset(miniwob="click-test", seed=1)
+        assert isinstance(await screen.click(*await Player(screen, "").ask(CHOSEN, ["#subbtn", 0])), Finish)
+        assert screen.reward() == {"reward": 1.0, "success": 1.0}
+    finally:
+        await screen.close()
+
+
+def at(server: str, path: str) -> dict[str, str]:
+    return {"url": f"http://{server}{path}"}
+
+
+@pytest.mark.extended
+async def test_hostile_pages_are_typed_and_the_next_chain_is_well(hasty_screen: Screen, server: str) -> None:
+    screen = hasty_screen
+    for path, problem in {
+        "/hangs": "the page did not answer within 5 s",
+        "/dialogs": "the page opened more than 20 dialogs",
+    }.items():
+        await screen.reset(**at(server, path))
+        with pytest.raises(ToolInfrastructureError, match=problem):
+            await screen.click(160, 120)
+        await screen.reset(**at(server, "/plain"))
+        await screen.click(20, 20)
+    await screen.reset(**at(server, "/plain"))
+    with suppress(Error):
+        await screen._page.goto("chrome://crash")
+    with pytest.raises(ToolInfrastructureError, match="the page crashed"):
+        await screen.click(20, 20)
+
+
+@pytest.mark.extended
+async def test_what_the_model_is_told(screen: Screen, server: str) -> None:
+    await screen.reset(**at(server, "/asks"))
+    assert (await screen.click(160, 120))["observation"][0] == "A dialog said 'Sure?'; it was refused."
+    await screen.reset(**at(server, "/tab"))
+    assert (await screen.click(160, 120))["observation"][0] == "A new tab was opened."
+    assert len((await screen.back())["observation"]) == 1
+    await screen.reset(**at(server, "/downloads"))
+    results = [await screen.click(160, 120), await screen.wait(0.5)]
+    assert "A download was refused." in [part for result in results for part in result["observation"]]
+    await screen.reset(**at(server, "/tabs"))
+    results = [await screen.click(160, 120), await screen.wait(1.0)]
+    told = " ".join(part for result in results for part in result["observation"] if isinstance(part, str))
+    assert "A further tab was not opened." in told
+    assert told.count("A further tab was not opened.") <= len(results)
+    assert len(screen._pages) == 5
+    await screen.reset(page="form")
+    assert (await screen.back())["observation"][0] == "There is no page before this one."
+    assert (await screen.type("a" * 2001))["observation"][0] == "Only the first 2000 characters were typed."
+    with pytest.raises(ValueError, match="keys: got 'Entr'"):
+        await screen.key("Entr")
+
+
+async def test_chains_share_nothing_and_reach_only_what_is_allowed(screen: Screen, server: str) -> None:
+    title = "() => document.title"
+    for _ in range(2):
+        await screen.reset(**at(server, "/cookie"))
+        assert await Player(screen, "").ask(title) == "0"
+    await screen.reset(**at(server, "/leaves"))
+    await screen.click(160, 120)
+    assert "test" not in await Player(screen, "").ask("() => document.body.innerText.includes('proxy') ? '' : 'test'")
+    other = Screen(**SIZE, seconds=5.0)
+    try:
+        with pytest.raises(ToolInfrastructureError, match="cannot be reached: `allowed` does not name it"):
+            await other.reset(**at(server, "/plain"))
+    finally:
+        await other.close()
+
+
+@pytest.mark.extended
+async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None:
+    value = "() => document.querySelector('input').value"
+    other = Screen(**SIZE)
+    try:
+        for one in (screen, other):
+            await one.reset(page="login", seed=1)
+            await one.click(*await Player(one, "").ask(CHOSEN, ["input", 0]))
+        await screen.type("secret")
+        for keys, shown in (
+            ("Control+A", "secret"), ("Control+C", "secret"), ("End", "secret"), ("Control+V", "secretsecret"),
+            ("Control+A", "secretsecret"), ("Control+X", ""), ("Shift+Insert", "secretsecret"),
+        ):  # fmt: skip
+            await screen.key(keys)
+            assert await Player(screen, "").ask(value) == shown, keys
+        for keys in ("ControlLeft+KeyA", "ControlRight+KeyX", "ShiftLeft+Insert", "ControlOrMeta+v"):
+            await screen.key(keys)
+        assert await Player(screen, "").ask(value) == "secretsecret" * 2
+        for keys in ("Control+A", "Control+C"):
+            await screen._page.keyboard.press(keys)  # into Chromium's own clipboard, as a page's button may copy
+        await other._page.keyboard.press("Control+V")
+        assert await Player(other, "").ask(value) == ""
+        for keys in ("Control+V", "ControlLeft+KeyV", "Shift+Control+V", "ShiftLeft+Insert"):
+            await other.key(keys)
+            assert await Player(other, "").ask(value) == "", keys
+        await screen.key("Control+A")
+        await other._press(*await Player(other, "").ask(CHOSEN, ["input", 0]), button="middle")
+        assert await Player(other, "").ask(value) == ""
+        await screen.reset(page="login", seed=1)
+        await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
+        await screen.key("Control+V")
+        assert await Player(screen, "").ask(value) == ""
+    finally:
+        await other.close()
+
+
+@pytest.mark.extended
+async def test_no_other_way_pastes_it_either(screen: Screen, server: str) -> None:
+    other = Screen(**SIZE)
+    try:
+        await other.reset(page="login", seed=1)
+        await other.click(*await Player(other, "").ask(CHOSEN, ["input", 0]))
+        await other.type("secret")
+        await other.key("Control+A")
+        await other._page.keyboard.press("Control+C")
+        # `document.open` takes all listeners off a page, the one that refuses pastes too
+        await screen.reset(**at(server, "/writes_itself"))
+        await screen.click(160, 120)
+        await screen._press(160, 120, button="middle")
+        for keys in ("Control+a+v", "Control+AltGraph+v", "Control+v+a", "+".join(["a"] * 3000)):
+            with pytest.raises(ValueError, match=r"keys: got .*; hold Control, Shift, Alt or Meta, and press one key"):
+                await screen.key(keys)
+        assert await Player(screen, "").ask("() => document.querySelector('textarea').value") == ""
+    finally:
+        await other.close()
+
+
+@pytest.mark.extended
+async def test_no_key_stays_held_where_another_is_unknown(screen: Screen) -> None:
+    await screen.reset(page="login", seed=1)
+    with pytest.raises(ValueError, match="keys: got 'Shift\\+Foo'"):
+        await screen.key("Shift+Foo")
+    await screen.release()
+    await screen.reset(page="login", seed=1)
+    await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
+    await screen._page.evaluate("() => { onkeydown = event => { document.title = event.shiftKey } }")
+    await screen.key("a")
+    assert await Player(screen, "").ask("() => document.title") == "false"
+    await screen.key("+")
+    assert await Player(screen, "").ask("() => document.querySelector('input').value") == "a+"
+
+
+@pytest.mark.extended
+async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
+    # what a tab could carry from one chain to the next
+    for file in PAGES_FOLDER.iterdir():
+        assert not re.search(r"cookie|Storage|indexedDB|location|history|open\(", file.read_text(encoding="utf-8")), (
+            file
+        )
+    opening = await screen.reset(page="form", seed=3)
+    tab = screen._page
+    await screen.click(40, 40)
+    await screen.type("left by another chain")
+    await screen.scroll("down", 100, 100)
+    await screen.release()
+    await screen.reset(page="login", seed=1)
+    await screen.release()
+    again = await screen.reset(page="form", seed=3)
+    assert screen._page is tab
+    assert again[0] == opening[0]
+    assert np.array_equal(again[1], opening[1])
+    assert (await screen.back())["observation"][0] == "There is no page before this one."
+    # an action that did not end, and any other address
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await screen.drag(20, 20, 200, 200)
+    await screen.release()
+    await screen.reset(page="form", seed=3)
+    assert tab.is_closed()
+    tab = screen._page
+    await screen.reset(**at(server, "/plain"))
+    assert tab.is_closed()
+    tab = screen._page
+    await screen.reset(page="form", seed=3)
+    assert tab.is_closed()
+
+
+async def test_bad_rows_are_refused(screen: Screen) -> None:
+    for row, problem in (
+        ({}, "has one of the fields page, miniwob and url"),
+        ({"page": "click_buton"}, "page: got 'click_buton'; there are checkboxes, click_button"),
+        ({"miniwob": "click"}, "miniwob: got 'click'; there are"),
+        ({"url": "file:///etc/passwd"}, "it begins with http:// or https://"),
+        ({"page": "form", "check": "1"}, "check: pages of ours"),
+        ({"page": "form", "seed": "1"}, "seed: got '1'; give a whole number"),
+        ({"miniwob": "../miniwob/click-test"}, "miniwob: got '../miniwob/click-test'; there are"),
+        ({"url": 5}, "url: got 5; it begins with"),
+        ({"url": "http://localhost:1", "check": 5}, "check: got 5; give JavaScript as a text"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            await screen.reset(**row)
+    assert len(screens_tasks(seeds=2)) == 2 * len(PAGE_NAMES)
+
+
+@pytest.mark.parametrize("allowed", ["localhost:8000", ["localhost:8000/page"], ["a,b"], ["<local>"]])
+def test_what_is_no_origin_is_not_allowed(allowed: Any) -> None:
+    with pytest.raises(SettingError, match=r"allowed(\.0)?: got '.*'; fix: list origins, such as \[https://"):
+        Screen(**SIZE, allowed=allowed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 5}, "options.width: got 5; fix: give a number of pixels from 32 to 8192"),
+        ({"scale": 9.0}, "options.scale: got 9.0; fix: give a number from 0.25 to 4"),
+        ({"allowed": ["localhost:1/page"]}, "options.allowed.0: got 'localhost:1/page'; fix: list origins"),
+        ({"executable": "no-such-browser"}, "module: there is no program no-such-browser; fix: apt install chromium"),
+    ],
+)
+def test_options_are_checked_with_the_recipe(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    server = {"module": "screen", "options": options}
+    recipe = {"model": {"path": "MODEL"}, "mcp_servers": {"it": server}, "train": {"steps": 1}}
+    file.write_text(json.dumps(recipe | {"data": {"path": "DATA"}, "server": {"engine": "embedded"}}))
+    with pytest.raises(SettingError) as raised:
+        load_recipe(str(file), [], "train")
+    assert f"mcp_servers.it.{message}" in str(raised.value)
+
+
+@pytest.mark.extended
+async def test_a_page_that_is_not_there_is_no_task(server: str) -> None:
+    screen = Screen(**SIZE, allowed=[server])
+    try:
+        with pytest.raises(ToolInfrastructureError, match=rf"url: http://{server}/nothing answers with status 404$"):
+            await screen.reset(url=f"http://{server}/nothing", check="1")
+    finally:
+        await screen.close()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("check", ["document.nothing.text == 1", "document.title ==", "return 1"])
+async def test_a_check_that_raises_is_named(check: str, server: str) -> None:
+    screen = Screen(**SIZE, allowed=[server])
+    try:
+        await screen.reset(url=f"http://{server}/plain", check=check)
+        with pytest.raises(ToolInfrastructureError, match=r"^check failed: Page.evaluate: (Type|Syntax)Error: [^\n]*$"):
+            await screen.done()
+    finally:
+        await screen.close()
+
+
+@pytest.mark.extended
+async def test_a_check_gives_a_number_from_0_to_1(server: str) -> None:
+    screen = Screen(**SIZE, allowed=[server])
+    try:
+        for check in ("1.5", "document.title + 'x'"):
+            await screen.reset(url=f"http://{server}/plain", check=check)
+            await screen.wait(0.1)
+            with pytest.raises(ValueError, match=r"check: its value is .*; make it a number from 0 to 1"):
+                screen.reward()
+    finally:
+        await screen.close()
+
+
+@pytest.mark.extended
+async def test_a_page_that_lies_about_its_elements_has_no_marks_and_a_score(server: str) -> None:
+    screen = MarkedScreen(**SIZE, allowed=[server])
+    try:
+        await screen.reset(**at(server, "/lies"), check="0.5")
+        assert not screen._marks
+        assert len((await screen._press(160, 120))["observation"][0]) < 200
+        await screen.done()
+        assert screen.reward()["reward"] == 0.5
+        assert (await screen.reset(**at(server, "/grid")))[0] == f"Only the first {MOST_MARKS} elements have numbers."
+        assert len(screen._marks) == MOST_MARKS
+    finally:
+        await screen.close()
+
+
+@pytest.mark.extended
+async def test_pages_that_go_elsewhere_are_seen_where_they_are(server: str) -> None:
+    for kind in (Screen, MarkedScreen):
+        screen = kind(**SIZE, allowed=[server])
+        try:
+            for _ in range(3):
+                await screen.reset(**at(server, "/moves"))
+                for path in ("/moves_later", "/tab_closes"):
+                    await screen.reset(**at(server, path))
+                    await screen._press(160, 120)
+                    await screen.wait(0.1)
+        finally:
+            await screen.close()
+
+
+@pytest.mark.extended
+async def test_a_page_changes_its_address_only_so_often(screen: Screen, server: str) -> None:
+    await screen.reset(**at(server, "/plain"))
+    addresses: list[str] = []
+    screen._page.on("framenavigated", lambda frame: addresses.append(frame.url))
+    await screen._page.goto(f"http://{server}/addresses")
+    await screen.wait(1.0)
+    assert 0 < len(addresses) < 300
+
+
+@pytest.mark.extended
+async def test_what_a_page_asks_at_its_end_fails_no_other_chain(screen: Screen, server: str) -> None:
+    other = Screen(**SIZE)
+    try:
+        await other.reset(page="form")
+        tab = other._page
+        for _ in range(8):
+            await screen.reset(**at(server, "/alerts"))
+            await screen.click(160, 120)
+            await screen.release()
+            await other.release()
+            await other.reset(page="form")
+        assert other._page is tab
+    finally:
+        await other.close()
+
+
+ASKS_ABOUT = """async ([reached, name]) => {
+  const servers = [`stun:${reached}`, `turn:${reached}`, `turn:${reached}?transport=tcp`, `turn:${name}?transport=tcp`];
+  for (const urls of servers) {
+    const peer = new RTCPeerConnection({iceServers: [{urls, username: 'a', credential: 'b'}]});
+    peer.createDataChannel('a');
+    await peer.setLocalDescription(await peer.createOffer());
+  }
+  await new Promise(done => setTimeout(done, 2000));
+}"""
+
+
+@pytest.mark.extended
+async def test_webrtc_reaches_nothing_and_looks_nothing_up(server: str, tmp_path: Path) -> None:
+    log, program = tmp_path / "net.json", tmp_path / "chromium"
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("chromium")} "$@" --log-net-log={log}\n', encoding="utf-8")
+    program.chmod(0o700)
+    screen = Screen(**SIZE, allowed=[server], executable=str(program))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+        there.bind(("127.0.0.1", 0))
+        there.setblocking(False)
+        try:
+            await screen.reset(**at(server, "/plain"))
+            await Player(screen, "").ask(ASKS_ABOUT, [f"127.0.0.1:{there.getsockname()[1]}", "leak.test:3478"])
+        finally:
+            await screen.close()
+        with pytest.raises(BlockingIOError):
+            there.recv(1)
+    assert server in log.read_text(encoding="utf-8")
+    assert '"leak.test."' not in log.read_text(encoding="utf-8")
+
+
+@pytest.mark.extended
+async def test_a_chain_cancelled_while_it_opens_leaves_nothing(screen: Screen, server: str) -> None:
+    other = Screen(**SIZE, seconds=5.0, allowed=[server])
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    try:
+        for seconds in (0.05, 0.2, 0.4, 0.8):  # while Chromium starts, too
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await other.reset(**at(server, "/plain"))
+            await other.release()
+        await screen.reset(page="form")
+        assert screen._browser is not None
+        for wait in range(20):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.02 * wait):
+                    await other.reset(**at(server, "/plain"))
+        await other.release()
+        while screen._browser._work:
+            await asyncio.wait(screen._browser._work)
+        assert screen._browser._running is not None
+        assert len(screen._browser._running.chromium.contexts) == 1
+    finally:
+        await other.close()
+        await screen.close()
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["node", "chromium"])
+async def test_chains_go_on_after_the_browser_is_killed(hasty_screen: Screen, server: str, name: str) -> None:
+    other = Screen(**SIZE, seconds=5.0, allowed=[server])
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        await hasty_screen.reset(**at(server, "/plain"))
+        await other.reset(page="form")
+        started = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        programs = [process for process in started if process.name().startswith("chromium")]
+        acting = asyncio.gather(hasty_screen.wait(1.0), other.wait(1.0), return_exceptions=True)
+        await asyncio.sleep(0.5)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                if process.name().startswith(name):
+                    process.kill()
+        assert all(isinstance(error, ToolInfrastructureError) for error in await acting)
+        for one in (hasty_screen, other):
+            await one.release()
+            await one.reset(page="form")
+            await one.click(20, 20)
+        _, alive = psutil.wait_procs(programs, timeout=10)
+        assert not alive
+    finally:
+        await other.close()
+
+
+@pytest.mark.extended
+async def test_sixteen_chains_at_once_and_nothing_stays(server: str) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    screens = [Screen(**SIZE) for _ in range(16)]
+    scores = await asyncio.gather(*(play(one, "click_button", seed) for seed, one in enumerate(screens)))
+    assert all(score["success"] == 1 for score in scores)
+    await asyncio.gather(*(one.close() for one in screens))
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+
+
+FOREVER = """
+import asyncio
+from agentfactory.worlds.screens.screen import Screen
+
+async def main():
+    await Screen(320, 240).reset(page="form")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.extended
+def test_no_browser_outlives_a_killed_worker() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "ready\n"
+    started = psutil.Process(worker.pid).children(recursive=True)
+    assert len(started) > 2
+    assert not listening(worker.pid), "it is controlled by a pipe"
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive

@@ -1,0 +1,215 @@
+"""Dense retrieval and its fusion with BM25, with a model of random word vectors that is made on the spot."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentfactory.commands.main import main
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.import_path import is_installed
+from agentfactory.worlds.search import dense
+from agentfactory.worlds.search.local_index import LocalIndex, build_index
+from agentfactory.worlds.search.passage import Passage
+from agentfactory.worlds.search.ranking import open_index, reciprocal_rank
+from tests.worlds.search.corpora import PLAYS, write_jsonl
+
+needs_packages = pytest.mark.skipif(
+    not (is_installed("sentence_transformers") and is_installed("usearch")),
+    reason="needs dense retrieval: pip install 'agentfactory[dense]'",
+)
+WORDS = [
+    *("query", "passage", "hamlet", "macbeth", "faust", "tragedy", "drama", "wager", "bet"),
+    *("scottish", "general", "prince", "goethe", "shakespeare"),
+]
+SYNONYMS = {"drama": "tragedy", "bet": "wager"}
+
+
+def make_model(folder: Path) -> str:
+    """Save a model whose vectors are sums of random word vectors; synonyms have the same vector."""
+    import numpy as np
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    vocabulary = {"[UNK]": 0} | {word: number for number, word in enumerate(WORDS, 1)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    vectors = np.random.default_rng(0).normal(size=(len(vocabulary), 32)).astype(np.float32)
+    vectors[0] *= 0.01
+    for word, same in SYNONYMS.items():
+        vectors[vocabulary[word]] = vectors[vocabulary[same]]
+    SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=vectors)]).save(str(folder))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
+    folder = tmp_path_factory.mktemp("dense") / "index"
+    build_index(PLAYS, folder, finish=lambda place: dense.build_dense(PLAYS, place, model))
+    return folder
+
+
+@needs_packages
+def test_meaning_finds_what_words_do_not(index: Path) -> None:
+    query = "drama, bet"
+    assert open_index(index, "bm25").search(query, 1) == []
+    (first, *rest) = open_index(index, "dense").search(query, 5)
+    assert first.contents == PLAYS[2].contents
+    assert len(rest) == 4
+    scores = [passage.score or 0.0 for passage in (first, *rest)]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] > 0.5
+    assert open_index(index).search(query, 1)[0].id == "f"  # hybrid, because it has vectors
+
+
+@needs_packages
+@pytest.mark.parametrize("ranking", ["dense", "hybrid"])
+def test_any_text_is_a_query(index: Path, ranking: str) -> None:
+    opened = open_index(index, ranking)
+    for query in ("", "  ", '"(', "\x00"):
+        assert opened.search(query, 3) == []
+    for query in ("hamlet \ud800", "title: hamlet AND", "hamlet " * 2000, "東京"):
+        assert len(opened.search(query, 3)) == 3
+    assert opened.search("hamlet", 0) == []
+    assert len(opened.search("hamlet", 10**9)) == len(PLAYS)
+
+
+@needs_packages
+def test_scores_are_inner_products_of_unit_vectors(index: Path, model: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(model)
+    texts = [passage.contents for passage in PLAYS]
+    expected = encoder.encode(texts, normalize_embeddings=True) @ encoder.encode("wager", normalize_embeddings=True)
+    found = {passage.id: passage.score for passage in open_index(index, "dense").search("wager", 5)}
+    assert found == {passage.id: pytest.approx(score, abs=2e-3) for passage, score in zip(PLAYS, expected, strict=True)}
+
+
+@needs_packages
+def test_e5_models_get_their_prefixes(tmp_path: Path, model: str) -> None:
+    """As in Search-R1; a model of another name does not."""
+    plain = dense._Encoder(model)
+    e5 = dense._Encoder(make_model(tmp_path / "e5-tiny"))
+    assert e5.query("hamlet") == pytest.approx(plain.query("query: hamlet"))
+    assert e5.passages(["hamlet"])[0] == pytest.approx(plain.query("passage: hamlet"))
+    assert plain.query("hamlet") != pytest.approx(plain.query("query: hamlet"))
+
+
+@needs_packages
+def test_vectors_of_a_killed_build_are_kept(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_PART", 4)
+    monkeypatch.setattr(dense, "_BATCH", 2)
+    passages = [Passage(str(number), f"t\n{WORDS[number % len(WORDS)]} {number}") for number in range(11)]
+
+    def killed() -> Iterator[Passage]:
+        yield from passages[:9]
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "index"
+    with pytest.raises(KeyboardInterrupt):
+        build_index(passages, folder, "c", finish=lambda place: dense.build_dense(killed(), place, model))
+    done: list[int] = []
+    build_index(passages, folder, "c", finish=lambda place: dense.build_dense(passages, place, model, done.append))
+    assert done == [8, 10, 11]
+    assert sorted(file.name for file in (folder / "dense").iterdir()) == ["model.json", "vectors.usearch"]
+    opened = open_index(folder, "dense")
+    for passage in passages[2:]:
+        # the other one may be that of a synonym
+        assert passage.id in [found.id for found in opened.search(passage.text.split()[0], 2)]
+
+
+@pytest.mark.long
+@needs_packages
+@pytest.mark.processes
+def test_a_dense_index_is_built_and_served_by_commands(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"id": p.id, "contents": p.contents} for p in PLAYS])
+    folder = tmp_path / "index"
+    assert main(["index", "build", str(corpus), "--output", str(folder), "--dense", model]) == 0
+    assert capsys.readouterr().out.startswith("indexed 5 passages in ")
+    assert LocalIndex(folder).has_vectors
+    missing = tmp_path / "no-model"
+    assert main(["index", "build", str(corpus), "--output", str(tmp_path / "x"), "--dense", str(missing)]) == 2
+    assert f"dense: {missing} cannot be loaded: " in capsys.readouterr().err
+    command = [sys.executable, "-m", "agentfactory", "tools", "serve", "search"]
+    options = ["--option", f"source={folder}", "--option", "ranking=dense"]
+    answer = _call(command + options, {"query": "a drama with a bet"})
+    assert answer.startswith('Doc 1(Title: "Faust")')
+
+
+def _call(command: list[str], arguments: dict[str, str]) -> str:
+    """Call `search` of a server over stdio, by the protocol's own messages."""
+    meta = {"agentfactory/chain": "c"}
+    calls = [("reset", {}), ("search", arguments)]
+    messages = [
+        {
+            "method": "initialize",
+            "params": {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {},
+                "clientInfo": {"name": "test", "version": "0"},
+            },
+        },
+        *({"method": "tools/call", "params": {"name": n, "arguments": a, "_meta": meta}} for n, a in calls),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for number, message in enumerate(messages):
+            process.stdin.write(json.dumps({"jsonrpc": "2.0", "id": number, **message}) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            if number == 0:
+                process.stdin.write('{"jsonrpc": "2.0", "method": "notifications/initialized"}\n')
+        process.stdin.close()
+    return str(answer["result"]["content"][0]["text"])
+
+
+def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "is_installed", lambda name: name != "usearch")
+    with pytest.raises(
+        SettingError, match=r"m needs usearch, which is not installed; fix: pip install 'agentfactory\["
+    ):
+        dense.check_model("m")
+
+
+@needs_packages
+def test_an_index_finds_its_models_folder_from_anywhere(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(model).parent)
+    build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, Path(model).name))
+    monkeypatch.chdir(tmp_path)
+    assert len(open_index(tmp_path / "index", "dense").search("drama", 2)) == 2
+
+
+@needs_packages
+@pytest.mark.parametrize("file", ["model.json", "vectors.usearch"])
+def test_damaged_vectors_are_told(tmp_path: Path, index: Path, file: str) -> None:
+    damaged = shutil.copytree(index, tmp_path / "index") / "dense" / file
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    for _ in range(2):
+        with pytest.raises(SettingError, match=r"the vectors in .* are damaged: .*; fix: remove the index, and build"):
+            open_index(tmp_path / "index")
+        damaged.unlink(missing_ok=True)
+
+
+def test_fusion_adds_the_reciprocal_ranks() -> None:
+    a, b, c = (Passage(name, name, score=9.0) for name in "abc")
+    fused = reciprocal_rank([[a, b], [c, b]])
+    assert [(passage.id, passage.score) for passage in fused] == [("b", 2 / 62), ("a", 1 / 61), ("c", 1 / 61)]
+    assert reciprocal_rank([[], []]) == []
+    same_id = [Passage("a", "one"), Passage("a", "two")]
+    assert [passage.contents for passage in reciprocal_rank([same_id, same_id])] == ["one", "two"]

@@ -1,0 +1,260 @@
+"""The BM25 index on disk: what it finds, by which queries, and how its build survives."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.worlds.search import local_index
+from agentfactory.worlds.search.corpus import Corpus
+from agentfactory.worlds.search.local_index import LocalIndex, build_index
+from agentfactory.worlds.search.passage import Passage
+from tests.worlds.search.corpora import PLAYS, index_of, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def plays(tmp_path_factory: pytest.TempPathFactory) -> LocalIndex:
+    return LocalIndex(index_of(tmp_path_factory.mktemp("plays")))
+
+
+def _ids(index: LocalIndex, query: str, count: int = 3) -> list[str]:
+    return [passage.id for passage in index.search(query, count)]
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("hamlet", "h"),
+        ("title: hamlet", "h"),
+        ('"hamlet', "h"),
+        ("+hamlet AND (NOT", "h"),
+        ("id:f hamlet^9 ~ [a TO b]", "h"),
+        ("HESITATED", "h"),  # by its stem
+        ("scottish generals", "m"),
+        ("東京", "t"),
+        ("電波塔はどこ?", "t"),
+        ("cafe", "c"),
+        ("CAFE\u0301", "c"),  # the accent as a character of its own
+        ("goethe " * 2000, "f"),
+        ("hamlet \ud800", "h"),  # a lone surrogate, which JSON can hold
+    ],
+)
+def test_a_query_finds_its_words_and_nothing_in_it_is_an_operator(plays: LocalIndex, query: str, first: str) -> None:
+    assert _ids(plays, query, 1) == [first]
+
+
+@pytest.mark.parametrize("query", ["", "   ", '"', "()[]{}:^~*?\\/", "\x00", "\u200b", "🤖", "zyzzyva"])
+def test_a_query_without_a_known_word_finds_nothing(plays: LocalIndex, query: str) -> None:
+    assert plays.search(query, 3) == []
+
+
+@given(st.text() | st.text(alphabet='ab"():+-*~^[]{}\\/ANDORT hamlet', max_size=200))
+def test_no_query_raises(plays: LocalIndex, query: str) -> None:
+    assert len(plays.search(query, 2)) <= 2
+
+
+def test_the_best_comes_first_with_all_that_was_stored(plays: LocalIndex) -> None:
+    found = plays.search("tragedy about a wager", 10)
+    assert {passage.id for passage in found} == {"h", "m", "f"}
+    assert found[0].contents == PLAYS[2].contents
+    assert (found[0].title, found[0].url) == ("Faust", "http://127.0.0.1/faust")
+    scores = [passage.score or 0 for passage in found]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[-1] > 0
+    assert plays.search("tragedy", 0) == []
+    assert len(plays.search("tragedy", 10**12)) == 3
+
+
+def test_passages_are_found_by_their_place(plays: LocalIndex) -> None:
+    assert plays.passages == len(PLAYS)
+    assert [plays.at(number) for number in range(len(PLAYS))] == PLAYS
+
+
+def test_of_a_long_query_the_rarest_words_count(tmp_path: Path) -> None:
+    common = " ".join(f"word{number}" for number in range(200))
+    passages = [Passage(str(number), f"t\n{common}") for number in range(20)]
+    index = LocalIndex(index_of(tmp_path, [*passages, Passage("rare", f"t\n{common} needle")]))
+    assert _ids(index, f"{common} needle", 1) == ["rare"]
+
+
+def test_common_words_count_only_if_there_are_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passages = [Passage(str(number), f"\nto be or not {number}") for number in range(50)]
+    index = LocalIndex(index_of(tmp_path, [*passages, Passage("rare", "\na needle")]))
+    assert len(index.search("to find a needle", 50)) == 50
+    monkeypatch.setattr(local_index, "_COMMON_PASSAGES", 40)
+    assert _ids(index, "to find a needle", 50) == ["rare"]
+    assert len(index.search("to be or not", 50)) == 50
+
+
+def test_words_have_stems_only_in_their_language(tmp_path: Path) -> None:
+    for language, found in (("english", 0), ("german", 1), (None, 0)):
+        folder = tmp_path / str(language)
+        build_index([Passage("a", "t\ndie häuser")], folder, language=language)
+        assert len(LocalIndex(folder).search("häusern", 1)) == found
+    with pytest.raises(SettingError, match="language: got 'klingon'; fix: use none, or one of arabic, danish"):
+        build_index([], tmp_path / "k", language="klingon")
+
+
+def test_of_passages_with_equal_scores_the_earlier_ones_come_first(tmp_path: Path) -> None:
+    build_index((Passage(str(number), "the same text") for number in range(3000)), tmp_path / "index")
+    assert _ids(LocalIndex(tmp_path / "index"), "same", 50) == [str(number) for number in range(50)]
+
+
+def test_an_index_is_searched_by_many_threads(plays: LocalIndex) -> None:
+    expected = _ids(plays, "tragedy about a wager")
+    wrong: list[object] = []
+
+    def search() -> None:
+        for _ in range(50):
+            if (found := _ids(plays, "tragedy about a wager")) != expected:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=search) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"there is no index in .*none; fix: agentfactory index build CORPUS"):
+        LocalIndex(tmp_path / "none")
+    folder = index_of(tmp_path)
+    manifest = json.loads((folder / local_index.MANIFEST).read_text())
+    (folder / local_index.MANIFEST).write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(SettingError, match="has format 99, not 1; fix: build it again"):
+        LocalIndex(folder)
+    with pytest.raises(SettingError, match=r"folder: .*index exists; fix: choose another folder, or remove it"):
+        build_index(PLAYS, folder)
+    for wrong in (folder / local_index.MANIFEST / "index", Path("/proc/none/index")):
+        with pytest.raises(SettingError, match=r"folder: .*index.building cannot be made: .*; fix: choose another"):
+            build_index(PLAYS, wrong)
+
+
+def test_damaged_files_are_told(tmp_path: Path) -> None:
+    files = index_of(tmp_path) / "bm25"
+    store = next(files.glob("*.store"))
+    store.write_bytes(store.read_bytes()[:-20])
+    with pytest.raises(SettingError, match=r"the index in .* is damaged: .*; fix: remove it, and build it again"):
+        LocalIndex(tmp_path / "index")
+    # tantivy makes an empty index in a folder without this one
+    (files / "meta.json").unlink()
+    with pytest.raises(SettingError, match="is damaged: 0 of 5 passages are there"):
+        LocalIndex(tmp_path / "index")
+
+
+# builds an index of a file, and is killed when it has read so many of its passages
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from agentfactory.worlds.search import local_index
+from agentfactory.worlds.search.corpus import Corpus
+
+def passages(corpus, most):
+    for number, passage in enumerate(corpus):
+        if number == most:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield passage
+
+local_index._COMMIT_PASSAGES = 100
+corpus = Corpus(sys.argv[1])
+local_index.build_index(passages(corpus, int(sys.argv[3])), Path(sys.argv[2]), corpus.name)
+"""
+
+
+def test_a_corpus_without_a_passage_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="nowhere"):
+        build_index(Corpus(str(tmp_path / "nowhere")), tmp_path / "index", corpus="nowhere")
+    with pytest.raises(SettingError, match="corpus: there is no passage in it; fix: name another"):
+        build_index([], tmp_path / "index")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_a_build_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    rows = [{"id": number, "contents": f'"t{number}"\nword{number} number{number % 7}'} for number in range(1000)]
+    file, folder = write_jsonl(tmp_path / "corpus.jsonl", rows), tmp_path / "index"
+    for most in (250, 780):
+        killed = subprocess.run([sys.executable, "-c", _KILLED, str(file), str(folder), str(most)], timeout=60)
+        assert killed.returncode == -9
+        assert not folder.exists()
+        with pytest.raises(SettingError, match="fix: run the same `agentfactory index build` again"):
+            LocalIndex(folder)
+    done: list[int] = []
+    corpus = Corpus(str(file))
+    assert build_index(corpus, folder, corpus.name, progress=done.append) == 1000
+    assert (done[0], done[-1]) == (700, 1000)  # what the second one had committed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
+    index = LocalIndex(folder)
+    assert index.passages == 1000
+    assert all(_ids(index, f"word{number}", 2) == [str(number)] for number in range(1000))
+
+
+def test_a_build_that_was_killed_before_the_renaming_is_only_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*paths: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_index.os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_index(PLAYS, tmp_path / "index", "plays")
+    done: list[int] = []
+    assert build_index(PLAYS, tmp_path / "index", "plays", progress=done.append) == len(PLAYS)
+    assert done == [len(PLAYS)] * 2
+    assert LocalIndex(tmp_path / "index").search("hamlet", 1)
+
+
+def test_a_build_does_not_go_on_with_another_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_index, "_COMMIT_PASSAGES", 3)
+
+    def broken(passages: list[Passage]) -> Iterator[Passage]:
+        yield from passages
+        raise KeyboardInterrupt
+
+    old = [Passage(str(number), "old\nword") for number in range(4)]
+    for name in ("old", ""):
+        with pytest.raises(KeyboardInterrupt):
+            build_index(broken(old), tmp_path / "index", name)
+        done: list[int] = []
+        build_index(PLAYS, tmp_path / "index", "new" if name else "", progress=done.append)
+        assert done == [0, len(PLAYS)]
+        index = LocalIndex(tmp_path / "index")
+        assert index.search("old", 1) == []
+        index.folder.rename(tmp_path / f"done-{name}")
+
+
+def test_two_builds_of_one_index_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+
+    def passages() -> Iterator[Passage]:
+        yield PLAYS[0]
+        for corpus in ("plays", "others", ""):
+            with pytest.raises(SettingError, match=r"another process builds an index in .*index.building: pid .*; fix"):
+                build_index(PLAYS, folder, corpus)
+        yield PLAYS[1]
+
+    assert build_index(passages(), folder, "plays") == 2
+    assert LocalIndex(folder).passages == 2
+
+
+def test_the_scores_are_those_of_bm25(tmp_path: Path) -> None:
+    """By the formula with k1 = 1.2 and b = .75; lengths are stored exactly up to 40 words."""
+    texts = ["red fish", "blue fish blue", "one red dog and one cat"]
+    index = LocalIndex(index_of(tmp_path, [Passage(str(n), f"\n{text}") for n, text in enumerate(texts)]))
+    lengths = [len(text.split()) for text in texts]
+    average = sum(lengths) / 3
+    # idf of a word in one passage of three: ln(1 + (3 - 1 + .5) / (1 + .5))
+    idf = 0.9808292530117262
+    expected = idf * 2 * 2.2 / (2 + 1.2 * (0.25 + 0.75 * lengths[1] / average))
+    (found,) = index.search("blue", 3)
+    assert found.score == pytest.approx(expected, rel=1e-5)
