@@ -167,6 +167,7 @@ def new_place(file: Path) -> Path:
 
 
 _DOTTED = re.compile(r"\b(agentfactory)\.((?:tools|rollout|trainers|viewer|doctor|commands|launching)(?:\.\w+)+)")
+_DONE = "agentfactory" + "_moved"
 _TESTS = re.compile(r"\btests((?:[./])tools(?:[./])(?:\w+))")
 _PATH = re.compile(
     r"(?<![\w./-])(agentfactory/)?((?:tools|rollout|trainers|viewer|doctor|commands|launching)(?:/\w+)+)(\.py\b|/)?"
@@ -179,7 +180,7 @@ def rewritten(text: str, file: Path) -> str:
         text = imports_of_modules(text)
     text = _DOTTED.sub(lambda found: f"agentfactory.{new_name(found[2])}", text)
     text = _PATH.sub(path, text)
-    return _TESTS.sub(test_name, text)
+    return _TESTS.sub(test_name, text).replace(_DONE, "agentfactory")
 
 
 def path(found: re.Match[str]) -> str:
@@ -215,7 +216,7 @@ def imports_of_modules(text: str) -> str:
             folder, _, name = MODULES[f"{package}.{alias.name}"].rpartition(".")
             called = alias.asname or alias.name
             suffix = "" if called == name else f" as {called}"
-            made.append(f"{indent}from agentfactory.{folder} import {name}{suffix}")
+            made.append(f"{indent}from {_DONE}.{folder} import {name}{suffix}")
         if rest := [alias for alias in node.names if alias not in moved]:
             names = ", ".join(alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in rest)
             made.append(f"{indent}from {node.module} import {names}")
