@@ -6,7 +6,7 @@ rollout worker. `--resume [PATH]` continues the run in `output`. `agentfactory t
 the stages of a staged recipe: it starts this module with an assignment. `launching/trainer_process.py` does the work.
 """
 
-from agentfactory.tools import import_path
+from agentfactory.tools.user_code import import_path
 
 if __name__ == "__main__":
     import_path.start_folder_last()
@@ -29,10 +29,10 @@ from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.tools import parent_watch
-from agentfactory.tools.disk import DiskError
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.files.disk import DiskError
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import append_folders
+from agentfactory.tools.user_code.import_path import append_folders
 from agentfactory.trainers.config import Symptom
 
 STOPPED, MOSTLY_DROPPED = 3, 4

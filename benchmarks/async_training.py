@@ -32,7 +32,7 @@ import yaml
 from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 draw_latency = load_object("slow_treasure_hunt.py:draw_latency", Path(__file__).parent)
 

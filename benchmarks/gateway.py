@@ -48,7 +48,7 @@ from agentfactory.rollout.gateway.runner import GatewayRunner
 from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.chat_tokenizers import make_tokenizer, trl_template

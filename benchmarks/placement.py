@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import yaml
 
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart"
 GROUP = 8

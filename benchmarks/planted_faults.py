@@ -175,22 +175,28 @@ FAULTS = (
     # tools
     Fault(
         "swallowed-error",
-        "tools/session.py",
+        "tools/sessions/tool_session.py",
         "if result.is_error else None",
         "if False else None",
         "tools/test_toolset.py",
     ),
-    Fault("cached-errors", "tools/call_cache.py", " and not task.result().is_error", "", "tools/test_toolset.py"),
+    Fault(
+        "cached-errors",
+        "tools/mcp_servers/call_cache.py",
+        " and not task.result().is_error",
+        "",
+        "tools/test_toolset.py",
+    ),
     Fault(
         "worn-instance",
-        "tools/pool_ledger.py",
+        "tools/environments/pool_ledger.py",
         "        if sound:\n            self.idle.append(instance)\n            return None\n        self.broken",
         "        if True:\n            self.idle.append(instance)\n            return None\n        self.broken",
         "tools/test_pool.py",
     ),
     Fault(
         "cut-bytes",
-        "tools/truncation.py",
+        "tools/calls/truncation.py",
         "half, total = most // 2,",
         "half, total = most // 4,",
         "tools/test_truncation.py",

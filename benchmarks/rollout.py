@@ -177,7 +177,7 @@ def run_ours(url: str, workload: str, run: str) -> tuple[float, float]:
     from agentfactory.rollout.load_renderer import make_renderer
     from agentfactory.rollout.rewards import Rewards
     from agentfactory.rollout.sampling import Sampling
-    from agentfactory.tools.toolset import open_toolset
+    from agentfactory.tools.sessions.toolset import open_toolset
 
     async def measure() -> tuple[float, float]:
         fields = {"max_turns": 64, "max_tokens": 128, "max_total_tokens": 8192, "concurrency": 2048}

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable
 
-from agentfactory.tools.code_interpreter import CodeInterpreter
+from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
 from agentfactory.tools.sandbox import Sandbox, SandboxSettings, run_script
 from agentfactory.tools.sandbox.interpreter import find_interpreter
 

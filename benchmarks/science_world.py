@@ -24,7 +24,7 @@ from scienceworld import ScienceWorldEnv
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
 TASKS = (
     *("boil", "find-animal", "power-component", "chemistry-mix", "use-thermometer", "grow-plant", "freeze"),

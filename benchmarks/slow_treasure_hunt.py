@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory import tool
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", Path(__file__).parents[1] / "recipes" / "quickstart")
 

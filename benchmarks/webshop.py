@@ -28,8 +28,8 @@ import psutil
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.webshop.goals import Goal
 from agentfactory.worlds.webshop.shop import Shop, ShopConfig, open_shop
 from agentfactory.worlds.webshop.webshop import WebShop

@@ -22,7 +22,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import ScriptedServer, serve_script
 

@@ -16,7 +16,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_server import SeeingServer, serve_seeing
 
 TOOLS = '''

@@ -15,8 +15,8 @@ import psutil
 from agentfactory.rollout import serving
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.tools import parent_watch
-from agentfactory.tools.loopback import is_loopback
+from agentfactory.tools.http.loopback import is_loopback
+from agentfactory.tools.processes import parent_watch
 from tests.forked import start_engine
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")

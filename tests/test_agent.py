@@ -25,7 +25,7 @@ from agentfactory.rollout.context import check_context
 from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import QUICKSTART
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory import tool
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 SlowTreasureHunt = load_object("slow_treasure_hunt.py:SlowTreasureHunt", Path("{REPOSITORY / "benchmarks"}"))
 

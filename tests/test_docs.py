@@ -48,7 +48,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
 from agentfactory.tools.serve import command_line as serve_command_line
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.trainers.health import Health
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sft import conversation_rows

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from agentfactory.rollout.group_files import read_groups
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import QUICKSTART
 
 HARNESSES = os.environ.get("AGENTFACTORY_HARNESSES", "")

@@ -64,7 +64,7 @@ def test_every_module_that_a_string_names_is_there() -> None:
 @pytest.mark.processes
 def test_one_place_says_how_our_python_is_started() -> None:
     spelled = re.compile(r"""["'\s]-P["'\s]""")
-    assert [name for name, text in texts() if spelled.search(text)] == ["agentfactory/tools/import_path.py"]
+    assert [name for name, text in texts() if spelled.search(text)] == ["agentfactory/tools/user_code/import_path.py"]
 
 
 LAYERS = (

@@ -20,8 +20,8 @@ AGENTFACTORY = str(Path(sys.executable).with_name("agentfactory"))
 TAKEN = "raise RuntimeError('{} of the user was taken for the library')\n"
 
 FILES = {
-    # a name that ours has too: agentfactory/tools/pool.py
-    "tools/pool.py": "OWNER = 'user'\n",
+    # a name that ours has too: agentfactory/tools/environments/pool.py
+    "tools/environments/pool.py": "OWNER = 'user'\n",
     "tools/helpers.py": "import tools.pool\n\ndef owner():\n    return tools.pool.OWNER\n",
     "trainers.py": "OWNER = 'user'\n",
     "rollout/__init__.py": "OWNER = 'user'\n",

@@ -33,7 +33,7 @@ from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import size_of
 from agentfactory.tools.messages import Message, ToolInfrastructureError, text_of
-from agentfactory.tools.session import ToolSession
+from agentfactory.tools.sessions.tool_session import ToolSession
 
 NEW = "/new"
 """Begins a new conversation."""

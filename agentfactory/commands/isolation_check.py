@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from agentfactory.tools.messages import ToolCall, ToolSpec, text_of
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import Toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset
 
 _CALL_SECONDS = 10.0
 _FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")

@@ -251,8 +251,8 @@ def _tools(options: argparse.Namespace) -> int:
 
 def _index(options: argparse.Namespace) -> int:
     from agentfactory.commands.index import run
-    from agentfactory.tools.disk import DiskError
     from agentfactory.tools.errors import SettingError
+    from agentfactory.tools.files.disk import DiskError
 
     try:
         run(options, _say)

@@ -21,7 +21,7 @@ from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.serving import address_fault, chat_fault, outside_fault, server_command
-from agentfactory.tools.server_keys import key_file_of
+from agentfactory.tools.http.server_keys import key_file_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

@@ -29,11 +29,12 @@ from agentfactory.rollout.hub import use_hub_if_it_answers
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.tools.calls.limits import check_limits
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.workspaces import check_template
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating
-from agentfactory.tools.limits import check_limits
 from agentfactory.tools.messages import (
     Content,
     EnvironmentReward,
@@ -43,11 +44,10 @@ from agentfactory.tools.messages import (
     ToolSpec,
     text_of,
 )
-from agentfactory.tools.prebuilt import PREBUILT
-from agentfactory.tools.threads import run_in_thread
-from agentfactory.tools.toolset import Toolset, open_toolset
-from agentfactory.tools.user_code import load_object
-from agentfactory.tools.workspaces import check_template
+from agentfactory.tools.prebuilt.registry import PREBUILT
+from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from agentfactory.tools.user_code.loading import load_object
 
 TRIED_ROWS = 3
 """Number of tasks that `check` calls the rewards on."""

@@ -36,7 +36,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.hub import has_tokenizer
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.memory import memory_room
+from agentfactory.tools.processes.memory import memory_room
 
 Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from agentfactory.placement.machine import see_machine
-from agentfactory.tools import parent_watch
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import is_installed
 
 
 def see_devices() -> dict[str, Any]:

@@ -17,10 +17,10 @@ from packaging.requirements import Requirement
 
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.placement.placement import GPU_DRIVERS
-from agentfactory.tools import parent_watch
-from agentfactory.tools.import_path import own_python
+from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.sandbox.session import Sandbox
 from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
+from agentfactory.tools.user_code.import_path import own_python
 
 _LITTLE_MEMORY = 3 * 2**30
 """Bytes that the quickstart's processes take, with some room to spare."""

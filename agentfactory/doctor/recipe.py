@@ -25,8 +25,8 @@ from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import address_fault
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import own_python
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
+from agentfactory.tools.user_code.import_path import own_python
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server or the hub must answer."""

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
-from agentfactory.tools.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
+from agentfactory.tools.files.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
 from agentfactory.trainers.checkpoint_folder import INFO
 
 

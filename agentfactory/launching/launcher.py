@@ -17,8 +17,8 @@ from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.serving import address_fault, outside_fault
-from agentfactory.tools.disk import DiskError
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.disk import DiskError
 
 Say = Callable[[str], None]
 

@@ -23,9 +23,9 @@ from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.tools.disk import write_whole
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import own_python
+from agentfactory.tools.files.disk import write_whole
+from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.trainers.checkpoint_folder import checkpoint_path
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 

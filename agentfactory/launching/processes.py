@@ -15,8 +15,8 @@ from typing import Self
 
 import psutil
 
-from agentfactory.tools import parent_watch
-from agentfactory.tools.disk import refusal, writing
+from agentfactory.tools.files.disk import refusal, writing
+from agentfactory.tools.processes import parent_watch
 
 POLL_SECONDS = 0.1
 _TERM_SECONDS = 5.0
@@ -74,7 +74,7 @@ class Children:
 
     Each child leads its own session, so a terminal's Ctrl-C reaches only this process, which then ends the others in
     order. On Linux, descendants are reparented to this process when their parent dies, so they are found. Children of
-    ours also end when this process is killed (`agentfactory.tools.parent_watch`).
+    ours also end when this process is killed (`agentfactory.tools.processes.parent_watch`).
     """
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ from agentfactory.recipe.composition import COMMAND_LINE, display, resolve_saved
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.untrusted_files import RefusedFileError
+from agentfactory.tools.files.untrusted_files import RefusedFileError
 from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,

@@ -14,7 +14,7 @@ import psutil
 from agentfactory.launching.processes import POLL_SECONDS, Child, ChildFailed, Children
 from agentfactory.rollout import serving
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.tools import parent_watch
+from agentfactory.tools.processes import parent_watch
 
 _END_SECONDS = 10.0
 _SAY_EVERY_SECONDS = 10.0

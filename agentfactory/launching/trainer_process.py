@@ -32,7 +32,7 @@ from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers import RolloutWorkers
-from agentfactory.tools.notices import Notice, Notices, tell
+from agentfactory.tools.calls.notices import Notice, Notices, tell
 from agentfactory.trainers.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints

@@ -22,9 +22,9 @@ from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools import parent_watch
 from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes import parent_watch
 
 
 class Estimates:

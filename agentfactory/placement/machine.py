@@ -8,8 +8,8 @@ import psutil
 import torch
 
 from agentfactory.placement.assumed import ASKING_CONTEXT
-from agentfactory.tools import parent_watch
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import is_installed
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.serving import server_command
-from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import own_python
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.trainers.sync.backends import backend_of
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

@@ -22,11 +22,11 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
 from agentfactory.tools.environment import Environment, check_machine_for, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
-from agentfactory.tools.loopback import is_loopback
-from agentfactory.tools.prebuilt import PREBUILT
+from agentfactory.tools.prebuilt.registry import PREBUILT
 from agentfactory.tools.tool import is_tool
-from agentfactory.tools.user_code import UserCodeError, load_object
+from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 _MOST_BYTES_READ = 1 << 26
 """Maximum size of a data file that is read before anything is started, which takes about a second, in every trainer
@@ -291,7 +291,7 @@ def _check_servers(recipe: Recipe, prepared: Path | None) -> None:
     if not recipe.mcp_servers:
         return
     # imported here, because the MCP SDK is slow to import and few recipes need it
-    from agentfactory.tools.targets import check_entry
+    from agentfactory.tools.mcp_servers.targets import check_entry
 
     for key, server in recipe.mcp_servers.items():
         check_entry(key, server, Path.cwd(), prepared)
@@ -326,7 +326,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
         if server.module is not None:
             found = _load(server.module, f"mcp_servers.{key}.module", PREBUILT)
             # imported here, because the MCP SDK is slow to import and few recipes need it
-            from agentfactory.tools.mcp_server import build_server
+            from agentfactory.tools.mcp_servers.mcp_server import build_server
 
             try:
                 build_server([found], key, server.pool, server.options)

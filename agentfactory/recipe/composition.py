@@ -10,7 +10,7 @@ from typing import Any
 
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.untrusted_files import read_file
+from agentfactory.tools.files.untrusted_files import read_file
 
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"

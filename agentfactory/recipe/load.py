@@ -26,7 +26,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.import_path import append_folders
+from agentfactory.tools.user_code.import_path import append_folders
 
 SectionT = TypeVar("SectionT", bound=Section)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

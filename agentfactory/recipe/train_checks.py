@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.advantages import Estimator
 from agentfactory.trainers.best_checkpoint import AUTO
 from agentfactory.trainers.config import ALGORITHMS, TrainConfig, owners

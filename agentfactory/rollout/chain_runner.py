@@ -22,12 +22,12 @@ from agentfactory.rollout.renderer import Renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
+from agentfactory.tools.calls.limits import Rates, check_limits
+from agentfactory.tools.calls.notices import tell
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import VIEW_FIELD, ModelView, stating
-from agentfactory.tools.limits import Rates, check_limits
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
-from agentfactory.tools.notices import tell
-from agentfactory.tools.toolset import Toolset
+from agentfactory.tools.sessions.toolset import Toolset
 
 if TYPE_CHECKING:
     from agentfactory.rollout.images.sight import Sight

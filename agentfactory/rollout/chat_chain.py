@@ -31,7 +31,7 @@ from agentfactory.rollout.stop_strings import find_stop
 from agentfactory.rollout.trajectory import Activity, Row, Trajectory
 from agentfactory.rollout.transcript import transcript
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
-from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
 if TYPE_CHECKING:
     from agentfactory.rollout.images.sight import Sight

@@ -17,10 +17,10 @@ from agentfactory.rollout.connection import (
     ServerUnreachableError,
     refusal,
 )
+from agentfactory.tools.calls.retries import Retries, seconds_asked
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.server_keys import pinned
 from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
-from agentfactory.tools.retries import Retries, seconds_asked
-from agentfactory.tools.server_keys import pinned
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from agentfactory.rollout.server_metrics import Load, combined
 from agentfactory.rollout.stalls import StallWatch
 from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
-from agentfactory.tools.notices import tell
-from agentfactory.tools.retries import Retries
-from agentfactory.tools.server_keys import pinned
+from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.retries import Retries
+from agentfactory.tools.http.server_keys import pinned
 
 if TYPE_CHECKING:
     from agentfactory.rollout.images.requests import RequestImages, SentImages

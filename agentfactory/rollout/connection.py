@@ -9,7 +9,7 @@ import aiohttp
 
 from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, parse_loads
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.server_keys import find_key, key_folder
+from agentfactory.tools.http.server_keys import find_key, key_folder
 
 # vLLM closes idle connections after 5 s; if it closes one while we write, the server would look dead
 _IDLE_SECONDS = 4.0

@@ -13,7 +13,7 @@ from typing import Any
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.extension import load_extension
+from agentfactory.tools.user_code.extension import load_extension
 from agentfactory.worlds.harbor.task import Image, load_rows
 
 Task = dict[str, Any]

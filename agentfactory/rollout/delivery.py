@@ -25,9 +25,9 @@ from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools import parent_watch
-from agentfactory.tools.import_path import own_python
-from agentfactory.tools.notices import Notice, log
+from agentfactory.tools.calls.notices import Notice, log
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import own_python
 
 logger = logging.getLogger(__name__)
 

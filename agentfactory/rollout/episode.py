@@ -19,9 +19,9 @@ from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.timeline import Timeline
 from agentfactory.rollout.tool_errors import ToolErrors
 from agentfactory.rollout.trajectory import Activity, ImageSpan, Row, StopReason, Trajectory
-from agentfactory.tools.limits import ChainLimits, Rates
+from agentfactory.tools.calls.limits import ChainLimits, Rates
 from agentfactory.tools.messages import CallError, EnvironmentReward, Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.tools.session import ToolSession
+from agentfactory.tools.sessions.tool_session import ToolSession
 
 logger = logging.getLogger(__name__)
 

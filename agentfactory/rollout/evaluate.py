@@ -25,7 +25,7 @@ from agentfactory.rollout.pass_at_k import Estimate, by_source, estimates, sampl
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Group, Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
 

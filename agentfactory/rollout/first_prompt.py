@@ -14,7 +14,7 @@ from agentfactory.rollout.prompt import opening_messages
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.tools.images.coordinates import VIEW_FIELD, stating
 from agentfactory.tools.messages import Message, ToolResult, ToolSpec
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 
 _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}
 

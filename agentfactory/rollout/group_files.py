@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.disk import append
-from agentfactory.tools.untrusted_files import lines_of, open_file
+from agentfactory.tools.files.disk import append
+from agentfactory.tools.files.untrusted_files import lines_of, open_file
 
 STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
     "token_ids": (list[int], np.dtype(np.int32)),

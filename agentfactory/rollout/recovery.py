@@ -10,7 +10,7 @@ from agentfactory.rollout.connection import Connection, LostError, ServerUnreach
 from agentfactory.rollout.routing import Replica, Router, ServerState
 from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
-from agentfactory.tools.retries import Retries
+from agentfactory.tools.calls.retries import Retries
 
 logger = logging.getLogger(__name__)
 

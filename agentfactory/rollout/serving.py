@@ -10,7 +10,7 @@ from pathlib import Path
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.vllm_arguments import vllm_arguments
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import own_python
+from agentfactory.tools.user_code.import_path import own_python
 
 
 def server_command(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from agentfactory.rollout.connection import Connection, LostError
 from agentfactory.rollout.routing import Replica
 from agentfactory.rollout.server_metrics import Load, combined
-from agentfactory.tools.notices import tell
+from agentfactory.tools.calls.notices import tell
 
 logger = logging.getLogger(__name__)
 

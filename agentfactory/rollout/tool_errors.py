@@ -4,8 +4,8 @@ results that were cut to `limits.result_bytes`."""
 import logging
 from collections import Counter, defaultdict
 
+from agentfactory.tools.calls.notices import tell
 from agentfactory.tools.messages import CallError, ToolResult, text_of
-from agentfactory.tools.notices import tell
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from agentfactory.rollout.weight_digest import UNKNOWN, weight_digest
-from agentfactory.tools.loopback import is_loopback
+from agentfactory.tools.http.loopback import is_loopback
 
 BACKEND = "file"
 

@@ -21,10 +21,10 @@ from typing import NoReturn
 
 from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE
-from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.loopback import is_loopback, listeners_users, loopback_interface
-from agentfactory.tools.server_keys import published_key
+from agentfactory.tools.http.loopback import is_loopback, listeners_users, loopback_interface
+from agentfactory.tools.http.server_keys import published_key
+from agentfactory.tools.processes import parent_watch
 
 _POLL_SECONDS = 0.2
 _HEALTH = "/health"

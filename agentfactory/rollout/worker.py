@@ -24,11 +24,11 @@ from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.weight_versions import Published
-from agentfactory.tools import parent_watch
-from agentfactory.tools.disk import append
-from agentfactory.tools.import_path import append_folders
+from agentfactory.tools.calls.notices import notice_of, tell
+from agentfactory.tools.files.disk import append
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.notices import notice_of, tell
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import append_folders
 
 # named as the module, which runs as __main__: its notices are forwarded like those of the others
 logger = logging.getLogger("agentfactory.rollout.worker")

@@ -16,7 +16,7 @@ from agentfactory.rollout.delivery import Job, WorkerProcess
 from agentfactory.rollout.stalls import STALL_SECONDS
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.weight_versions import Published
-from agentfactory.tools.notices import tell
+from agentfactory.tools.calls.notices import tell
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ free one) until SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on
 need its key, which only this user can read.
 """
 
-from agentfactory.tools import import_path
+from agentfactory.tools.user_code import import_path
 
 if __name__ == "__main__":
     import_path.start_folder_last()
@@ -28,15 +28,16 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.stdio import stdio_server
 from pydantic import ValidationError
 
-from agentfactory.tools import http_server, parent_watch
+from agentfactory.tools.http import http_server
+from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment, check_machine_for
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.key_guard import KeyGuard, listen, server_key
-from agentfactory.tools.mcp_server import build_server
-from agentfactory.tools.prebuilt import PREBUILT
+from agentfactory.tools.http.key_guard import KeyGuard, listen, server_key
+from agentfactory.tools.mcp_servers.mcp_server import build_server
+from agentfactory.tools.prebuilt.registry import PREBUILT
 from agentfactory.tools.tool import is_tool
-from agentfactory.tools.user_code import UserCodeError, load_module, load_object
+from agentfactory.tools.user_code.loading import UserCodeError, load_module, load_object
 
 IDLE_SECONDS = 900.0
 """How long an HTTP server keeps the instance of a chain that makes no calls: its client may have disappeared

@@ -17,7 +17,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from agentfactory.tools.loopback import has_foreign_peer, own_sockets
+from agentfactory.tools.http.loopback import has_foreign_peer, own_sockets
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
 from agentfactory.trainers.rendezvous import PrivacyError, init_method
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.extension import load_extension
+from agentfactory.tools.user_code.extension import load_extension
 from agentfactory.trainers.config import AdvantageConfig
 
 Scale = Literal["none", "group", "batch"]

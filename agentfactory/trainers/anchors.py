@@ -5,8 +5,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.anchors import anchor_text
-from agentfactory.tools.notices import tell
+from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.environments.state_anchors import anchor_text
 from agentfactory.trainers.advantages import Groups, step_groups
 
 logger = logging.getLogger(__name__)

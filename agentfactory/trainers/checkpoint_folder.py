@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.disk import writing
-from agentfactory.tools.untrusted_files import check_tree, entries_of, open_file, read_json, refused
+from agentfactory.tools.files.disk import writing
+from agentfactory.tools.files.untrusted_files import check_tree, entries_of, open_file, read_json, refused
 
 INFO = "trainer_state.json"
 DIGESTS = "digests.json"

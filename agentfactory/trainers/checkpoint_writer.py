@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.rollout.images.families import copy_processor
-from agentfactory.tools.disk import DiskError, writing
+from agentfactory.tools.files.disk import DiskError, writing
 from agentfactory.trainers.accelerator import PATIENCE
 from agentfactory.trainers.checkpoint_folder import (
     INFO,

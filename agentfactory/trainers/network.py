@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.sharding import load_on_rank_0
 from agentfactory.trainers.vision_tower import sees, tower_of

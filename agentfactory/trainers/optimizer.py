@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig
 from agentfactory.trainers.critic import Role, role_of
 from agentfactory.trainers.vision_tower import tower_of

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.disk import writing
 from agentfactory.trainers.adapters import POLICY_ADAPTER, adapter_weights, add_adapter, has_adapter, use_adapter
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.batch import Batching

@@ -13,9 +13,9 @@ from agentfactory.rollout.client import missing_routes
 from agentfactory.rollout.connection import authorization, lacking_key
 from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.stalls import STALL_SECONDS
+from agentfactory.tools.calls.notices import tell
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.notices import tell
-from agentfactory.tools.server_keys import pinned
+from agentfactory.tools.http.server_keys import pinned
 
 logger = logging.getLogger(__name__)
 

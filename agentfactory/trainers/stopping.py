@@ -13,7 +13,7 @@ import psutil
 from accelerate import Accelerator
 from torch import distributed as dist
 
-from agentfactory.tools import parent_watch
+from agentfactory.tools.processes import parent_watch
 from agentfactory.trainers.config import Symptom
 
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from agentfactory.tools.http_server import serve_http
+from agentfactory.tools.http.http_server import serve_http
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower

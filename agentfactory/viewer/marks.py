@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image
 
 from agentfactory.rollout.images.families import STATED
+from agentfactory.tools.files.untrusted_files import read_json
 from agentfactory.tools.images.coordinates import Coordinates
-from agentfactory.tools.untrusted_files import read_json
 from agentfactory.viewer.images import image_url, read_image
 from agentfactory.viewer.runs import Run
 from agentfactory.viewer.saved_groups import calls_of

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from agentfactory.rollout.group_files import read_record, restore_streams
+from agentfactory.tools.files.untrusted_files import open_file
 from agentfactory.tools.messages import text_of
-from agentfactory.tools.untrusted_files import open_file
 
 # a quote within a string is escaped, so no text of a message can match
 _STREAM = re.compile(

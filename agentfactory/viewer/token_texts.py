@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from agentfactory.tools.untrusted_files import open_file, read_json
+from agentfactory.tools.files.untrusted_files import open_file, read_json
 from agentfactory.viewer.runs import Run
 
 _FILE = "tokenizer.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.trajectory import Activity, Stretch
-from agentfactory.tools.untrusted_files import open_file
+from agentfactory.tools.files.untrusted_files import open_file
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.images import image_url, read_image
 from agentfactory.viewer.index import Line, source_of

@@ -10,7 +10,7 @@ from PIL import Image, ImageColor
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, stating
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.screens.screen import Screen
 from agentfactory.worlds.screens.sites import screens_tasks
 

@@ -83,7 +83,7 @@ def test_chains_are_run_saved_and_told(
 
 BROKEN = f"""
 from agentfactory import tool
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", __import__("pathlib").Path({str(QUICKSTART)!r}))
 

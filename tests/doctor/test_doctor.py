@@ -20,7 +20,7 @@ from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES
-from agentfactory.tools.memory import memory_room
+from agentfactory.tools.processes.memory import memory_room
 from tests.chat_tokenizers import make_tokenizer, trl_template
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

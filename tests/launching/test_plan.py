@@ -14,8 +14,8 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes import parent_watch
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT
 from tests.launching.test_resume import recipe_of, write_checkpoint
 from tests.project import Command

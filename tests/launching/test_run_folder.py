@@ -10,7 +10,7 @@ import pytest
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_free, next_free
 from agentfactory.rollout.group_files import append_group, arrays_file, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
-from agentfactory.tools.disk import DiskError
+from agentfactory.tools.files.disk import DiskError
 
 
 def test_layout_and_metrics(tmp_path: Path) -> None:

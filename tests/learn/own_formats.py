@@ -23,7 +23,7 @@ from transformers import (
 from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.parsers import AUTO
 from agentfactory.tools.messages import ToolSpec
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"

@@ -10,7 +10,7 @@ from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_server import serve_seeing
 
 

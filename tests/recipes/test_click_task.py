@@ -10,7 +10,7 @@ from PIL import Image
 
 from agentfactory.recipe.load import load_recipe
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.screens.screen import Screen
 from tests.conftest import REPOSITORY
 

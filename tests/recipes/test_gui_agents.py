@@ -20,7 +20,7 @@ from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import REPOSITORY
 from tests.project import Command
 from tests.recipes.chains import chain_of

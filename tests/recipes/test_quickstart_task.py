@@ -11,7 +11,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.tools.tool import InvalidArguments
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)

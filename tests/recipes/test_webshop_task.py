@@ -13,7 +13,7 @@ from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.images.image_tools import ImageTools
 from tests.conftest import REPOSITORY
 

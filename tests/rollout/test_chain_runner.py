@@ -24,7 +24,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.conftest import QUICKSTART
 from tests.scripted_chains import scripted_chains
 from tests.scripted_server import ScriptedServer, serve_script

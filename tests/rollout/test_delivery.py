@@ -16,7 +16,7 @@ from agentfactory.rollout.delivery import Delivered, Messages, WorkerDiedError, 
 from agentfactory.rollout.group_files import encode_group
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
 from agentfactory.rollout.workers import RolloutWorkers
-from agentfactory.tools.notices import Notice, notice_of
+from agentfactory.tools.calls.notices import Notice, notice_of
 from tests.waiting import wait_for
 
 

@@ -24,7 +24,7 @@ from agentfactory.rollout.embedded.quantization import quantize
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.images import features
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.tools.byte_cache import ByteCache
+from agentfactory.tools.processes.lru_cache import ByteCache
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
 

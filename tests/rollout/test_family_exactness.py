@@ -12,7 +12,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.rollout.test_token_exactness import check_rows
 from tests.scripted_server import serve_script

@@ -20,8 +20,8 @@ from agentfactory.rollout.gateway import responses, server
 from agentfactory.rollout.gateway.agents import ChainEnded, ChainTools, FunctionAgent
 from agentfactory.rollout.rewards import scoring
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools import connections
-from agentfactory.tools.notices import notice_of
+from agentfactory.tools.calls.notices import notice_of
+from agentfactory.tools.http import connections
 from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
 from tests.scripted_chains import scripted_chains
 

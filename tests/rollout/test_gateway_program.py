@@ -22,7 +22,7 @@ from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.rollout.gateway.runner import GatewayRunner
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.tools import workspaces
+from agentfactory.tools.environments import workspaces
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.settings import SandboxKind
 from tests.sandboxed_python import sandboxed_python
@@ -135,7 +135,7 @@ async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
 
 async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """What a killed worker leaves: the keeper's stdin closes."""
-    from agentfactory.tools import keeper
+    from agentfactory.tools.processes import keeper
 
     (tmp_path / "agent.py").write_text(DAEMON)
     command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, str(tmp_path / "agent.py"), "wait", "mark"]

@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 
 from agentfactory.rollout.group_files import append_group, arrays_file, decode_group, encode_group, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from agentfactory.tools.disk import DiskError
+from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.batch import training_row
 from tests.saved_groups import old_line, write_groups
 

@@ -23,7 +23,7 @@ from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.config import Limit
 from agentfactory.tools.messages import CallError, text_of
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import ScriptedServer, serve_script
 

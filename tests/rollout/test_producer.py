@@ -29,7 +29,7 @@ from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Published
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script
 
 TOOLS = """

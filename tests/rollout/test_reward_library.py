@@ -31,7 +31,7 @@ from agentfactory.rollout.rewards.text import last_match
 from agentfactory.rollout.trajectory import Outcome, Row, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import REPOSITORY
 
 

@@ -10,7 +10,7 @@ import pytest
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.serving import explain, missing_from, ready_url, server_command, stage
 from agentfactory.rollout.vllm_server import _cores
-from agentfactory.tools.import_path import own_python
+from agentfactory.tools.user_code.import_path import own_python
 
 
 def command(

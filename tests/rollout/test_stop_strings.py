@@ -18,7 +18,7 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.stop_strings import StopWatch, find_stop, tokens_of
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.learn import runs
 from tests.recording_proxy import Recording

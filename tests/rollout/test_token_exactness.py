@@ -19,7 +19,7 @@ from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Row, Trajectory
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer
 from tests.conftest import QUICKSTART
 from tests.recording_proxy import Recording, record

@@ -19,7 +19,7 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, Row
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
 from tests.scripted_server import serve_script
 

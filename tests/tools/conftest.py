@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools import environment_host, tool_server
 from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.environments import environment_host
+from agentfactory.tools.mcp_servers import tool_server
 
 FOLDER = Path(__file__).parent
 OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.calculator import calculator, evaluate
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import CallError, ToolCall
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.prebuilt.calculator import calculator, evaluate
+from agentfactory.tools.sessions.toolset import open_toolset
 
 VALUES = {
     "2 + 3 * 4": "14",

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.code_interpreter import CodeInterpreter
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.waiting import pass_time, until
 
 pytestmark = pytest.mark.processes

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.containers import find_program
+from agentfactory.tools.mcp_servers.containers import find_program
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.tools.test_isolation import ask, recipe_of
 
 pytestmark = pytest.mark.processes

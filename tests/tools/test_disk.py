@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.disk import DiskError, append, refusal, writing
+from agentfactory.tools.files.disk import DiskError, append, refusal, writing
 
 
 def test_the_file_is_named() -> None:
@@ -47,7 +47,7 @@ def test_real_libraries_at_a_file_size_limit(tmp_path: Path, library: str) -> No
 import torch
 from pathlib import Path
 from safetensors.torch import save_file
-from agentfactory.tools.disk import DiskError, writing
+from agentfactory.tools.files.disk import DiskError, writing
 file = Path({str(tmp_path)!r}) / "weights"
 state = {{"weight": torch.ones(1 << 16)}}
 try:

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.mcp_servers.targets import target_of
+from agentfactory.tools.mcp_servers.tool_server import ToolServer
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.targets import target_of
-from agentfactory.tools.tool_server import ToolServer
-from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools.conftest import http_server, running
 from tests.waiting import until

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.key_guard import listen
+from agentfactory.tools.http.key_guard import listen
 
 
 def test_a_free_port_is_taken() -> None:

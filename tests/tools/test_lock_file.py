@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
-from agentfactory.tools.lock_file import holder, locked, open_lock
+from agentfactory.tools.files.lock_file import holder, locked, open_lock
 from agentfactory.worlds.search.database import Database
 from tests.waiting import until
 

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.loopback import has_foreign_peer, is_loopback, listeners_users, loopback_interface, own_sockets
+from agentfactory.tools.http.loopback import (
+    has_foreign_peer,
+    is_loopback,
+    listeners_users,
+    loopback_interface,
+    own_sockets,
+)
 
 AS_NOBODY = """
 import os, socket, sys

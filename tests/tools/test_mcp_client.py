@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools import containers, mcp_client
+from agentfactory.tools.calls.notices import notice_of
 from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.mcp_servers import containers, mcp_client
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
-from agentfactory.tools.notices import notice_of
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools.conftest import OBJECTS, http_server, stdio_server
 from tests.waiting import until

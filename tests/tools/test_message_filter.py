@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools import message_filter
-from agentfactory.tools.message_filter import TOO_LARGE, MessageFilter
-from agentfactory.tools.truncation import cut_bytes
+from agentfactory.tools.calls import message_filter
+from agentfactory.tools.calls.message_filter import TOO_LARGE, MessageFilter
+from agentfactory.tools.calls.truncation import cut_bytes
 
 pytestmark = pytest.mark.unit
 

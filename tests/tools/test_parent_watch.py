@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentfactory.tools import parent_watch
+from agentfactory.tools.processes import parent_watch
 
 pytestmark = pytest.mark.processes
 
@@ -51,7 +51,7 @@ def test_a_follower_ends_when_its_parent_is_killed(tmp_path: Path, kind: str) ->
 
 
 def test_nothing_happens_without_a_parent_to_follow() -> None:
-    code = "import threading; from agentfactory.tools.parent_watch import follow_parent; follow_parent()"
+    code = "import threading; from agentfactory.tools.processes.parent_watch import follow_parent; follow_parent()"
     code += "; print(threading.active_count())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1"

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfactory.tools import pool as pool_module
 from agentfactory.tools.config import PoolConfig
+from agentfactory.tools.environments import pool as pool_module
+from agentfactory.tools.environments.pool import Pool
+from agentfactory.tools.environments.pool_ledger import Act, Instance, Ledger, Step
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.pool import Pool
-from agentfactory.tools.pool_ledger import Act, Instance, Ledger, Step
 from tests.waiting import pass_time, until
 
 

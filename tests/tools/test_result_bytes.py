@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.tools.calls.notices import Notice, notice_of
+from agentfactory.tools.calls.truncation import cut_bytes
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import CallError, ToolCall, ToolResult
-from agentfactory.tools.notices import Notice, notice_of
-from agentfactory.tools.toolset import open_toolset
-from agentfactory.tools.truncation import cut_bytes
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.tools.conftest import running
 
 pytestmark = pytest.mark.processes
@@ -184,7 +184,7 @@ import asyncio, json, sys
 from pathlib import Path
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 
 def peak_kib():
     # not ru_maxrss: that of a child begins at its parent's

@@ -13,18 +13,18 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from agentfactory.tools.mcp_server import CHAIN_KEY
-from agentfactory.tools.results import content_of
+from agentfactory.tools.calls.results import content_of
+from agentfactory.tools.http.server_keys import key_header
+from agentfactory.tools.mcp_servers.mcp_server import CHAIN_KEY
 from agentfactory.tools.serve import main, objects_in
-from agentfactory.tools.server_keys import key_header
-from agentfactory.tools.user_code import UserCodeError
+from agentfactory.tools.user_code.loading import UserCodeError
 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 
 servers = {
     name: {"command": "python", "args": ["-m", "agentfactory.tools.serve", f"scratchpad.py:{name}"]}

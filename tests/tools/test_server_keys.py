@@ -10,9 +10,9 @@ import pytest
 
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.connection import authorization, lacking_key
-from agentfactory.tools import server_keys
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.server_keys import find_key, key_file, key_folder, pinned, published_key
+from agentfactory.tools.http import server_keys
+from agentfactory.tools.http.server_keys import find_key, key_file, key_folder, pinned, published_key
 from agentfactory.trainers.server_control import ServerControl
 from tests.rollout.test_embedded_server import make_model
 
@@ -64,7 +64,7 @@ def test_what_a_client_without_the_key_is_told(runtime: Path, monkeypatch: pytes
 
 @pytest.mark.processes
 def test_a_killed_server_leaves_nothing_for_long(runtime: Path) -> None:
-    code = "import os\nfrom agentfactory.tools.server_keys import published_key\n"
+    code = "import os\nfrom agentfactory.tools.http.server_keys import published_key\n"
     code += "held = published_key('127.0.0.1', 4004)\nheld.__enter__()\nos._exit(1)"
     subprocess.run([sys.executable, "-c", code])
     alive = runtime / "127.0.0.1:4005"

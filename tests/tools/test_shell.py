@@ -19,13 +19,13 @@ import pytest
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox import process, program
 from agentfactory.tools.sandbox.disk_use import measure
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits
 from agentfactory.tools.sandbox.view import View
-from agentfactory.tools.shell import PATH, Shell
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -172,7 +172,7 @@ def test_memory_is_limited_where_its_shares_may_not_be_read() -> None:
         pytest.skip("for root")
     script = """
 import asyncio
-from agentfactory.tools.shell import Shell
+from agentfactory.tools.prebuilt.shell import Shell
 async def main():
     shell = Shell(memory_mb=100)
     await shell.reset()

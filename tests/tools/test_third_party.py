@@ -12,8 +12,8 @@ import pytest
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.third_party_servers import everything, everything_over_http, time_server
 

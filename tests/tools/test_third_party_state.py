@@ -14,8 +14,8 @@ import pytest
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.third_party_servers import stateful
 from tests.waiting import until
 
@@ -124,7 +124,7 @@ import asyncio, json, sys
 from pathlib import Path
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 
 async def main():
     async with open_toolset(ToolsRecipe.model_validate_json(sys.argv[1]), Path.cwd()) as toolset:

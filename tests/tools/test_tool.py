@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field
 
 from agentfactory.tools.tool import InvalidArguments, is_tool, tool
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 
 @tool

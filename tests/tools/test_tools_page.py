@@ -10,8 +10,8 @@ import yaml
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.serve import command_line, objects_in
-from agentfactory.tools.toolset import open_toolset
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.sessions.toolset import open_toolset
+from agentfactory.tools.user_code.loading import load_object
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
 

@@ -18,9 +18,9 @@ from agentfactory.tools.messages import (
     ToolInfrastructureError,
     ToolResult,
 )
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import Toolset, open_toolset
-from agentfactory.tools.user_code import UserCodeError, load_object
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from agentfactory.tools.user_code.loading import UserCodeError, load_object
 from tests.tools.conftest import stdio_server
 from tests.waiting import pass_time, until
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentfactory.tools.truncation import Middle, cut_bytes, left_out_of, truncated
+from agentfactory.tools.calls.truncation import Middle, cut_bytes, left_out_of, truncated
 
 pytestmark = pytest.mark.unit
 

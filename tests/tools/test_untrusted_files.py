@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.untrusted_files import (
+from agentfactory.tools.files.untrusted_files import (
     RefusedFileError,
     check_tree,
     entries_of,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.import_path import append_folders, user_folders
-from agentfactory.tools.user_code import UserCodeError, load_object
+from agentfactory.tools.user_code.import_path import append_folders, user_folders
+from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 
 def test_loads_once_under_a_private_name(tmp_path: Path) -> None:

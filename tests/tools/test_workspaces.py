@@ -15,12 +15,13 @@ import pytest
 from mcp import StdioServerParameters
 from pydantic import ValidationError
 
-from agentfactory.tools import removal, workspaces
+from agentfactory.tools.calls.notices import notice_of
 from agentfactory.tools.config import McpServerConfig
+from agentfactory.tools.environments import workspaces
+from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.notices import notice_of
-from agentfactory.tools.targets import check_entry, target_of
-from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template
+from agentfactory.tools.files import removal
+from agentfactory.tools.mcp_servers.targets import check_entry, target_of
 
 pytestmark = pytest.mark.processes  # the first folder starts the process that removes what is left
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from agentfactory.tools.disk import DiskError
+from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.accelerator import make_accelerator
 from agentfactory.trainers.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe

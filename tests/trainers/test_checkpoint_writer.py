@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.disk import DiskError
+from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers import checkpoint_writer
 from agentfactory.trainers.checkpoint_folder import verify
 from agentfactory.trainers.checkpoint_writer import CheckpointWriter

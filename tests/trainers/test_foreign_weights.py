@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from agentfactory.tools.server_keys import find_key
+from agentfactory.tools.http.server_keys import find_key
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.full import holds_full_weights

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from agentfactory.rollout.weight_digest import weight_digest
-from agentfactory.tools.notices import notice_of
+from agentfactory.tools.calls.notices import notice_of
 from agentfactory.trainers.server_control import SyncError
 from agentfactory.trainers.sync.content import Content
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentfactory.rollout.weight_digest import weight_digest
-from agentfactory.tools.disk import DiskError
+from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError

@@ -8,11 +8,11 @@ from typing import Any
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.calls.results import INFO_KEY, content_of, result_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
-from agentfactory.tools.results import INFO_KEY, content_of, result_of
 from agentfactory.worlds.screens.base_screen import BaseScreen
 from agentfactory.worlds.screens.screen import MarkedScreen, Screen
 from tests.saved_groups import write_groups

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, StopReason, Trajectory
+from agentfactory.tools.calls.results import content_of, result_of
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
-from agentfactory.tools.results import content_of, result_of
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
 from tests.saved_groups import old_line, write_groups
 

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentfactory.tools.notices import notice_of
+from agentfactory.tools.calls.notices import notice_of
 from agentfactory.trainers.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner

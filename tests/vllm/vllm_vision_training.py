@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentfactory.tools.notices import notice_of
+from agentfactory.tools.calls.notices import notice_of
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.full import FORGET_FEATURES
 from agentfactory.trainers.vision_tower import tower_of

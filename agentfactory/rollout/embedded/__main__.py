@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from agentfactory.rollout.config import EMBEDDED_QUANTIZATIONS
 from agentfactory.rollout.embedded.allocator import keep_freed_memory
 from agentfactory.rollout.stop_strings import Decode
-from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.loopback import is_loopback
-from agentfactory.tools.server_keys import published_key
+from agentfactory.tools.http.loopback import is_loopback
+from agentfactory.tools.http.server_keys import published_key
+from agentfactory.tools.processes import parent_watch
 
 
 def _arguments() -> argparse.Namespace:
@@ -71,7 +71,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from agentfactory.rollout.embedded.quantization import adapters_only, quantize
     from agentfactory.rollout.embedded.request import UnsupportedModel
     from agentfactory.rollout.embedded.server import Server
-    from agentfactory.tools.connections import HEADER_SECONDS, ConnectionLimit, most_connections
+    from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, most_connections
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:

@@ -19,8 +19,8 @@ from agentfactory.rollout.agent import AgentFailed
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.server import Endpoint, Gateway
 from agentfactory.rollout.timeline import Timeline
+from agentfactory.tools.calls.limits import ChainLimits
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.limits import ChainLimits
 from agentfactory.tools.messages import (
     Content,
     EnvironmentReward,
@@ -30,7 +30,7 @@ from agentfactory.tools.messages import (
     ToolSpec,
 )
 from agentfactory.tools.sandbox.program import Listening
-from agentfactory.tools.session import ToolSession
+from agentfactory.tools.sessions.tool_session import ToolSession
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from agentfactory.rollout.gateway.tree import Plan
 from agentfactory.rollout.gateway.turns import AskedTurns
 from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.sampling import Sampler, Sampling
-from agentfactory.tools.limits import Rates
+from agentfactory.tools.calls.limits import Rates
 
 _MOST_CONVERSATIONS = 4096
 """How many conversations are kept: one that was left longest is forgotten, and its turns are rendered again."""

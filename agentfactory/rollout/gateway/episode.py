@@ -16,7 +16,7 @@ from agentfactory.rollout.gateway.turns import AskedTurns
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import StopReason, Trajectory
 from agentfactory.tools.messages import EnvironmentReward, ToolCall, ToolResult
-from agentfactory.tools.session import ToolSession
+from agentfactory.tools.sessions.tool_session import ToolSession
 
 logger = logging.getLogger(__name__)
 

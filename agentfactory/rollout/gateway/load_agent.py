@@ -10,7 +10,7 @@ from agentfactory.rollout.gateway.agents import ClientAgent, FunctionAgent
 from agentfactory.rollout.gateway.outside import OutsideAgent
 from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code.loading import load_object
 
 
 def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:

@@ -18,9 +18,9 @@ from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.agents import ChainEnded, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.asked import Refusal, foreign_key, wrong
 from agentfactory.rollout.gateway.server import Gateway, key_of
+from agentfactory.tools.calls.notices import inform, tell
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
-from agentfactory.tools.notices import inform, tell
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,20 @@ from agentfactory.rollout.agent import AgentFailed
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.agents import ClientAgent, Visit, missing_field
-from agentfactory.tools import keeper
+from agentfactory.tools.environments.workspaces import (
+    ChainProgram,
+    check_kept,
+    check_template,
+    give_to_sandbox,
+    in_folder_thread,
+)
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.mcp_servers.targets import expand_variables, program_of
+from agentfactory.tools.processes import keeper
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.view import View, check_readable
-from agentfactory.tools.targets import expand_variables, program_of
-from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template, give_to_sandbox, in_folder_thread
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")

@@ -14,7 +14,7 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.toolset import Toolset
+from agentfactory.tools.sessions.toolset import Toolset
 
 
 class GatewayRunner(ChainRunner):

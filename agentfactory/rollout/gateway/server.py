@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 from agentfactory.rollout.gateway import chat_completions, messages, responses
 from agentfactory.rollout.gateway.asked import Asked, Refusal, Said, foreign_key
 from agentfactory.rollout.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
-from agentfactory.tools import connections
+from agentfactory.tools.http import connections
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.templates import RenderError
 from agentfactory.rollout.trajectory import Activity, StopReason, Trajectory
+from agentfactory.tools.calls.notices import tell
 from agentfactory.tools.messages import CallError
-from agentfactory.tools.notices import tell
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from agentfactory.rollout.images.patches import patch_vision
 from agentfactory.rollout.images.vision import Vision
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.user_code.import_path import is_installed
 
 BY_PATCHES = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from agentfactory.rollout.parsers.parser import Arguments, Call, FormatError, NativeParser, Parser, Reading
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code import UserCodeError, load_object
+from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 __all__ = ["AUTO", "PARSERS", "Arguments", "Call", "FormatError", "NativeParser", "Parser", "Reading", "load_parser"]
 

@@ -23,9 +23,9 @@ from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.http.server_keys import pinned
 from agentfactory.tools.messages import Content, Message, text_of
-from agentfactory.tools.server_keys import pinned
-from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.processes.threads import run_in_thread
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_PAUSE = 0.5

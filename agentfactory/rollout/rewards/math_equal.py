@@ -8,8 +8,8 @@ from pydantic.dataclasses import dataclass
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
-from agentfactory.tools.import_path import is_installed
-from agentfactory.tools.killable import KillableProcesses
+from agentfactory.tools.processes.killable import KillableProcesses
+from agentfactory.tools.user_code.import_path import is_installed
 
 
 @reward

@@ -16,8 +16,8 @@ from agentfactory.rollout.rewards.decorator import parameters_of
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.threads import run_in_thread
-from agentfactory.tools.user_code import UserCodeError, load_object
+from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 PREBUILT = {
     "exact_match": "agentfactory.rollout.rewards.answers:ExactMatch",

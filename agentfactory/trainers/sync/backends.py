@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentfactory.rollout.config import Inflight
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.extension import Extension, load_extension
+from agentfactory.tools.user_code.extension import Extension, load_extension
 from agentfactory.trainers.config import TrainRecipe
 
 if TYPE_CHECKING:

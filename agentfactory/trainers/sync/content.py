@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentfactory.rollout.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
-from agentfactory.tools.notices import tell
+from agentfactory.tools.calls.notices import tell
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.layouts import Layout, Worker, is_experts, layouts
 

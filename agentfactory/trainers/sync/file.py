@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentfactory.tools.disk import writing
+from agentfactory.tools.files.disk import writing
 from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.alfworld.engine import Engine, GameError, Play, Scene, found_python
 from agentfactory.worlds.alfworld.games import Games, GeneratedGames, PublishedGames, Split

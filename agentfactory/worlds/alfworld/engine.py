@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import is_installed, own_python
-from agentfactory.tools.killable import KillableProcess
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes.killable import KillableProcess
+from agentfactory.tools.user_code.import_path import is_installed, own_python
 from agentfactory.worlds.alfworld.generator import Package
 from agentfactory.worlds.alfworld.paths import expanded_path
 

@@ -65,9 +65,8 @@ class Engine:
 
     def _open(self, play: int, game: str | dict[str, Any]) -> dict[str, Any]:
         import textworld
-        from textworld.envs import PddlEnv
-
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+        from textworld.envs import PddlEnv
 
         # without "walkthrough" and "policy_commands", for which the planner searches, sometimes for minutes
         infos = textworld.EnvInfos(won=True, admissible_commands=True)

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from agentfactory.tools.disk import write_whole
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.disk import write_whole
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.worlds.alfworld.engine import Engine, found_python
 from agentfactory.worlds.alfworld.games import COUNTS, FOLDER, GAME, TRAJECTORY, GeneratedGames, Split

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.environment import Environment
-from agentfactory.tools.shared import Shared
+from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import tool
 from agentfactory.worlds.browse.web_pages import Pages
 from agentfactory.worlds.browse.window import WINDOW_CHARACTERS, Page

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from agentfactory.tools.killable import KillableProcesses
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.processes.killable import KillableProcesses
+from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 
 _PROCESSES = 2

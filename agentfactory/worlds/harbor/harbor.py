@@ -11,13 +11,13 @@ from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import Any
 
+from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder
 from agentfactory.tools.messages import EnvironmentReward
+from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox.disk_use import measure
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
-from agentfactory.tools.shell import PATH, Shell
-from agentfactory.tools.workspaces import give_to_sandbox, in_folder_thread, make_folder
 from agentfactory.worlds.harbor.dockerfile import Copy
 from agentfactory.worlds.harbor.task import HarborTask
 

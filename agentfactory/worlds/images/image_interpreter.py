@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from agentfactory.tools.code_interpreter import CodeInterpreter
+from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
 from agentfactory.tools.tool import tool
 from agentfactory.worlds.images.image_tools import ImageTools
 from agentfactory.worlds.images.pictures import Picture

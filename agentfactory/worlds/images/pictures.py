@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageEnhance
 
-from agentfactory.tools.byte_cache import ByteCache
 from agentfactory.tools.images.coordinates import Size
 from agentfactory.tools.images.decode import decode, is_path
+from agentfactory.tools.processes.lru_cache import ByteCache
 from agentfactory.worlds.images.boxes import PixelBox
 
 Point = tuple[float, float]

@@ -74,7 +74,6 @@ class Jvm:
 
     def __init__(self, heap_mb: int) -> None:
         from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
-
         from scienceworld.constants import BASEPATH, JAR_PATH
 
         self._heap_mb = heap_mb

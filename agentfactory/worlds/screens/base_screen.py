@@ -12,10 +12,10 @@ from PIL import Image
 from pydantic import Field
 
 from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
 from agentfactory.worlds.screens.frames import AT, FOCUSED, frame_with

@@ -5,8 +5,8 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentfactory.tools.calls.notices import tell
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.notices import tell
 from agentfactory.worlds.search.database import Database
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.lock_file import locked, open_lock, private_mode
+from agentfactory.tools.files.disk import writing
+from agentfactory.tools.files.lock_file import locked, open_lock, private_mode
 from agentfactory.tools.messages import ToolInfrastructureError
 
 _BUSY_SECONDS = 30.0

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.disk import write_whole
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.files.disk import write_whole
+from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.worlds.search.local_index import VECTORS, LocalIndex
 from agentfactory.worlds.search.passage import Passage, encodable
 

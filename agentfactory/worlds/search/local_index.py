@@ -14,9 +14,9 @@ from typing import Any
 import regex
 import tantivy
 
-from agentfactory.tools.disk import write_whole, writing
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.lock_file import holder, open_lock
+from agentfactory.tools.files.disk import write_whole, writing
+from agentfactory.tools.files.lock_file import holder, open_lock
 from agentfactory.worlds.search.passage import Passage, encodable
 
 MANIFEST = "index.json"

@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from agentfactory.tools.calls.retries import Retries, seconds_asked
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.retries import Retries, seconds_asked
-from agentfactory.tools.server_keys import key_header, pinned
 from agentfactory.worlds.browse.fetch import content_of
 from agentfactory.worlds.search.passage import Passage, encodable
 

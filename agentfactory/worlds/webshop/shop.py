@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.lock_file import locked, open_lock
+from agentfactory.tools.files.disk import writing
+from agentfactory.tools.files.lock_file import locked, open_lock
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.worlds.search.local_index import LocalIndex, build_index
 from agentfactory.worlds.search.passage import Passage, encodable

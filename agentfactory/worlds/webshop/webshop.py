@@ -6,7 +6,7 @@ from typing import Any
 
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.webshop import shop_pages as pages
 from agentfactory.worlds.webshop.goals import GoalKind, Split

@@ -59,7 +59,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 
 async def main(url, warm, chains, kinds):
     recipe = RolloutRecipe.model_validate({"model": {"path": "model"}, "tools": ["looking.py:look"]})

@@ -22,7 +22,7 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_chains import seeing
 from tests.seeing_server import SeeingServer
 from tests.vision_models import KINDS, make_vision_model, vision_template

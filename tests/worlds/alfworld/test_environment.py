@@ -17,9 +17,9 @@ import pytest
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
-from agentfactory.tools.session import ToolSession
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.toolset import Toolset, open_toolset
 from agentfactory.worlds.alfworld.alfworld import AlfWorld, alfworld_tasks
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import GeneratedGames

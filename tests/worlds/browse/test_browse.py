@@ -11,8 +11,8 @@ from aiohttp import web
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.browse.browse import Browse
 from tests.worlds.browse.site import PAGES, PRIVATE, Handler, Site, site, status
 

@@ -14,8 +14,8 @@ from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import Content, ToolCall, ToolResult
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_chains import seeing
 from tests.vision_models import make_vision_model
 

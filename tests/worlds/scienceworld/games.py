@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentfactory.tools.messages import ToolCall, ToolResult
-from agentfactory.tools.session import ToolSession
+from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.worlds.scienceworld.jvms import Jvms
 from agentfactory.worlds.scienceworld.published_tasks import resolved
 

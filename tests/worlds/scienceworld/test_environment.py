@@ -16,8 +16,8 @@ import pytest
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.toolset import Toolset, open_toolset
 from agentfactory.worlds.scienceworld import jvm as jvm_module
 from agentfactory.worlds.scienceworld import jvms as jvms_module
 from agentfactory.worlds.scienceworld.jvm import GameLost

@@ -11,7 +11,7 @@ import pytest
 
 from agentfactory.commands.main import main
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.worlds.search import dense
 from agentfactory.worlds.search.local_index import LocalIndex, build_index
 from agentfactory.worlds.search.passage import Passage

@@ -17,7 +17,7 @@ from aiohttp import web
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.search.budget import BudgetUsedUp
 from agentfactory.worlds.search.engines import engine as engine_module
 from agentfactory.worlds.search.engines.brave import Brave

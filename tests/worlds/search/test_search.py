@@ -13,8 +13,8 @@ from aiohttp.test_utils import TestServer
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
-from agentfactory.tools.session import ToolSession
-from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.search import sources
 from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.retrieval_client import RetrievalClient

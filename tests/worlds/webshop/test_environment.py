@@ -12,8 +12,8 @@ import pytest
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.toolset import open_toolset
 from agentfactory.worlds.webshop.nouns import load_tagger, small_tagger
 from agentfactory.worlds.webshop.shop import ShopConfig, open_shop
 from agentfactory.worlds.webshop.webshop import WebShop, webshop_tasks

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 import aiohttp
 
+from agentfactory.tools.calls.limits import Rates
+from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.retries import Retries, seconds_asked
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.limits import Rates
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.notices import tell
-from agentfactory.tools.option_types import check_types
-from agentfactory.tools.retries import Retries, seconds_asked
-from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.user_code.option_types import check_types
 from agentfactory.worlds.browse.answer_cache import DiskCache
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import content_of

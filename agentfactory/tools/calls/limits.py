@@ -1,0 +1,293 @@
+"""Limits on a chain's use of tools: checked before each call, while it runs, and on its result.
+
+The checks are made in the order of `config.Limit`, and the first limit that is reached counts; images count apart:
+
+1. `calls_per_turn`: the call's place among those of its turn.
+2. `calls`: calls that the chain has made.
+3. `calls_per_tool`: calls of this tool.
+4. `cost`: the cost of these calls, including this one.
+5. `tool_seconds`: the time during which calls of the chain ran; concurrent calls count once. Checked before a call
+  begins, and again while it runs: the call is cut short when the time is over.
+6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its turn; it is refused only if
+  `limits.on_breach` has an entry for this limit.
+7. `seconds_per_call`: the tool session cancels the call.
+8. `result_bytes`: the result was cut in the middle when it arrived (`truncation`).
+9. `result_tokens`: the result is cut in the middle.
+10. `images`: in the place of images of the result that are too many, there is a text.
+
+A call is checked when it may begin: immediately, or, with `parallel_calls`, when a call before it has ended. Calls of a
+turn begin in their order. A refused call does not count as made. Once a limit has stopped the chain, running calls are
+finished, and later ones are refused.
+
+`Rates` and `ChainAccount` are pure: no clock, no tasks. `ChainLimits` uses them to run calls.
+"""
+
+import asyncio
+import difflib
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+
+from agentfactory.tools.calls.truncation import Cut, truncated
+from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import CallError, Content, ToolCall, ToolResult
+
+
+def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
+    """Raise ValueError if `config` limits a tool that is not among `names`, the names of all tools that are served."""
+    for field in ("calls_per_tool", "cost_per_call", "calls_per_second", "seconds_per_call"):
+        for name in getattr(config, field):
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                fix = f"did you mean {close[0]}?" if close else f"the tools are {', '.join(names) or 'none'}"
+                raise SettingError(f"limits.{field}.{name}", f"there is no tool {name!r}", fix)
+
+
+class Rates:
+    """Calls per second of each tool, of all chains of a process: for a rate n, at most floor(n) calls begin in any
+    floor(n) / n seconds (below 1: one in 1 / n seconds).
+
+    Calls get their start times in the order of asking, and keep them: a chain that is cancelled while it waits leaves a
+    gap.
+    """
+
+    def __init__(self, per_second: dict[str, float]) -> None:
+        self._windows: dict[str, float] = {}  # tool -> seconds over which its remembered calls must be spread
+        self._starts: dict[str, deque[float]] = {}
+        for name, rate in per_second.items():
+            count = max(1, int(rate))
+            self._windows[name] = count / rate
+            self._starts[name] = deque(maxlen=count)
+
+    def wait(self, tool: str, now: float) -> float:
+        """Return the seconds until a call of `tool` may begin; 0 if it may begin immediately."""
+        starts = self._starts.get(tool)
+        if starts is None or len(starts) < (starts.maxlen or 0):
+            return 0.0
+        return max(0.0, starts[0] + self._windows[tool] - now)
+
+    def take(self, tool: str, now: float) -> float:
+        """Reserve the next free time for a call of `tool`; return the seconds until then."""
+        wait = self.wait(tool, now)
+        if tool in self._starts:
+            self._starts[tool].append(now + wait)
+        return wait
+
+
+class ChainAccount:
+    """The usage of one chain's limits.
+
+    `breaches` counts breaches, `penalty` is their cost in reward, `stopped` is the limit that ends the chain. `cost` is
+    in the unit of `limits.cost_per_call`. `seconds` is the time during which calls ran; `waited` is the total time that
+    calls waited for `calls_per_second`.
+    """
+
+    def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
+        if config.result_tokens is not None and cut is None:
+            problem = "results are counted in tokens, and there is no tokenizer here"
+            raise SettingError("limits.result_tokens", problem, "set null")
+        self.config = config
+        self.breaches: Counter[Limit] = Counter()
+        self.penalty = 0.0
+        self.stopped: Limit | None = None
+        self.cost = 0.0
+        self.seconds = 0.0
+        self.waited = 0.0
+        self._rates = rates
+        self._cut = cut
+        self._calls: Counter[str] = Counter()
+        self._images = 0
+        self._running = 0
+        self._since = 0.0  # when the first of the running calls began
+        self._time_over = False  # a call was cut: a timer's clock may run ahead of sums of seconds by a rounding error
+
+    def admit(self, call: ToolCall, place: int, now: float) -> ToolResult | float:
+        """Check a call, the `place`-th of its turn from 0, that may begin `now`.
+
+        Return the seconds that it has to wait first, and count it as made; or return what the model reads instead.
+        """
+        config, name = self.config, call.name
+        if self.stopped is not None:
+            return self._refuse_late()
+        made, most = self._calls.total(), config.calls_per_tool.get(name)
+        price = config.cost_per_call.get(name, 0.0)
+        rate = config.calls_per_second.get(name)
+        if config.calls_per_turn is not None and place >= config.calls_per_turn:
+            reached, advice = f"{_calls(config.calls_per_turn)} in one turn", "The call can be made in your next turn."
+            return self._refuse(Limit.CALLS_PER_TURN, reached, advice)
+        if config.calls is not None and made >= config.calls:
+            return self._refuse(Limit.CALLS, f"{_calls(config.calls)} in this conversation", _ANSWER)
+        if most is not None and self._calls[name] >= most:
+            reached = f"{_calls(most)} of {name} in this conversation"
+            return self._refuse(Limit.CALLS_PER_TOOL, reached, f"Go on without {name}.")
+        # prices are added up as floats: 3 x 0.1 has to fit into 0.3
+        if config.cost is not None and price and self.cost + price > config.cost * (1 + 1e-9):
+            left = max(0.0, config.cost - self.cost)
+            text = f"Not run: {name} costs {price:g}, and of the limit of {config.cost:g} only {left:g} is left."
+            return ToolResult(self._breach(Limit.COST, text, f"Go on without {name}."), CallError.LIMIT)
+        if self._is_time_over(now):
+            return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER)
+        if Limit.CALLS_PER_SECOND in config.on_breach and rate is not None and self._rates.wait(name, now) > 0:
+            reached = f"{rate:g} calls of {name} per second"
+            return self._refuse(Limit.CALLS_PER_SECOND, reached, "The call can be made in your next turn.")
+        self._calls[name] += 1
+        self.cost += price
+        wait = self._rates.take(name, now)
+        self.waited += wait
+        return wait
+
+    def readmit(self, now: float) -> ToolResult | None:
+        """Check a call that has waited until `now`; return what the model reads if it can no longer begin."""
+        if self.stopped is not None:
+            return self._refuse_late()
+        return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER) if self._is_time_over(now) else None
+
+    def begin(self, now: float) -> float | None:
+        """Note that a call begins; return the seconds of `tool_seconds` that are left (None: no limit)."""
+        left = None if self.config.tool_seconds is None else self.config.tool_seconds - self._seconds_until(now)
+        if not self._running:
+            self._since = now
+        self._running += 1
+        return left
+
+    def end(self, now: float) -> None:
+        """Note that a call has ended in any way."""
+        self._running -= 1
+        if not self._running:
+            self.seconds += now - self._since
+
+    def settle(self, call: ToolCall, result: ToolResult) -> ToolResult:
+        """Return what the model reads for a call that ended normally, or by the time limit of one call."""
+        limit, most = self.config.seconds_per_call.get(call.name), self.config.result_tokens
+        if result.error is CallError.TIMEOUT and limit is not None:
+            text = f"Stopped: the limit of {limit:g} s for one call of {call.name} is reached."
+            return replace(result, content=self._breach(Limit.SECONDS_PER_CALL, text, "Try one that takes less time."))
+        if result.left_out:
+            self._breach(Limit.RESULT_BYTES, "", "")
+        if most is not None and (shorter := truncated(result.content, most, self._cut)) is not None:
+            if not result.left_out:
+                self._breach(Limit.RESULT_TOKENS, "", "")
+            result = replace(result, content=shorter)
+        content = self.settle_images(result.content)
+        return result if content is result.content else replace(result, content=content)
+
+    def settle_images(self, content: Content) -> Content:
+        """Return what the model sees of a content: a text in the place of each image that is too many."""
+        if isinstance(content, str):
+            return content
+        room = math.inf if self.config.images is None else self.config.images - self._images
+        places = [place for place, part in enumerate(content) if part["type"] == "image_url"]
+        self._images += len(places)
+        if len(places) <= room:
+            return content
+        most = "1 image" if self.config.images == 1 else f"{self.config.images} images"
+        text = f"Image not shown: the limit of {most} in this conversation is reached."
+        told = {"type": "text", "text": self._breach(Limit.IMAGES, text, "Go on without it.")}
+        left_out = places[max(0, int(room)) :]
+        return [told if place in left_out else part for place, part in enumerate(content)]
+
+    def settle_cut(self, seconds: float) -> ToolResult:
+        """Return what the model reads for a call that was cut short after `seconds`, when `tool_seconds` were over."""
+        self._time_over = True
+        text = f"Stopped: the limit of {self._all_seconds} is reached."
+        return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics of limits, including zeros, so that means over chains are right."""
+        breaches: dict[str, float] = {f"limits/{limit}": self.breaches[limit] for limit in Limit}
+        return breaches | {"tool_seconds": self.seconds, "tool_cost": self.cost, "tool_wait_seconds": self.waited}
+
+    @property
+    def _all_seconds(self) -> str:
+        return f"{self.config.tool_seconds:g} s for all calls of this conversation"
+
+    def _seconds_until(self, now: float) -> float:
+        return self.seconds + (now - self._since if self._running else 0.0)
+
+    def _is_time_over(self, now: float) -> bool:
+        if self.config.tool_seconds is None:
+            return False
+        return self._time_over or self._seconds_until(now) >= self.config.tool_seconds
+
+    def _refuse(self, limit: Limit, reached: str, advice: str) -> ToolResult:
+        text = f"Not run: the limit of {reached} is reached."
+        return ToolResult(self._breach(limit, text, advice), CallError.LIMIT)
+
+    def _refuse_late(self) -> ToolResult:
+        return ToolResult(f"Not run: the limit {self.stopped} ended the conversation.", CallError.LIMIT)
+
+    def _breach(self, limit: Limit, text: str, advice: str) -> str:
+        """Note a breach and return the message about it."""
+        breach = self.config.on_breach.get(limit, _TELL)
+        self.breaches[limit] += 1
+        self.penalty += breach.penalty
+        if breach.action == "tell":
+            return f"{text} {advice}"
+        self.stopped = self.stopped or limit
+        return f"{text} The conversation ends here."
+
+
+class ChainLimits(ChainAccount):
+    """Runs the calls of one chain within its limits."""
+
+    def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
+        super().__init__(config, rates, cut)
+        self._places: AbstractAsyncContextManager[None] = nullcontext()
+        if config.parallel_calls is not None:
+            self._places = asyncio.Semaphore(config.parallel_calls)
+
+    async def run(
+        self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
+    ) -> list[ToolResult]:
+        """Run the calls of one turn, concurrently as far as allowed; the results are in the order of the calls.
+
+        `call` makes one call within the given seconds (None: those of the call's server). If it raises, the error is
+        raised after the turn's other calls are cancelled and have ended.
+        """
+        if len(calls) == 1:
+            return [await self._run(calls[0], 0, call)]
+        tasks = [asyncio.create_task(self._run(one, place, call)) for place, one in enumerate(calls)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            if not all(task.done() for task in tasks):
+                for task in tasks:
+                    if not task.cancelling():  # a second cancellation would interrupt how the call ends
+                        task.cancel()
+                await asyncio.wait(tasks)
+
+    async def _run(
+        self, call: ToolCall, place: int, make: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
+    ) -> ToolResult:
+        async with self._places:
+            admitted = self.admit(call, place, time.monotonic())
+            if isinstance(admitted, ToolResult):
+                return admitted
+            if admitted:
+                await asyncio.sleep(admitted)
+                if refused := self.readmit(time.monotonic()):
+                    return refused
+            started = time.monotonic()
+            left = self.begin(started)
+            try:
+                async with asyncio.timeout(left) as limit:
+                    result = await make(call, self.config.seconds_per_call.get(call.name))
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                return self.settle_cut(time.monotonic() - started)
+            finally:
+                self.end(time.monotonic())
+            return self.settle(call, result)
+
+
+_TELL = BreachConfig()
+_ANSWER = "Answer with what you have."
+
+
+def _calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"

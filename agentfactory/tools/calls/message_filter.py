@@ -1,0 +1,224 @@
+"""Bounds the messages of a server while they arrive, before a line of JSON is parsed into many times its size."""
+
+import json
+import re
+from codecs import IncrementalDecoder, getincrementaldecoder
+
+from agentfactory.tools.calls.truncation import Middle
+
+BINARY_BYTES = 16 << 20
+"""Images, other files and the info of one result, in bytes of base64 or JSON."""
+TOO_LARGE = -32050
+"""Code of the JSON-RPC error that takes the place of a message that cannot be cut."""
+
+_LEAST_TEXT = 1 << 20
+"""Texts up to this length pass in any case: the list of a server's tools is a message too."""
+_STRUCTURE = 2
+"""JSON of small parts that a message may have, as a multiple of the longest text: parsed, it takes many times its
+size."""
+_TEXTS = 16
+"""All that a message may have besides its binary parts, as a multiple of the longest text."""
+_SHORT = 1024
+_ENDS = 512
+"""Bytes of either end of a message that are kept to find its id."""
+_BREAK = re.compile(rb"[\r\n]")
+_IN_STRING = re.compile(rb'(?:[^"\\\r\n]++|\\u[0-9a-fA-F]{4}|\\[^u\r\n])*+')
+_OUTSIDE = re.compile(rb'[^"\r\n]++')
+_ID = rb'"id"\s*:\s*(-?\d+|"[^"\\]*")'
+_ID_FIRST = re.compile(rb'[^{]*\{\s*(?:"jsonrpc"\s*:\s*"2.0"\s*,\s*)?' + _ID)
+_ID_LAST = re.compile(_ID + rb'\s*(?:,\s*"jsonrpc"\s*:\s*"2.0"\s*)?\}\s*\Z')
+
+
+def passing(most: int) -> int:
+    """Return how many bytes of a text pass if results are cut to `most`."""
+    return max(most, _LEAST_TEXT)
+
+
+def id_of(message: bytes) -> int | str | None:
+    """Return the id of a JSON-RPC message that may be no JSON, from its ends; None if there is none."""
+    found = _ID_FIRST.match(message[:_ENDS]) or _ID_LAST.search(message[-_ENDS:])
+    return None if found is None else json.loads(found[1])
+
+
+class MessageFilter:
+    """Passes on JSON-RPC messages, with strings cut to `passing(most)` bytes as `truncation.cut_bytes` does.
+
+    Strings under `data`, `blob` or `_meta` are not text: they stay whole, up to BINARY_BYTES together. A message that
+    is still too large (too much of these, or JSON of many small parts) becomes an error with its id. Messages of at
+    most `passing(most)` bytes pass unread.
+
+    Args:
+        most: `limits.result_bytes`.
+        lines: Whether each line is a message (stdio, event streams), or everything until `end` is one.
+    """
+
+    def __init__(self, most: int, lines: bool = True) -> None:
+        self._most = passing(most)
+        self._lines = lines
+        self._waiting = bytearray()  # the message's beginning, while it is short
+        self._scan: _Scan | None = None
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Take what arrived; return the messages that are complete, each with its line end."""
+        if not self._lines:
+            self._add(chunk)
+            return []
+        found, start = [], 0
+        while end := _BREAK.search(chunk, start):
+            self._add(chunk[start : end.start()])
+            found.append(self._message() + end[0])
+            start = end.end()
+        self._add(chunk[start:])
+        return found
+
+    def end(self) -> bytes:
+        """Return the message that no line end followed; empty if there is none."""
+        return self._message()
+
+    def _add(self, piece: bytes) -> None:
+        if self._scan is None:
+            self._waiting += piece
+            if len(self._waiting) <= self._most:
+                return
+            self._scan, piece = _Scan(self._most), bytes(self._waiting)
+            self._waiting.clear()
+        self._scan.add(piece)
+
+    def _message(self) -> bytes:
+        if self._scan is not None:
+            message, self._scan = self._scan.message(), None
+            return message
+        message = bytes(self._waiting)
+        self._waiting.clear()
+        return message
+
+
+class _Scan:
+    """One long message."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept = bytearray()
+        self._first, self._last = b"", b""
+        self._carried = b""  # an escape of which the rest has not arrived
+        self._start: int | None = None  # where in _kept the string that is open began
+        self._middle: _OpenText | None = None  # it is a text that is too long
+        self._key = b""  # the last string that was closed
+        self._depth = 0
+        self._meta: int | None = None  # the depth around `_meta`, while in it
+        self._binary = self._small = 0
+        self._too_large = ""
+
+    def add(self, piece: bytes) -> None:
+        if not self._first:
+            self._first = piece[:_ENDS]
+        self._last = (self._last + piece)[-_ENDS:]
+        if self._too_large:
+            return
+        piece, self._carried = self._carried + piece, b""
+        position = 0
+        while position < len(piece) and not self._too_large:
+            if self._start is None:
+                position = self._outside(piece, position)
+            else:
+                position = self._inside(piece, position, self._start)
+            self._measure()
+
+    def message(self) -> bytes:
+        if not self._too_large:
+            return bytes(self._kept + self._carried)
+        prefix = self._first[: max(0, self._first.find(b"{"))]  # that of an event stream
+        found = _ID_FIRST.match(self._first) or _ID_LAST.search(self._last)
+        if found is None:
+            return prefix + b'{"jsonrpc": "2.0", "method": "notifications/agentfactory/too_large"}'
+        error = json.dumps({"code": TOO_LARGE, "message": self._too_large}).encode()
+        return prefix + b'{"jsonrpc": "2.0", "id": ' + found[1] + b', "error": ' + error + b"}"
+
+    def _outside(self, piece: bytes, position: int) -> int:
+        if piece[position : position + 1] in (b"\r", b"\n"):
+            self._kept += piece[position : position + 1]
+            return position + 1
+        if found := _OUTSIDE.match(piece, position):
+            part, position = found[0], found.end()
+            if self._meta is None and self._key == b'"_meta"' and part.lstrip().startswith(b":"):
+                self._meta = self._depth
+            self._depth += part.count(b"{") + part.count(b"[") - part.count(b"}") - part.count(b"]")
+            if self._meta is not None and self._depth <= self._meta:
+                self._meta = None
+            if self._meta is not None:
+                self._binary += len(part)
+            else:
+                self._small += len(part)
+            self._kept += part
+        if position < len(piece) and piece[position] == _QUOTE:
+            self._start = len(self._kept)
+            self._kept += b'"'
+            position += 1
+        return position
+
+    def _inside(self, piece: bytes, position: int, start: int) -> int:
+        found = _IN_STRING.match(piece, position)
+        assert found is not None
+        part, position = found[0], found.end()
+        binary = self._meta is not None or self._key in _BINARY_KEYS
+        if binary:
+            self._binary += len(part)
+        if self._middle is not None:
+            self._middle.add(part)
+        else:
+            self._kept += part
+            if not binary and len(self._kept) - start > self._most:
+                self._middle = _OpenText(self._most)
+                self._middle.add(bytes(self._kept[start + 1 :]))
+                del self._kept[start:]
+        if position == len(piece):
+            return position
+        if piece[position] != _QUOTE and len(piece) - position < len(rb"\u0000"):
+            self._carried = piece[position:]
+            return len(piece)
+        if piece[position] != _QUOTE:  # not JSON: whoever parses it says so
+            self._too_large = "The result is not JSON."
+            return len(piece)
+        if self._middle is not None:
+            self._kept += self._middle.json()
+            self._middle = None
+        else:
+            self._kept += b'"'
+        short = len(self._kept) - start < _SHORT
+        self._small += len(self._kept) - start if short and not binary else 0
+        self._key = bytes(self._kept[start:]) if short else b""
+        self._start = None
+        return position + 1
+
+    def _measure(self) -> None:
+        if self._binary > BINARY_BYTES:
+            self._too_large = (
+                f"The result is too large: it has more than {BINARY_BYTES >> 20} MiB of images, files or info."
+            )
+        elif self._small > _STRUCTURE * self._most or len(self._kept) - self._binary > _TEXTS * self._most:
+            self._too_large = (
+                f"The result is too large: its JSON has more than {_STRUCTURE * self._most} bytes. Ask for less."
+            )
+        if self._too_large:
+            self._kept.clear()
+
+
+class _OpenText:
+    """A string of JSON that is cut while it arrives."""
+
+    def __init__(self, most: int) -> None:
+        self._middle = Middle(most)
+        self._decoder: IncrementalDecoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, part: bytes) -> None:
+        """Add a part, which ends between two escapes."""
+        text: str = json.loads(f'"{self._decoder.decode(part)}"', strict=False)
+        self._middle.add(text.encode("utf-8", "replace"))
+
+    def json(self) -> bytes:
+        """Return it, cut, as JSON."""
+        return json.dumps(self._middle.text(), ensure_ascii=False).encode()
+
+
+_QUOTE = ord('"')
+_BINARY_KEYS = (b'"data"', b'"blob"')

@@ -1,0 +1,188 @@
+"""Converts what a tool returns to an MCP result, and an MCP result of any server to what the model sees."""
+
+import base64
+import inspect
+import json
+import sys
+from io import BytesIO
+from typing import Any
+
+from mcp.server.mcpserver import Audio, Image
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    ContentBlock,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+from pydantic_core import from_json, to_json, to_jsonable_python
+
+from agentfactory.tools.calls.message_filter import BINARY_BYTES, passing
+from agentfactory.tools.calls.truncation import cut_bytes, left_out_of, size_of
+from agentfactory.tools.messages import CallError, Content
+from agentfactory.tools.tool import Finish
+
+ERROR_KEY = "agentfactory/error"
+"""Key in a failed result's `_meta`: the CallError."""
+FINISH_KEY = "agentfactory/finish"
+"""Key in a result's `_meta`: true if the tool ends the chain."""
+INFO_KEY = "agentfactory/info"
+"""Key in a result's `_meta`: an object with information from the tool that the model does not see."""
+
+_SEEN_BY_MODELS = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_BLOCKS = (TextContent, ImageContent, AudioContent, ResourceLink, EmbeddedResource)
+
+
+def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
+    """Convert what a tool returned to an MCP result.
+
+    Text stays unchanged, None becomes empty, and anything else that JSON can express (also dataclasses, pydantic
+    models, dates, arrays) becomes JSON. A Pillow image becomes a PNG; an `Image` of the MCP SDK stays unchanged. A list
+    that contains an image becomes one part per item. In a dict with `observation`, the model sees only that, and the
+    other keys become the result's info. `finish(...)` around any of these ends the chain. Each text is cut to
+    `result_bytes` right away, before it is copied.
+
+    Raises:
+        TypeError, ValueError: the value cannot be sent, such as an object of an unknown class.
+    """
+    meta: dict[str, Any] = {}
+    if isinstance(value, Finish):
+        meta[FINISH_KEY] = True
+        value = value.value
+    if isinstance(value, dict) and "observation" in value:
+        info = {key: item for key, item in value.items() if key != "observation"}
+        if info:
+            meta[INFO_KEY] = from_json(to_json(info, inf_nan_mode="strings", fallback=_plain))
+        value = value["observation"]
+    return CallToolResult(content=_blocks(value, result_bytes), _meta=meta or None)
+
+
+def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
+    """Return the result with all its text cut to `result_bytes`; `result` itself if it fits. One with more than
+    BINARY_BYTES of images, files and info becomes an error."""
+    meta = result.meta or {}
+    binary = sum(len(data) for block in result.content if isinstance(data := _binary(block), str))
+    if INFO_KEY in meta:
+        binary += len(to_json(meta[INFO_KEY]))
+    if binary > BINARY_BYTES:
+        mib = f"{binary / 2**20:.1f} MiB of images, files and info; {BINARY_BYTES >> 20} MiB are possible"
+        return failure(CallError.TOOL_ERROR, f"The result is too large: it has {mib}.")
+    content = content_of(result)
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if 4 * sum(map(len, texts)) <= result_bytes:
+        return result
+    text = "\n".join(texts)
+    # what was cut when it arrived says how long it was
+    before = left_out_of(text, passing(result_bytes)) or left_out_of(text, result_bytes)
+    total = size_of(text) + (0 if before is None else before.missing)
+    shorter = cut_bytes(text, result_bytes, total)
+    if shorter is None:
+        return result
+    first = next(index for index, part in enumerate(parts) if part["type"] == "text")
+    blocks = [block for block, part in zip(result.content, parts, strict=False) if part["type"] != "text"]
+    blocks.insert(first, TextContent(type="text", text=shorter))
+    return CallToolResult(content=blocks, is_error=result.is_error, _meta=result.meta)
+
+
+def failure(kind: CallError, text: str) -> CallToolResult:
+    """Return an error result with a message for the model."""
+    return CallToolResult(content=[_text_block(text)], is_error=True, _meta={ERROR_KEY: kind.value})
+
+
+def content_of(result: CallToolResult) -> Content:
+    """Return what the model sees of a result: text, or, if there are images, text and image parts in their order.
+
+    Content that a model cannot be shown (audio, other files, other kinds of images) becomes a visible marker. A result
+    with only structured content becomes its JSON.
+    """
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    parts = [_part(block) for block in result.content]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _blocks(value: Any, most: int | None) -> list[ContentBlock]:
+    if isinstance(value, str):
+        return [_text_block(value, most)]
+    if value is None:
+        return []
+    if (block := _rich_block(value)) is not None:
+        return [block]
+    if isinstance(value, (list, tuple)):
+        rich = [_rich_block(item) for item in value]
+        if any(rich):
+            pairs = zip(rich, value, strict=True)
+            return [part for block, item in pairs for part in ([block] if block else _blocks(item, most))]
+    return [_text_block(json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False), most)]
+
+
+def _text_block(text: str, most: int | None = None) -> TextContent:
+    if most is not None:
+        text = cut_bytes(text, most) or text
+    # lone surrogates cannot be sent over a pipe or a socket; replaced here, so that every transport gives the same text
+    return TextContent(type="text", text=text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def _rich_block(value: Any) -> ContentBlock | None:
+    """Convert an image, a sound or a part of the MCP SDK to a part of the result; return None for anything else."""
+    if isinstance(value, _BLOCKS):
+        return value
+    if isinstance(value, Image):
+        return value.to_image_content()
+    if isinstance(value, Audio):
+        return value.to_audio_content()
+    # if Pillow is not imported, there is no Pillow image
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is None or not isinstance(value, pillow.Image):
+        return None
+    if value.mode not in ("1", "L", "LA", "RGB", "RGBA"):
+        value = value.convert("RGBA" if value.has_transparency_data else "RGB")
+    file = BytesIO()
+    value.save(file, "PNG")
+    return ImageContent(type="image", data=base64.b64encode(file.getvalue()).decode(), mime_type="image/png")
+
+
+def _plain(value: Any) -> Any:
+    """Convert arrays and scalars of numpy and torch to Python's own types."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError("a tool returns a coroutine: write `async def`, and `await` before what it returns")
+    raise TypeError(f"a tool returns text, JSON, an image, or a list with images, and not {type(value).__name__}")
+
+
+def _binary(block: ContentBlock) -> str | None:
+    match block:
+        case ImageContent(data=data) | AudioContent(data=data):
+            return data
+        case EmbeddedResource(resource=BlobResourceContents(blob=data)):
+            return data
+    return None
+
+
+def _part(block: ContentBlock) -> dict[str, Any]:
+    match block:
+        case TextContent(text=text) | EmbeddedResource(resource=TextResourceContents(text=text)):
+            return {"type": "text", "text": text}
+        case (
+            ImageContent(mime_type=kind, data=data)
+            | EmbeddedResource(resource=BlobResourceContents(mime_type=kind, blob=data))
+        ) if kind in _SEEN_BY_MODELS:
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case ImageContent(mime_type=kind):
+            marker = f"{kind} image"
+        case AudioContent(mime_type=kind):
+            marker = f"{kind} audio"
+        case ResourceLink(uri=uri):
+            marker = f"resource {uri}"
+        case EmbeddedResource(resource=resource):
+            marker = f"{resource.mime_type or 'binary'} resource {resource.uri}"
+    return {"type": "text", "text": f"[{marker}]"}

@@ -1,0 +1,1 @@
+"""Instances of environments: hosted, pooled, reset and recycled, each chain's folder included."""

@@ -1,0 +1,271 @@
+"""The instances of one Environment class, and the chains that use them."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import anyio
+
+from agentfactory.tools.config import PoolConfig
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.pool import Lease, Pool
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.user_code.option_types import check_types
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+"""How long a server that ends waits for its instances to close."""
+
+
+Then = Callable[[Any, Environment], Any]
+"""Converts what a method of an instance returned, before another call of the instance begins."""
+
+
+class NoState(Exception):
+    """A call for a chain that has no instance."""
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a user's function runs on the event loop; any other may block and runs in a thread."""
+    return inspect.iscoroutinefunction(inspect.unwrap(function))
+
+
+@dataclass(eq=False)
+class _Instance:
+    """One environment; the lock prevents its calls from overlapping, even if a caller gave up a call."""
+
+    environment: Environment
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(
+        self, method: Callable[..., Any], arguments: dict[str, Any], then: Then = lambda value, environment: value
+    ) -> Any:
+        await self.lock.acquire()
+        if is_async(method):
+            try:
+                return then(await method(**arguments), self.environment)
+            finally:
+                self.lock.release()
+        result = run_in_thread(lambda: then(method(**arguments), self.environment))
+        result.add_done_callback(self._release)
+        # cancelling the call does not stop the thread: the lock is held until the method has returned
+        return await asyncio.shield(result)
+
+    def _release(self, result: "asyncio.Future[Any]") -> None:
+        self.lock.release()
+        if not result.cancelled():
+            result.exception()  # retrieved, so that asyncio does not report the error of an abandoned call
+
+
+@dataclass(eq=False)
+class _Chain:
+    """The state of a chain: it has no lease while it waits for one."""
+
+    touched: float
+    """When one of its calls last began or ended, in the loop's time."""
+    lease: Lease[_Instance] | None = None
+    broken: bool = False
+
+
+class EnvironmentHost:
+    """Creates instances of `environment` with `options`, pools them, and leases them to chains by their keys.
+
+    Args:
+        idle_seconds: After this time without a call, a chain counts as gone and its instance serves others. None: a
+            chain keeps its instance until `release`.
+
+    Raises:
+        TypeError, SettingError: the options do not fit the constructor.
+    """
+
+    def __init__(
+        self,
+        environment: type[Environment],
+        name: str,
+        pool: PoolConfig,
+        options: dict[str, Any],
+        idle_seconds: float | None,
+    ) -> None:
+        _check_options(environment, options)
+        self._environment = environment
+        self._name = name
+        self._options = options
+        self._idle_seconds = idle_seconds
+        forgets = _overrides(environment, "reset") or _overrides(environment, "release")
+        self._config = pool if forgets else pool.model_copy(update={"max_uses": 1})
+        self._pool: Pool[_Instance] | None = None
+        self._last: Environment | None = None
+        self._openings = 0
+        self._chains: dict[str, _Chain] = {}
+        self._farewells: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Keep the pool open; it is closed when the last context exits."""
+        if self._pool is None:
+            self._pool = Pool(
+                self._name, self._make, self._config, reset=self._forget, healthy=self._healthy, retire=self._retire
+            )
+            self._pool.warm_up()
+        self._openings += 1
+        try:
+            yield
+        finally:
+            self._openings -= 1
+            if self._openings == 0:
+                pool, self._pool = self._pool, None
+                self._chains.clear()
+                with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+                    await pool.close()
+
+    async def reset(self, key: str, task: dict[str, Any], then: Then) -> Any:
+        """Lease an instance to the chain `key`, replacing one that it has, and begin `task` on it.
+
+        Returns the result of `then` for reset's answer and the instance.
+
+        Raises:
+            ToolInfrastructureError: no instance became free in time.
+            NoState: the chain was released while it waited for an instance.
+            Exception: what the constructor, reset() or `then` raised; the chain then has no instance.
+        """
+        assert self._pool is not None
+        await self.release(key)
+        chain = self._chains[key] = _Chain(_now())
+        try:
+            chain.lease = await self._pool.acquire()
+        except BaseException:
+            self._drop(key, chain)
+            raise
+        if self._chains.get(key) is not chain:
+            chain.lease.give_back()
+            raise NoState(f"{self._name}: the chain was released while it waited for an instance")
+        chain.touched = _now()
+        if self._idle_seconds is not None:
+            self._expire_if_idle(key, chain, self._idle_seconds)
+        chain.broken = True  # also if the reset is cancelled
+        try:
+            opening = await self.call(key, "reset", task, then)
+        except Exception:
+            await self.release(key)
+            raise
+        chain.broken = False
+        return opening
+
+    async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Then) -> Any:
+        """Call a method of the chain's instance; return the result of `then` for its result and the instance.
+
+        Raises:
+            NoState: the chain has no instance.
+            ToolInfrastructureError: raised by the method to say that the instance is no longer usable.
+            Exception: anything else that the method or `then` raised.
+        """
+        chain = self._chains.get(key)
+        if chain is None or chain.lease is None:
+            idle = f", or it called nothing for {self._idle_seconds:g} s" if self._idle_seconds else ""
+            raise NoState(f"{self._name} holds no state of this chain: reset was not called{idle}")
+        instance = chain.lease.value
+        chain.touched = _now()
+        try:
+            return await instance.run(getattr(instance.environment, attribute), arguments, then)
+        except ToolInfrastructureError:
+            chain.broken = True
+            raise
+        finally:
+            chain.touched = _now()
+
+    async def release(self, key: str) -> None:
+        """Take the chain's instance back, if it has one. It serves others as soon as no call is running."""
+        chain = self._chains.pop(key, None)
+        if chain is not None and chain.lease is not None:
+            await chain.lease.release(chain.broken)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the gauges of the last instance and of the pool."""
+        assert self._pool is not None
+        own = {} if self._last is None else self._last.gauges()
+        return {**own, **self._pool.gauges()}
+
+    def _drop(self, key: str, chain: _Chain) -> None:
+        if self._chains.get(key) is chain:
+            del self._chains[key]
+
+    def _expire_if_idle(self, key: str, chain: _Chain, limit: float) -> None:
+        if self._chains.get(key) is not chain:
+            return
+        left = chain.touched + limit - _now()
+        if left > 0:
+            asyncio.get_running_loop().call_later(left, self._expire_if_idle, key, chain, limit)
+            return
+        logger.warning("%s: a chain called nothing for %g s: its instance serves others", self._name, limit)
+        self._in_background(self.release(key))
+
+    async def _make(self) -> _Instance:
+        making = run_in_thread(partial(self._environment, **self._options))
+        try:
+            environment: Environment = await asyncio.shield(making)
+            self._last = environment
+            return _Instance(environment)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._close_late)
+            raise
+
+    def _close_late(self, making: "asyncio.Future[Any]") -> None:
+        if making.exception() is None:
+            self._in_background(self._retire(_Instance(making.result())))
+
+    async def _forget(self, instance: _Instance) -> None:
+        if _overrides(self._environment, "release"):
+            await instance.run(instance.environment.release, {})
+        else:
+            async with instance.lock:  # an abandoned call has returned
+                pass
+
+    async def _healthy(self, instance: _Instance) -> bool:
+        if not _overrides(self._environment, "healthy"):
+            return True
+        return bool(await instance.run(instance.environment.healthy, {}))
+
+    async def _retire(self, instance: _Instance) -> None:
+        if _overrides(self._environment, "close"):
+            await instance.run(instance.environment.close, {})
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+
+def gives_reward(environment: type[Environment]) -> bool:
+    """Return whether the class judges its chains itself."""
+    return _overrides(environment, "reward")
+
+
+def _overrides(environment: type[Environment], method: str) -> bool:
+    return getattr(environment, method) is not getattr(Environment, method)
+
+
+def _check_options(environment: type[Environment], options: dict[str, Any]) -> None:
+    label = environment.__name__
+    parameters = inspect.signature(environment).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = {p.name for p in named}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters) and (unknown := options.keys() - known):
+        takes = f"takes {', '.join(p.name for p in named)}" if named else "takes none"
+        raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
+        raise TypeError(
+            f"options.{missing[0]}: {label} cannot be made without it; give it under `options:` (serve: --option), "
+            "or let reset() take it, if it is a field of the task"
+        )
+    check_types(options, environment.__init__, "options")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,286 @@
+"""Pools of instances, each of which serves one chain at a time.
+
+`pool_ledger` does the bookkeeping; `Pool` carries out its steps. All work on an instance (creating, checking,
+resetting, retiring it) runs in tasks of the pool, never in those of chains, which only wait for a future: a chain may
+be cancelled at any moment without losing an instance or a place.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.config import PoolConfig
+from agentfactory.tools.environments.pool_ledger import Act, Instance, Ledger, Step
+from agentfactory.tools.messages import ToolInfrastructureError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CARE_SECONDS = 30.0
+"""How long a health check, a reset or a retirement may take; after that the instance counts as broken, or as gone."""
+
+
+class Pool(Generic[T]):
+    """Instances of one kind, created on demand or in advance, and reused.
+
+    Args:
+        name: The pool's name in errors.
+        make: Creates an instance; cleans up after itself when it fails or is cancelled. Its errors are raised by
+            `acquire`.
+        reset: Makes an instance forget the chain that released it. If it raises, the instance is replaced.
+        healthy: Called before an idle instance is given to a chain. If it returns False or raises, the instance is
+            replaced.
+        retire: Ends an instance.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Awaitable[T]],
+        config: PoolConfig,
+        *,
+        reset: Callable[[T], Awaitable[None]] | None = None,
+        healthy: Callable[[T], Awaitable[bool]] | None = None,
+        retire: Callable[[T], Awaitable[None]],
+    ) -> None:
+        self.name = name
+        self._make, self._reset, self._healthy, self._retire = make, reset, healthy, retire
+        self._config = config
+        self._ledger: Ledger[T] = Ledger(config)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._makers: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def capacity(self) -> int | None:
+        """Maximum number of instances; None: one per chain. If it is set to fewer than there are, no further ones are
+        made until enough have ended."""
+        return self._ledger.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        self._ledger.capacity = capacity
+        self._advance()
+
+    def warm_up(self) -> None:
+        """Begin to create the `warm` instances in the background. `acquire` does so too."""
+        self._advance()
+
+    async def acquire(self) -> "Lease[T]":
+        """Wait for an instance. Await it directly: a timeout around it could lose the lease (`wait_seconds` is a time
+        limit).
+
+        Raises:
+            ToolInfrastructureError: none became free within `wait_seconds`, or the pool is closed.
+            Exception: what `make` raised.
+        """
+        if self._closed:
+            raise ToolInfrastructureError(f"{self.name}: its pool is closed")
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Instance[T]] = loop.create_future()
+        self._ledger.waiting.append(waiter)
+        self._advance()
+        timer = loop.call_later(self._config.wait_seconds, self._expire, waiter)
+        try:
+            instance = await waiter
+        except BaseException:
+            self._ledger.withdraw(waiter)
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._put_back(waiter.result())  # cancelled at the very moment when an instance became available
+            raise
+        finally:
+            timer.cancel()
+        return Lease(self, instance)
+
+    async def close(self) -> None:
+        """Retire every instance, including leased ones, and wait until they are gone. Waiting callers get an error."""
+        self._closed = True
+        while self._ledger.waiting:
+            waiter = self._ledger.waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(ToolInfrastructureError(f"{self.name}: its pool is closed"))
+        for task in self._makers:
+            task.cancel()
+        for step in self._ledger.retire_all():
+            self._do(step)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the number of instances that chains use or that are being reset, of idle ones, and of waiting chains;
+        and the counts since the start: made, recycled (replaced for their uses or age), broken (replaced for a
+        fault)."""
+        ledger = self._ledger
+        return {
+            "in_use": float(len(ledger.held) + ledger.resetting),
+            "idle": float(len(ledger.idle) + ledger.checking),
+            "waiting": float(len(ledger.waiting)),
+            "made": float(ledger.made),
+            "recycled": float(ledger.recycled),
+            "broken": float(ledger.broken),
+        }
+
+    async def _let_go(self, instance: Instance[T], broken: bool) -> None:
+        if instance not in self._ledger.held:
+            return  # the pool was closed while the instance was in use
+        step = self._ledger.has_let_go(instance, broken, _now())
+        resetting = None
+        if step is not None:
+            self._do(step)  # nothing needs to wait for the end of an instance
+        elif self._reset is None:
+            self._ledger.has_reset(instance, True)
+        else:
+            resetting = self._begin(self._forget(instance, self._reset))
+        self._advance()
+        if resetting is not None:
+            await asyncio.shield(resetting)
+
+    def _put_back(self, instance: Instance[T]) -> None:
+        if instance in self._ledger.held:
+            self._ledger.has_not_used(instance)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Do the due steps. Called after each change; a closing pool starts nothing new."""
+        if self._closed:
+            for step in self._ledger.retire_all():
+                self._do(step)
+            return
+        while steps := self._ledger.steps(_now()):
+            for step in steps:
+                self._do(step)
+
+    def _do(self, step: Step[T]) -> None:
+        if step.instance is None:
+            task = self._begin(self._supply())
+            self._makers.add(task)
+            task.add_done_callback(self._makers.discard)
+        elif step.act is Act.RETIRE:
+            self._begin(self._end(step.instance))
+        elif self._healthy is None:
+            self._checked(step.instance, True)
+        else:
+            self._begin(self._check(step.instance, self._healthy))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work, name=f"pool {self.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _supply(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.wait_seconds) as limit:
+                instance = Instance(await self._make(), _now())
+        except (Exception, asyncio.CancelledError) as error:  # boundary: user code, processes, connections
+            waiter = self._ledger.has_failed_to_make()
+            if waiter is not None:
+                waiter.set_exception(self._reason(error, limit.expired()))
+            elif not self._closed:
+                self._warn("making (ahead of its use)", error)
+        else:
+            self._give(instance, self._ledger.has_made(instance))
+        self._advance()
+
+    def _reason(self, error: BaseException, expired: bool) -> BaseException:
+        if expired:
+            return ToolInfrastructureError(
+                f"{self.name}: making an instance took over {self._config.wait_seconds:g} s (pool.wait_seconds)"
+            )
+        if isinstance(error, asyncio.CancelledError):  # not the waiter's own
+            return ToolInfrastructureError(f"{self.name}: making an instance was cancelled")
+        return error
+
+    async def _check(self, instance: Instance[T], healthy: Callable[[T], Awaitable[bool]]) -> None:
+        sound = False
+        try:
+            async with asyncio.timeout(CARE_SECONDS):
+                sound = await healthy(instance.value)
+        except Exception as error:  # boundary: user code
+            self._warn("health check", error)
+        finally:
+            self._checked(instance, sound)
+            self._advance()
+
+    def _checked(self, instance: Instance[T], sound: bool) -> None:
+        following = self._ledger.has_checked(instance, sound)
+        if isinstance(following, Step):
+            self._do(following)
+        else:
+            self._give(instance, following)
+
+    async def _forget(self, instance: Instance[T], reset: Callable[[T], Awaitable[None]]) -> None:
+        sound = False
+        try:
+            async with asyncio.timeout(CARE_SECONDS):
+                await reset(instance.value)
+            sound = True
+        except Exception as error:  # boundary: user code
+            self._warn("reset", error)
+        finally:
+            if (step := self._ledger.has_reset(instance, sound)) is not None:
+                self._do(step)
+            self._advance()
+
+    async def _end(self, instance: Instance[T]) -> None:
+        try:
+            async with asyncio.timeout(CARE_SECONDS):
+                await self._retire(instance.value)
+        except Exception as error:  # boundary: user code
+            self._warn("retirement", error)
+        finally:
+            self._ledger.has_retired()
+            self._advance()
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        told = f"{self.name}: the {what} of an instance failed"
+        tell(logger, told, f"{told}: {type(error).__name__}: {error}")
+
+    def _give(self, instance: Instance[T], waiter: "asyncio.Future[Instance[T]] | None") -> None:
+        if waiter is not None:
+            waiter.set_result(instance)
+
+    def _expire(self, waiter: "asyncio.Future[Instance[T]]") -> None:
+        if waiter.done():
+            return
+        self._ledger.withdraw(waiter)
+        seconds, capacity = self._config.wait_seconds, self.capacity
+        if capacity is not None and self._ledger.places >= capacity:
+            reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
+        else:
+            reason = "making one takes longer; raise pool.wait_seconds, or have some made ahead by pool.warm"
+        waiter.set_exception(
+            ToolInfrastructureError(f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}")
+        )
+
+
+class Lease(Generic[T]):
+    """An instance that one holder uses until it is released."""
+
+    def __init__(self, pool: Pool[T], instance: Instance[T]) -> None:
+        self._pool = pool
+        self._instance: Instance[T] | None = instance
+        self.value = instance.value
+
+    async def release(self, broken: bool = False) -> None:
+        """Release the instance, which is reset for the next holder, or replaced if it is broken or worn.
+
+        Returns when it has been reset; if cancelled, the reset continues in the background. Does nothing the second
+        time.
+        """
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            await self._pool._let_go(instance, broken)
+
+    def give_back(self) -> None:
+        """Return an instance that was not used at all: it counts as idle, as before."""
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            self._pool._put_back(instance)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,241 @@
+"""Folders of chains: `${chain}` in a server's `args`, `env` and `cwd`. A process has its folder from its start to its
+end."""
+
+import asyncio
+import errno
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mcp import StdioServerParameters
+
+from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.config import CHAIN
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files import removal
+from agentfactory.tools.files.disk import refusal
+from agentfactory.tools.sandbox.settings import sandbox_user
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_threads = ThreadPoolExecutor(4, "folders")
+"""For copies and removals, which take seconds if a folder has thousands of files: many chains that begin at once do not
+keep others from asyncio's own threads. More threads make them no faster, and the event loop slower."""
+
+
+@dataclass(frozen=True)
+class ChainProgram:
+    """A program of which each process has a folder: a copy of `template`, if there is one.
+
+    When the process has ended, its folder is removed, or moved into `kept`, to a place that is taken before.
+    """
+
+    program: StdioServerParameters
+    template: Path | None = None
+    kept: Path | None = None
+
+    def place(self, chain: str) -> Path | None:
+        """Make the empty folder to which that of a chain will be moved, and return it; None if folders are not kept. If
+        it cannot be made, the person is told."""
+        if self.kept is None:
+            return None
+        try:
+            self.kept.mkdir(parents=True, exist_ok=True)
+            return _free(self.kept / re.sub(r"[^\w.-]", "-", chain))
+        except OSError as error:
+            _tell_lost(chain, self.kept, error)
+            return None
+
+    @asynccontextmanager
+    async def running(self, place: Callable[[], Path | None]) -> AsyncIterator[StdioServerParameters]:
+        """Make a folder and yield the command that refers to it. On exit it is moved to `place`, or removed if that is
+        None. Raises OSError if the template cannot be copied."""
+        folder = make_folder()
+        try:
+            if self.template is not None:
+                await in_folder_thread(_copy, self.template, folder)
+                folder.chmod(0o700)
+            yield self._command(str(folder))
+        finally:
+            if (kept := place()) is not None:
+                await in_folder_thread(_keep, folder, kept)
+            else:
+                await in_folder_thread(remove_folder, folder)
+
+    def _command(self, folder: str) -> StdioServerParameters:
+        program = self.program
+        return program.model_copy(
+            update={
+                "args": [argument.replace(CHAIN, folder) for argument in program.args],
+                "env": {key: value.replace(CHAIN, folder) for key, value in (program.env or {}).items()},
+                "cwd": str(program.cwd).replace(CHAIN, folder),
+            }
+        )
+
+
+async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function that copies or removes folders, off the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
+
+
+def make_folder() -> Path:
+    """Make a folder for a chain. If this process ends without removing it, a small process does."""
+    return Path(tempfile.mkdtemp(dir=_root()))
+
+
+def give_to_sandbox(folder: Path) -> None:
+    """Let the user of sandboxes own a folder with everything in it."""
+    if (user := sandbox_user()) is None:
+        return
+    os.chown(folder, user, user)
+    for path, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            os.chown(os.path.join(path, name), user, user, follow_symlinks=False)
+
+
+def check_template(field: str, template: Path) -> int:
+    """Return the bytes of a template.
+
+    Raises SettingError if it is no folder, cannot be read, has links that lead out of it (through which a chain could
+    write anywhere) or special files, or is larger than the free space for one copy.
+    """
+    if not os.path.isdir(template):
+        raise SettingError(field, f"{template} is not a folder", "name an existing one")
+
+    def fail(error: OSError) -> None:
+        raise SettingError(field, f"{error.filename} cannot be read: {error.strerror}", "change who may read it")
+
+    whole, root = 0, os.path.realpath(template)
+    for folder, folders, files in os.walk(template, onerror=fail):
+        for path in (Path(folder) / name for name in (*folders, *files)):
+            if path.is_symlink():
+                _check_link(field, path, Path(root))
+            elif not path.is_dir() and not path.is_file():
+                raise SettingError(field, f"{path} is neither a file nor a folder", "remove it")
+            elif not os.access(path, os.R_OK):
+                raise SettingError(field, f"{path} cannot be read: Permission denied", "change who may read it")
+            elif path.is_file():
+                whole += path.stat().st_size
+    if whole > (free := shutil.disk_usage(tempfile.gettempdir()).free):
+        problem = f"{template} has {whole / 2**20:.0f} MiB, and {tempfile.gettempdir()} {free / 2**20:.0f} MiB left"
+        raise SettingError(field, f"each chain gets a copy: {problem}", "make it smaller, or set TMPDIR")
+    return whole
+
+
+def check_kept(field: str, kept: Path) -> None:
+    """Raise SettingError if folders cannot be moved to `kept`, which need not exist yet. Nothing is left there."""
+    place = kept
+    while not os.path.lexists(place):
+        place = place.parent
+    if not os.path.isdir(place):
+        raise SettingError(field, f"got {kept}, but {place} is not a folder", "name a folder")
+    if error := refusal(place):
+        raise SettingError(field, f"got {kept}, but {place} cannot be written: {error.strerror}", "name another folder")
+
+
+def _check_link(field: str, link: Path, root: Path) -> None:
+    target = link.readlink()
+    if target.is_absolute():
+        told = f"{link} is an absolute link, to {target}: every chain would follow it out of its own folder"
+        raise SettingError(field, told, "make it relative, or put the file itself there")
+    try:
+        end = os.path.realpath(link, strict=True)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise SettingError(field, f"{link} is a link that leads to itself", "remove it") from None
+        end = os.path.realpath(link)
+    if not Path(end).is_relative_to(root):
+        raise SettingError(field, f"{link} is a link out of the folder, to {target}", "put the file itself there")
+
+
+def _copy(template: Path, folder: Path) -> None:
+    try:
+        shutil.copytree(template, folder, symlinks=True, dirs_exist_ok=True)
+    except shutil.Error as error:
+        faults = error.args[0]  # of each file: where from, where to, why
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise OSError(f"the workspace cannot be copied: {faults[0][0]}: {faults[0][2]}{more}") from None
+
+
+def _keep(folder: Path, place: Path) -> None:
+    """Move a chain's folder to an empty one. If that fails, the folder is removed, and the person is told."""
+    try:
+        try:
+            folder.rename(place)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            removal.make_writable(folder)
+            _copy_as_it_is(folder, place)
+    except OSError as error:
+        _tell_lost(place.name, place.parent, error)
+    remove_folder(folder)
+
+
+def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
+    told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
+    tell(logger, f"keep_workspaces {kept}", told)
+
+
+def _copy_as_it_is(folder: Path, place: Path) -> None:
+    """Copy a chain's folder to another file system, with links, pipes and the holes of files. Raises OSError."""
+    command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        remove_folder(place)
+        raise OSError((done.stderr.splitlines() or ["cp failed"])[0])
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a chain's folder, and tell the person what cannot be removed."""
+    if left := removal.remove(folder):
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        tell(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
+
+
+def _free(path: Path) -> Path:
+    """Make `path`, or the first of `path-2`, `path-3`, ... that does not exist, and return it: a chain may be tried
+    again. Raises OSError."""
+    number, free = 1, path
+    while True:
+        try:
+            free.mkdir()
+        except FileExistsError:
+            number += 1
+            free = path.with_name(f"{path.name}-{number}")
+        else:
+            return free
+
+
+@cache
+def _root() -> Path:
+    """Return the folder of this process's folders. A small process removes it when this one is gone, however it
+    ended."""
+    root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
+    root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
+    sweeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", removal.__file__, root],  # its stdin closes with this process
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _sweepers.append(sweeper)
+    return root
+
+
+_sweepers: list["subprocess.Popen[bytes]"] = []

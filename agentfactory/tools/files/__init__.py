@@ -1,0 +1,1 @@
+"""Files that others may have written: opened without following links, locked, written whole, removed."""

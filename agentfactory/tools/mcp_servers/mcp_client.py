@@ -1,0 +1,387 @@
+"""Connections to MCP servers: in this process, as a child on stdio, or over streamable HTTP.
+
+One owner task per connection opens it, waits, and closes it, because the SDK's cancel scopes must be exited by the task
+that entered them; other tasks only make calls. If a connection dies, its owner opens it again for the next call.
+"""
+
+import asyncio
+import logging
+import os
+import shlex
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import anyio
+import httpx2
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
+from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, RequestParamsMeta, Tool
+from mcp_types.version import MODERN_PROTOCOL_VERSIONS
+
+from agentfactory.tools.calls.message_filter import TOO_LARGE, MessageFilter
+from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.results import bounded, failure
+from agentfactory.tools.config import RESULT_BYTES
+from agentfactory.tools.environments.workspaces import ChainProgram
+from agentfactory.tools.http.server_keys import key_header, pinned
+from agentfactory.tools.mcp_servers.containers import Container
+from agentfactory.tools.mcp_servers.mcp_server import CHAIN_KEY, OwnServer
+from agentfactory.tools.mcp_servers.stdio import stdio_transport
+from agentfactory.tools.mcp_servers.targets import HttpAddress, Target
+from agentfactory.tools.messages import CallError, ToolInfrastructureError
+
+logger = logging.getLogger(__name__)
+
+Log = Callable[[dict[str, Any]], None]
+
+REOPEN_DELAYS = (0.0, 0.5, 2.0)
+"""Seconds to wait before opening a lost connection again, by consecutive failures; after that it is given up."""
+OPEN_SECONDS = 120.0
+"""How long a server may take to start and list its tools; `npx` may first have to download it."""
+STDERR_TAIL = 2000
+"""Characters of a child's stderr that an error quotes."""
+
+
+class CallTimeout(Exception):
+    """A call was not answered within its time limit; the connection stays open."""
+
+    def __init__(self, tool: str, seconds: float) -> None:
+        super().__init__(f"{tool} did not answer within {seconds:g} s")
+
+
+class Connection:
+    """One MCP server, kept open from `open` to `close`.
+
+    `tools` is the server's list. `generation` counts openings: when it changes, state in the server process is lost.
+    Without `reopens` a lost connection stays lost: its pool creates another. Results are cut to `result_bytes`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        timeout_seconds: float,
+        log: Log,
+        reopens: bool = True,
+        result_bytes: int = RESULT_BYTES,
+    ) -> None:
+        self.name = name
+        self._result_bytes = result_bytes
+        self.reopens = reopens
+        self.kept: Path | None = None  # where the folder of its chain will be kept
+        self.pid: int | None = None  # of the server, if it is our child
+        self.timeout_seconds = timeout_seconds
+        self.generation = 0
+        self.tools: list[Tool] = []
+        self._target = target
+        self._log = log
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._wanted, self._ended = asyncio.Event(), asyncio.Event()
+        self._opening = self._closing = False
+        self._used = False  # a call succeeded since the last opening
+        self._in_session = False  # the server gave us a session
+        self._unknown = False  # the server answers but does not know our session: it was restarted
+        self._failure = ""  # why the connection was given up
+        self._stderr_tail = ""
+        self._owner: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Open the server. Raises ToolInfrastructureError if it cannot be started or reached."""
+        self._owner = asyncio.create_task(self._own(), name=f"tool server {self.name}")
+        await self._connected()
+
+    async def close(self) -> None:
+        """Close the server; a child process has ended afterwards."""
+        self._closing = True
+        if self._owner is not None:
+            if self._opening:
+                self._owner.cancel()
+            self._ended.set()
+            self._wanted.set()
+            await asyncio.wait({self._owner})
+        self._client.cancel()
+
+    def belong_to(self, chain: str) -> None:
+        """Note the chain that has this connection for itself."""
+        if isinstance(self._target, ChainProgram):
+            self.kept = self._target.place(chain)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server is connected, as far as is known."""
+        return self._client.done() and not self._failure and not self._closing
+
+    async def call(
+        self,
+        tool: str,
+        arguments: dict[str, Any],
+        chain: str,
+        generation: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> CallToolResult:
+        """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given.
+
+        Raises:
+            CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
+            MCPError: the server refused the call with a JSON-RPC error.
+            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, or broke the protocol;
+                the message names it.
+        """
+        client = await self._connected()
+        if generation not in (None, self.generation):
+            raise ToolInfrastructureError(f"tool server {self.name} was restarted and lost this chain's state")
+        generation = self.generation
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            if isinstance(self._target, OwnServer):
+                with anyio.fail_after(seconds):
+                    result = await self._target.call(tool, arguments, chain)
+            else:
+                meta = cast(RequestParamsMeta, {CHAIN_KEY: chain})
+                result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
+        except TimeoutError:
+            raise CallTimeout(tool, seconds) from None
+        except MCPError as error:
+            if error.code == REQUEST_TIMEOUT:
+                raise CallTimeout(tool, seconds) from None
+            if error.code == TOO_LARGE:
+                return failure(CallError.TOOL_ERROR, error.message)
+            if error.code != CONNECTION_CLOSED and not self._unknown:
+                raise
+            self._lost(generation)
+            raise ToolInfrastructureError(f"tool server {self.name} died during a call of {tool}") from error
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            self._lost(generation)
+            raise ToolInfrastructureError(f"tool server {self.name} died before a call of {tool}") from error
+        except (RuntimeError, ValueError) as error:  # from the SDK: data that fits no schema
+            raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
+        self._used = True
+        return bounded(result, self._result_bytes)
+
+    async def answers(self) -> bool:
+        """Return whether the server still answers and knows this connection. The newer protocol cannot ask that."""
+        if not self.alive:
+            return False
+        client = self._client.result()
+        if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
+            return True
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                await client.session.send_ping()
+        except (MCPError, TimeoutError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            return False
+        return True
+
+    async def _connected(self) -> Client:
+        if self._failure or self._closing:
+            raise ToolInfrastructureError(f"tool server {self.name}: {self._failure or 'closed'}")
+        if self._client.done():
+            return self._client.result()
+        self._wanted.set()
+        return await asyncio.shield(self._client)
+
+    def _lost(self, generation: int) -> None:
+        """Note that the connection of `generation` ended: the next call waits for a new one."""
+        if generation == self.generation and self._client.done():
+            self._client = asyncio.get_running_loop().create_future()
+            self._ended.set()
+
+    async def _own(self) -> None:
+        failures = 0
+        while not self._failure:
+            await self._wanted.wait()
+            await asyncio.sleep(REOPEN_DELAYS[failures])
+            if self._closing:
+                return
+            reason = await self._live()
+            if self._closing:
+                return
+            failures = 0 if self._used else failures + 1
+            self._log({"event": "tool_server_lost", "server": self.name, "reason": reason, "failures": failures})
+            if self.generation > 0:
+                again = "it is started again" if self.reopens else "another instance is made"
+                text = f"tool server {self.name} was lost, and {again}: {reason}; chains that used it failed"
+                tell(logger, f"tool server {self.name} was lost", text)
+            if self.generation == 0 or not self.reopens:
+                self._failure = reason
+            elif failures == len(REOPEN_DELAYS):
+                self._failure = f"given up after {failures} failures: {reason}"
+        self._client.set_exception(ToolInfrastructureError(f"tool server {self.name}: {self._failure}"))
+        self._client.exception()  # retrieved, in case nobody is waiting
+
+    async def _live(self) -> str:
+        """Open the connection, keep it until it ends, and return why it ended."""
+        started = time.perf_counter()
+        self._ended.clear()
+        self._used = self._unknown = self._in_session = False
+        self._opening = True
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(OPEN_SECONDS):
+                    client = await stack.enter_async_context(self._connect())
+                    self.tools = await _list_tools(client)
+                self._opening = False
+                self._wanted.clear()
+                self.generation += 1
+                if self.reopens:  # connections of a pool open and close often; its gauges count them
+                    seconds = time.perf_counter() - started
+                    self._log({"event": "tool_server_opened", "server": self.name, "seconds": seconds})
+                self._client.set_result(client)
+                await self._ended.wait()
+            reason = "the connection ended"
+        except TimeoutError:
+            reason = f"not ready within {OPEN_SECONDS:g} s"
+        except Exception as error:  # boundary: starting a process, connecting, the handshake, the transport
+            reason = _describe(error)
+        finally:
+            self._opening = False
+            self._lost(self.generation)
+        stderr = self._stderr_tail.strip()
+        return f"{_where(self._target)}: {reason}" + (f"; the end of its stderr:\n{stderr}" if stderr else "")
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Client]:
+        target = self._target
+        async with AsyncExitStack() as stack:
+            if isinstance(target, Container):
+                target = await stack.enter_async_context(target.running())
+            elif isinstance(target, ChainProgram):
+                target = await stack.enter_async_context(target.running(lambda: self.kept))
+            if isinstance(target, HttpAddress):
+                client = await stack.enter_async_context(_http_client(target, self._note, self._result_bytes))
+                if target.session and not self._in_session:
+                    raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
+                yield client
+                return
+            if isinstance(target, StdioServerParameters):
+                errlog = await stack.enter_async_context(self._collect_stderr())
+                transport = stdio_transport(
+                    target, errlog, self._result_bytes, lambda: self._lost(self.generation), self._started
+                )
+                client = Client(transport, cache=None)
+            else:
+                client = Client(target, cache=None)
+            yield await stack.enter_async_context(client)
+
+    def _started(self, pid: int) -> None:
+        self.pid = pid
+
+    async def _note(self, response: httpx2.Response) -> None:
+        self._in_session |= MCP_SESSION_ID in response.headers
+        self._unknown |= response.status_code in (400, 404) and MCP_SESSION_ID in response.request.headers
+
+    @asynccontextmanager
+    async def _collect_stderr(self) -> AsyncIterator[TextIO]:
+        """Provide a file for a child's stderr. Its lines go to this module's log; the end is kept for errors."""
+        self._stderr_tail = ""
+        read_end, write_end = os.pipe()
+        reader = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
+        )
+
+        async def collect() -> None:
+            while chunk := await reader.read(65536):
+                text = chunk.decode("utf-8", "replace")
+                self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
+                for line in text.splitlines():
+                    logger.info("[%s] %s", self.name, line)
+
+        collecting = asyncio.create_task(collect())
+        try:
+            with os.fdopen(write_end, "w") as errlog:
+                yield errlog
+        finally:
+            # what a dead child wrote is in the pipe; do not wait for a grandchild that keeps it open
+            await asyncio.wait({collecting}, timeout=0.5)
+            collecting.cancel()
+            pipe.close()
+
+
+@asynccontextmanager
+async def _http_client(
+    target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]], result_bytes: int
+) -> AsyncIterator[Client]:
+    """Return a client of `target`. If it is to be a session, use the older protocol, which has sessions."""
+    # calls have their own time limit, within which an answer may take its time
+    timeout = httpx2.Timeout(None, connect=30.0)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+
+    async def bound(response: httpx2.Response) -> None:
+        kind = response.headers.get("content-type", "").lower()
+        if kind.startswith(("application/json", "text/event-stream")):
+            if coding := response.headers.get("content-encoding"):
+                raise ToolInfrastructureError(f"{target.url} answers in {coding}, although it was asked not to")
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            lines = kind.startswith("text/event-stream")
+            response.stream = _BoundedStream(response.stream, MessageFilter(result_bytes, lines))
+
+    url = pinned(target.url)
+
+    async def show_key(request: httpx2.Request) -> None:
+        # looked up for each request: a server that was started again has another key
+        for name, value in key_header(url).items():
+            request.headers.setdefault(name, value)
+
+    hooks: dict[str, list[Callable[..., Any]]] = {"request": [show_key], "response": [note, bound]}
+    headers = {"accept-encoding": "identity", **target.headers}
+    async with httpx2.AsyncClient(
+        headers=headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
+    ) as http:
+        transport = streamable_http_client(url, http_client=http, max_sse_event_size=None)
+        async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:
+            yield client
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The body of an answer, with its messages bounded while they arrive."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, messages: MessageFilter) -> None:
+        self._stream = stream
+        self._messages = messages
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._stream:
+            for message in self._messages.feed(chunk):
+                yield message
+        yield self._messages.end()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """Return one context for all connections: creating it costs 20 ms, which is most of the cost of a session."""
+    return httpx2.create_ssl_context()
+
+
+def _where(target: Target) -> str:
+    if isinstance(target, ChainProgram):
+        target = target.program
+    if isinstance(target, StdioServerParameters):
+        return f"`{shlex.join([target.command, *target.args])}` in {target.cwd}"
+    if isinstance(target, Container):
+        return f"container of {target.image}"
+    return target.url if isinstance(target, HttpAddress) else "in process"
+
+
+def _describe(error: BaseException) -> str:
+    """Return the innermost reasons of the SDK's nested exception groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(_describe(inner) for inner in error.exceptions))
+    return f"{type(error).__name__}: {error}"
+
+
+async def _list_tools(client: Client) -> list[Tool]:
+    page = await client.list_tools()
+    tools = page.tools
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools = tools + page.tools
+    return tools

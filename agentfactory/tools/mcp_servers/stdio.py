@@ -1,0 +1,155 @@
+"""The stdio transport: a server's process, and its messages line by line.
+
+It does what the MCP SDK's own does, but bounds a message while it arrives: the SDK keeps a line of any length and joins
+each chunk to all that came before.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TextIO
+
+import anyio
+from anyio.abc import Process
+from mcp import StdioServerParameters
+from mcp.client._transport import TransportStreams
+from mcp.client.stdio import get_default_environment
+from mcp.os.posix.utilities import terminate_posix_process_tree
+from mcp.shared.message import SessionMessage
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+
+from agentfactory.tools.calls.message_filter import MessageFilter, id_of
+from agentfactory.tools.calls.notices import tell
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 2.0
+"""How long a process may take to end after its stdin is closed, and again after SIGTERM."""
+_FLUSH_SECONDS = 0.5
+_POLL_SECONDS = 0.01
+
+
+@asynccontextmanager
+async def stdio_transport(
+    server: StdioServerParameters,
+    errlog: TextIO,
+    most: int,
+    on_end: Callable[[], None],
+    on_start: Callable[[int], None] = lambda pid: None,
+) -> AsyncIterator[TransportStreams]:
+    """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter).
+
+    `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and what is left
+    of its process group after two seconds is ended.
+
+    Raises OSError if it cannot be started.
+    """
+    process = await anyio.open_process(
+        [server.command, *server.args],
+        env=get_default_environment() | (server.env or {}),
+        stderr=errlog,
+        cwd=server.cwd,
+        start_new_session=True,
+    )
+    on_start(process.pid)
+    incoming_end, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](0)
+    written = anyio.Event()
+
+    async def read() -> None:
+        async with incoming_end:
+            garbage = 0
+            async for line in _lines(process, most):
+                message = _parsed(line)
+                if isinstance(message, Exception):
+                    garbage += 1
+                    if garbage == 1:
+                        name = " ".join([server.command, *server.args])
+                        tell(logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}")
+                try:
+                    await incoming_end.send(message)
+                except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    break  # the session is gone
+        on_end()
+        async for _ in _chunks(process):
+            """Drain: a process that blocks on a full pipe cannot end."""
+
+    async def write() -> None:
+        assert process.stdin is not None
+        try:
+            async with outgoing_end:
+                async for sent in outgoing_end:
+                    text = sent.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    await process.stdin.send(f"{text}\n".encode())
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
+            await incoming_end.aclose()  # no answer can come any more
+        finally:
+            written.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        tasks.start_soon(write)
+        try:
+            yield incoming, outgoing
+        finally:
+            with anyio.CancelScope(shield=True):
+                incoming.close()
+                outgoing.close()
+                with anyio.move_on_after(_FLUSH_SECONDS):
+                    await written.wait()
+                await _end(process)
+                for stream in (incoming, outgoing, incoming_end, outgoing_end):
+                    await stream.aclose()
+            tasks.cancel_scope.cancel()
+
+
+async def _chunks(process: Process) -> AsyncIterator[bytes]:
+    assert process.stdout is not None
+    with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError, ConnectionError):
+        while True:
+            yield await process.stdout.receive()
+
+
+async def _lines(process: Process, most: int) -> AsyncIterator[bytes]:
+    messages = MessageFilter(most)
+    async for chunk in _chunks(process):
+        for line in messages.feed(chunk):
+            if line.strip():
+                yield line
+
+
+def _parsed(line: bytes) -> SessionMessage | Exception:
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        # a call that this would have answered need not wait for its time limit
+        number = id_of(line)
+        if number is None:
+            return error
+        problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {str(error)[:300]}")
+        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=problem))
+
+
+async def _end(process: Process) -> None:
+    """Close its stdin, let it end, and end what is left of it and of its children."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        await process.stdin.aclose()
+    if not await _has_ended(process):
+        await terminate_posix_process_tree(process, _END_SECONDS)
+        if not await _has_ended(process):
+            logger.warning("the process %d of a tool server is still there after SIGKILL", process.pid)
+    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        await process.stdout.aclose()
+    # a grandchild may hold the other end of a pipe, for which asyncio would wait; anyio has no public way to it
+    with suppress(PermissionError):
+        process._process._transport.close()  # type: ignore[attr-defined]
+
+
+async def _has_ended(process: Process) -> bool:
+    """Wait for the process, and not for the end of its pipes, which its children may have inherited."""
+    with anyio.move_on_after(_END_SECONDS):
+        while process.returncode is None:  # noqa: ASYNC110
+            await anyio.sleep(_POLL_SECONDS)
+    return process.returncode is not None

@@ -1,0 +1,135 @@
+"""Resolves a recipe's MCP server entry on this machine, with secrets filled in."""
+
+import difflib
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcp import StdioServerParameters
+from mcp.server import Server
+from mcp.server.mcpserver import MCPServer
+
+from agentfactory.tools.config import CHAIN, Isolation, McpServerConfig
+from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.mcp_servers.containers import Container
+from agentfactory.tools.mcp_servers.mcp_server import build_server
+from agentfactory.tools.prebuilt.registry import PREBUILT
+from agentfactory.tools.user_code.import_path import own_python, user_folders
+from agentfactory.tools.user_code.loading import load_object
+
+
+@dataclass(frozen=True)
+class HttpAddress:
+    """A running streamable-HTTP server. `session`: the connection is to be a separate session."""
+
+    url: str
+    headers: dict[str, str]
+    session: bool = False
+
+
+Target = Server[Any] | MCPServer | StdioServerParameters | ChainProgram | Container | HttpAddress
+"""The other end of a connection."""
+
+
+def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int) -> Target:
+    """Return the object, process, container or address that `config` names.
+
+    `command: python` is this interpreter, and its modules (`-m`) import like user code; paths start at `base`. Our own
+    servers in this process cut results to `result_bytes`.
+
+    Raises:
+        UserCodeError, TypeError: `module` cannot be loaded or served.
+        SettingError: see `check_entry`.
+    """
+    check_entry(name, config, base)
+    if config.module is not None:
+        loaded = load_object(config.module, base, prebuilt=PREBUILT)
+        return build_server([loaded], name, config.pool, config.options, result_bytes=result_bytes)
+    if config.url is not None:
+        headers = expand_variables(f"mcp_servers.{name}.headers", config.headers)
+        return HttpAddress(config.url, headers, config.isolation is Isolation.SESSION)
+    env = expand_variables(f"mcp_servers.{name}.env", config.env)
+    if config.container is not None:
+        return Container(name, config.container, config.args, env)
+    assert config.command is not None
+    cwd = Path(config.cwd) if config.cwd and config.cwd.startswith(CHAIN) else base / (config.cwd or ".")
+    command, *args = program_of(config.command, config.args, base if CHAIN in str(cwd) else cwd)
+    program = StdioServerParameters(command=command, args=args, env=env, cwd=cwd)
+    if not config.has_folders:
+        return program
+    template = base / config.workspace if config.workspace else None
+    kept = base / config.keep_workspaces / re.sub(r"[^\w.-]", "-", name) if config.keep_workspaces else None
+    return ChainProgram(program, template, kept)
+
+
+def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
+    """Check the variables and folders that an entry refers to. Nothing is started or left behind.
+
+    What is below `prepared`, which `prepare` will fill, need not exist yet.
+
+    Raises SettingError: an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied, `cwd`
+    is not in it, or nothing can be moved to `keep_workspaces`.
+    """
+    prefix = f"mcp_servers.{name}"
+    expand_variables(f"{prefix}.headers", config.headers)
+    expand_variables(f"{prefix}.env", config.env)
+    for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
+        for variable in _VARIABLE.findall(text):
+            if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
+                raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
+    if config.keep_workspaces:
+        check_kept(f"{prefix}.keep_workspaces", base / config.keep_workspaces)
+    template = base / config.workspace if config.workspace else None
+    if template is not None and prepared is not None and template.is_relative_to(prepared):
+        return
+    if template is not None:
+        check_template(f"{prefix}.workspace", template)
+    inside = (config.cwd or "").removeprefix(CHAIN).strip("/")
+    if CHAIN in (config.cwd or "") and inside and not (template and (template / inside).is_dir()):
+        has = f"{template} has no such folder" if template else "without `workspace` the chain's folder is empty"
+        fix = f"make it there, or write {CHAIN}" if template else f"write {CHAIN}, or name a `workspace` that has it"
+        raise SettingError(f"{prefix}.cwd", f"got {config.cwd!r}, but {has}", fix)
+
+
+def program_of(command: str, args: list[str], cwd: Path) -> list[str]:
+    """Return the command line of a program that starts in `cwd`: `python` is this one, which finds the user's code."""
+    if command != "python":
+        return [command, *args]
+    if args[:1] != ["-m"]:
+        return [sys.executable, *args]
+    folders = json.dumps([*dict.fromkeys([str(cwd), *user_folders()])])
+    return own_python("-m", "agentfactory.tools.user_code.run_module", folders, *args[1:])
+
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
+    """Replace `${NAME}` with environment variables: a recipe refers to a secret and never contains it. Raises
+    SettingError, below `field`, for a variable that is not set."""
+
+    def expand(key: str, value: str) -> str:
+        def variable(match: re.Match[str]) -> str:
+            if match[0] == CHAIN:
+                return CHAIN  # in env; headers cannot have it
+            if match[1] not in os.environ:
+                fix = _did_you_mean(match[1]) if field.endswith(".env") else ""
+                raise SettingError(
+                    f"{field}.{key}", f"the environment variable {match[1]} is not set", fix or "export it"
+                )
+            return os.environ[match[1]]
+
+        return _VARIABLE.sub(variable, value)
+
+    return {key: expand(key, value) for key, value in values.items()}
+
+
+def _did_you_mean(variable: str) -> str:
+    """Return the fix if `${variable}` is a misspelt `${chain}`, else an empty text: programs may have a `${...}`."""
+    is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
+    return f"did you mean {CHAIN}?" if is_close else ""

@@ -1,0 +1,240 @@
+"""One server of a recipe: its tools, and the part of it that a chain has exclusively."""
+
+import asyncio
+from collections.abc import Sequence
+
+from mcp import MCPError
+from mcp_types import Tool
+
+from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
+from agentfactory.tools.environments.pool import Lease, Pool
+from agentfactory.tools.mcp_servers.call_cache import CallCache
+from agentfactory.tools.mcp_servers.mcp_client import CallTimeout, Connection, Log
+from agentfactory.tools.mcp_servers.mcp_server import ROLE_KEY
+from agentfactory.tools.mcp_servers.targets import Target
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes.memory import memory_of
+
+PROCESS_BYTES = 75 << 20
+"""What a process of a server takes, until one was measured: 50 to 75 MiB with Node.js and Python, without what it
+starts itself."""
+_SPARES = 2
+"""Processes that wait for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
+_GAUGE_SECONDS = 2.0
+
+
+class ToolServer:
+    """A server, from `open` to `close`.
+
+    What a chain has exclusively is `isolation` of the recipe; if that is not set, a program or container that is not
+    ours gets a process per chain, because nobody knows what it remembers.
+
+    Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
+    pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
+    environment, which is reset, is known to forget what a chain left behind; the instances of any other server serve
+    one chain each, unless `pool.max_uses` says otherwise.
+
+    `tools` are those for the model, `hidden` the environment's by their role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: McpServerConfig,
+        target: Target,
+        log: Log,
+        result_bytes: int = RESULT_BYTES,
+        memory: int = PROCESS_BYTES,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.result_bytes = result_bytes
+        self.tools: list[Tool] = []
+        self.hidden: dict[str, Tool] = {}
+        self.environment: EnvironmentTools | None = config.environment
+        self.reset_seconds = config.timeout_seconds
+        self.cache = CallCache(config.cache) if config.cache else None
+        self.isolated = config.isolation not in (None, Isolation.SHARED)
+        self._memory = memory  # bytes that its processes may take
+        self._each = PROCESS_BYTES  # bytes that one takes
+        self._target = target
+        self._log = log
+        self._shared: Connection | None = None
+        self._first: list[Connection] = []  # used to read an isolated server's tools; its pool takes it over
+        self._pool: Pool[Connection] | None = None
+        self._gauges: str | None = None
+
+    async def open(self) -> None:
+        """Start or reach the server, and list its tools.
+
+        Raises:
+            ValueError: names in `allow`, `deny` or `environment` that it does not have; a cache for an environment.
+            ToolInfrastructureError: it cannot be started or reached.
+        """
+        connection = await self._connect(reopens=not self.isolated)
+        self._read(connection.tools)
+        if self.config.isolation is None and not self.config.cache and (self.config.command or self.config.container):
+            # our own servers give each tool a role, and tell chains apart by the key in each call
+            self.isolated = not any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
+            connection.reopens = not self.isolated
+        if self.isolated:
+            self._first.append(connection)
+            self._pool = self._instances()
+            self._pool.warm_up()
+            return
+        self._shared = connection
+        if self.config.module is not None:
+            return  # our own host, in this process, has the pool
+        for field in ("warm", "max_uses", "max_seconds"):
+            if getattr(self.config.pool, field):
+                raise ValueError(
+                    f"mcp_servers.{self.name}.pool.{field}: all chains share the server, so that nothing is made or "
+                    "replaced; set isolation, or remove it"
+                )
+        if self.config.pool.capacity is not None:
+            self._pool = self._places(self._shared)
+
+    async def close(self) -> None:
+        """End what was started here; no process of it is left."""
+        if self._pool is not None:
+            await self._pool.close()
+        for connection in (*self._first, *([self._shared] if self._shared else [])):
+            await connection.close()
+
+    async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
+        """Return the connection for the chain of this key, and the lease to release at its end, if there is one.
+
+        Raises ToolInfrastructureError if none became free in time, or none could be created.
+        """
+        if self._pool is None:
+            assert self._shared is not None
+            return self._shared, None
+        lease = await self._pool.acquire()
+        if self.isolated:
+            lease.value.belong_to(chain)
+        return lease.value, lease
+
+    @property
+    def told_isolation(self) -> str:
+        """What a chain has for itself, in words."""
+        config = self.config
+        if not self.isolated:
+            if config.url is not None:
+                return "all chains share the HTTP server"
+            return "all chains share its process and its files" + (", because it has a `cache`" if config.cache else "")
+        if config.url is not None:
+            return "each chain has a session"
+        assert self._pool is not None
+        folder = f", and a folder ({CHAIN})" if config.has_folders else f"; files are shared, without {CHAIN}"
+        return (
+            f"each chain has a process{folder}; up to {self._pool.capacity} at a time, of about "
+            f"{self._each >> 20} MiB each"
+        )
+
+    async def gauges(self) -> dict[str, float]:
+        """Return the gauges of the pool, here or in the server; empty if there is no pool or no answer."""
+        if self._pool is not None:
+            return self._pool.gauges()
+        if self._gauges is None or self._shared is None or not self._shared.alive:
+            return {}
+        try:
+            result = await self._shared.call(self._gauges, {}, "", timeout_seconds=_GAUGE_SECONDS)
+        except (CallTimeout, MCPError, ToolInfrastructureError):
+            return {}
+        return {key: float(value) for key, value in (result.structured_content or {}).items()}
+
+    async def _connect(self, reopens: bool = False) -> Connection:
+        seconds = self.config.timeout_seconds
+        connection = Connection(self.name, self._target, seconds, self._log, reopens, self.result_bytes)
+        try:
+            await connection.open()
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    def _instances(self) -> Pool[Connection]:
+        async def make() -> Connection:
+            while self._first:
+                first = self._first.pop()
+                if first.alive:
+                    return first
+                await first.close()
+            return await self._connect()
+
+        config, changes = self.config.pool, dict[str, int]()
+        if config.capacity is None and self.config.url is None:
+            changes["capacity"] = max(1, self._memory // self._each)
+        if (self.environment is None or self.config.has_folders) and config.max_uses is None:
+            changes["max_uses"] = 1
+            if config.warm is None and self.config.url is None:
+                changes["warm"] = min(_SPARES, changes.get("capacity", _SPARES), config.capacity or _SPARES)
+        config = config.model_copy(update=changes)
+        if self.config.url is None:
+            self._log_processes(config.capacity)
+        return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=self._retire)
+
+    async def _retire(self, connection: Connection) -> None:
+        """Close a connection. Its process may have taken more than was reckoned, such as one that starts a browser:
+        then fewer run from now on."""
+        if connection.pid is not None and connection.alive:
+            taken = await asyncio.to_thread(memory_of, connection.pid)
+            if taken > self._each:
+                self._each = taken
+                if self._pool is not None and self.config.pool.capacity is None:
+                    self._pool.capacity = max(1, self._memory // taken)
+                    self._log_processes(self._pool.capacity)
+        await connection.close()
+
+    def _log_processes(self, capacity: int | None) -> None:
+        record = {"server": self.name, "processes": capacity, "mebibytes_each": self._each >> 20}
+        self._log({"event": "tool_server_isolated", **record})
+
+    def _places(self, shared: Connection) -> Pool[Connection]:
+        async def make() -> Connection:
+            return shared
+
+        async def retire(connection: Connection) -> None:
+            """Do nothing: a place holds no resources."""
+
+        return Pool(f"tool server {self.name}", make, self.config.pool, retire=retire)
+
+    def _read(self, tools: Sequence[Tool]) -> None:
+        listed = {tool.name: tool for tool in tools}
+        roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
+        self._gauges = roles.get("gauges")
+        declared = "reset" in roles  # a server of ours declares that it is an environment
+        if self.environment is None and declared:
+            self.environment = EnvironmentTools(
+                reset=roles["reset"], reward=roles.get("reward"), close=roles.get("close")
+            )
+        if declared:  # its reset waits for an instance
+            self.reset_seconds += self.config.pool.wait_seconds
+        for role in ("reset", "reward", "close") if self.environment else ():
+            tool = getattr(self.environment, role)
+            if tool is None:
+                continue
+            if tool not in listed:
+                raise ValueError(
+                    f"mcp_servers.{self.name}.environment.{role}: the server has no tool {tool!r}, it offers "
+                    f"{_names(listed)}" + ("; name one of them" if role == "reset" else "; set it to null")
+                )
+            self.hidden[role] = listed[tool]
+        if declared and "take_images" in roles:
+            self.hidden["take_images"] = listed[roles["take_images"]]
+        if self.environment and self.cache:
+            raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
+        hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}
+        seen = {name: tool for name, tool in listed.items() if name not in hidden}
+        allow, deny = self.config.allow, self.config.deny
+        for field, names in (("allow", allow or []), ("deny", deny)):
+            if unknown := [name for name in names if name not in seen]:
+                raise ValueError(
+                    f"mcp_servers.{self.name}.{field}: the server has no tool {unknown[0]!r} for models, it offers "
+                    f"{_names(seen)}; name one of them"
+                )
+        self.tools = [tool for name, tool in seen.items() if (allow is None or name in allow) and name not in deny]
+
+
+def _names(tools: dict[str, Tool]) -> str:
+    return ", ".join(tools) or "none"

@@ -1,0 +1,192 @@
+"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a separate sandbox for each
+chain."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.sandbox.process import SandboxProcess
+from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
+from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings
+from agentfactory.tools.tool import tool
+from agentfactory.tools.user_code.row_files import folder_of_files, load_files
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell has done: the text that the model sees, the name of its exception, and the files that match
+    `artefacts` and are new or changed. None stands for a file that is too large."""
+
+    text: str
+    error: str | None
+    files: dict[str, bytes | None]
+
+
+class CodeInterpreter(Environment):
+    """Python with state: variables, imports and files stay from call to call, and are gone at the chain's end.
+
+    It judges nothing: give the recipe `rewards:`. Each chain has a fresh process and a fresh workspace. A field
+    `files` of the data row is copied in: a mapping of name to text (or to `{"base64": ...}`), or a list of names below
+    the folder that the option `files` names.
+
+    Args:
+        sandbox: `bubblewrap`, or `none`: limits only, for code that may do whatever this process may.
+        seconds: time limit of a cell. Python code is interrupted then, and keeps its variables; what does not let
+            itself be interrupted is killed half a second later, and loses them.
+        memory_mb: address space of the process, in MiB.
+        disk_mb: size of the workspace, in MiB of memory.
+        output_characters: text of a cell that the model sees: its beginning and its end.
+        packages: installed distributions that the code can import, with all that they require.
+        files: folder with the files that rows name.
+        artefacts: patterns (`*.csv`) of workspace files that are put into the result's info (`artefacts`: name -> text
+            or `{"base64": ...}`) after each cell that changed them; for rewards and people. A file that is too large
+            is there as null.
+        artefact_mb: how large the artefacts of a cell may be together, in MiB.
+
+    Raises:
+        ValueError: an option out of its range, or a package that is not installed.
+        SandboxUnavailable: there is no bubblewrap, or no Python for the inside.
+    """
+
+    def __init__(
+        self,
+        sandbox: str = "bubblewrap",
+        seconds: float = 10.0,
+        memory_mb: int = 512,
+        disk_mb: int = 64,
+        output_characters: int = 10_000,
+        packages: Sequence[str] = (),
+        files: str | None = None,
+        artefacts: Sequence[str] = (),
+        artefact_mb: int = 1,
+    ) -> None:
+        if sandbox not in tuple(SandboxKind):
+            raise ValueError(f"sandbox: got {sandbox!r}; it is one of {', '.join(SandboxKind)}")
+        if not 0 < seconds <= 3600:
+            raise ValueError(f"seconds: got {seconds}; it has to be above 0, and an hour at most")
+        kind = SandboxKind(sandbox)
+        self._settings = SandboxSettings(kind, memory_mb, disk_mb, output_characters, tuple(packages))
+        self._seconds = seconds
+        self._folder = folder_of_files(files)
+        if not 1 <= artefact_mb <= 1024:
+            raise ValueError(f"artefact_mb: got {artefact_mb}; it has to be from 1 to 1024")
+        self._patterns = tuple(artefacts)
+        self._artefact_bytes = artefact_mb << 20
+        self._contents: dict[str, bytes] = {}
+        self._starting: Future[SandboxProcess] | None = Sandbox.begin(self._settings)
+        self._starting.result()  # takes some milliseconds, and shows what is not installed
+        self._sandbox: Sandbox | None = None
+        self._used = False
+
+    async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
+        """Begin with the row's `files` in the workspace.
+
+        Raises:
+            SandboxUnavailable: there is no sandbox on this machine.
+            ValueError: a file does not exist, or does not fit into the workspace.
+        """
+        if self._used:
+            self._renew()
+        self._contents = load_files(files, self._folder, self._settings.disk_mb)
+        if self._contents:
+            await self._current()
+
+    @tool
+    async def python(self, code: str) -> dict[str, Any] | str:
+        """Run Python code. Variables are kept from call to call. Returns what it prints and the value of its last line.
+
+        Args:
+            code: The code, of one line or more.
+        """
+        cell = await self.run(code)
+        artefacts = {name: None if content is None else _encode(content) for name, content in cell.files.items()}
+        info = {key: value for key, value in {"error": cell.error, "artefacts": artefacts}.items() if value}
+        return {"observation": cell.text, **info} if info else cell.text
+
+    async def run(self, code: str, files: Mapping[str, bytes] | None = None) -> Cell:
+        """Run a cell, with more files in the workspace.
+
+        Raises:
+            ValueError: a file does not fit into the workspace.
+        """
+        notes = []
+        if self._sandbox is not None and self._sandbox.lost:  # its last call was cancelled
+            notes.append(_restarted("the last call took too long"))
+            self._renew()
+        sandbox = await self._current()
+        for name, content in (files or {}).items():
+            await sandbox.write(name, content)
+        result = await sandbox.run(code, self._seconds)
+        found: dict[str, bytes | None] = {}
+        if result.lost is not None:
+            notes.append(_restarted(result.lost))
+            self._renew()
+        elif self._patterns:
+            try:
+                found = await sandbox.read(self._patterns, self._artefact_bytes)
+            except SandboxLost as loss:
+                sandbox.close(str(loss))
+        text = "\n".join(part for part in (result.text, *notes) if part) or "(no output)"
+        return Cell(text, result.error, found)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the next cell begins in a new process and workspace."""
+        return self._sandbox is None or self._sandbox.lost
+
+    async def release(self) -> None:
+        """End the chain's process and workspace; the next process starts meanwhile."""
+        self._contents = {}
+        if self._used:
+            self._renew()
+
+    async def healthy(self) -> bool:
+        """Return whether the next chain will find a sandbox."""
+        starting = self._starting
+        return starting is None or not starting.done() or starting.exception() is None
+
+    async def close(self) -> None:
+        """End everything."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._sandbox is not None:
+            self._sandbox.close()
+        if self._starting is not None:
+            Sandbox.discard(self._starting)
+        self._sandbox = self._starting = None
+
+    def _renew(self) -> None:
+        self._end()
+        self._used = False
+        self._starting = Sandbox.begin(self._settings)
+
+    async def _current(self) -> Sandbox:
+        """Return the chain's sandbox, with its files."""
+        if self._sandbox is None:
+            starting = self._starting or Sandbox.begin(self._settings)
+            self._starting = None
+            self._used = True
+            sandbox = await Sandbox.ready(self._settings, starting)
+            try:
+                for name, content in self._contents.items():
+                    await sandbox.write(name, content)
+            except BaseException:
+                sandbox.close()
+                raise
+            self._sandbox = sandbox
+        return self._sandbox
+
+
+def _restarted(reason: str) -> str:
+    return f"[The interpreter was restarted: {reason}. Variables and files made so far are lost.]"
+
+
+def _encode(content: bytes) -> Any:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(content).decode()}

@@ -1,0 +1,145 @@
+"""`Shell`: an environment in which a model runs commands, in a sandbox around the chain's own folder."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder, remove_folder
+from agentfactory.tools.sandbox.bubblewrap import WORKSPACE
+from agentfactory.tools.sandbox.program import ProgramResult, run_program
+from agentfactory.tools.sandbox.session import is_inside
+from agentfactory.tools.sandbox.settings import ProgramLimits
+from agentfactory.tools.sandbox.view import View, check_readable
+from agentfactory.tools.tool import tool
+from agentfactory.tools.user_code.row_files import folder_of_files, load_files
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class Shell(Environment):
+    """Commands in a folder of the chain's own. Files stay from command to command; processes end with theirs.
+
+    It judges nothing: give the recipe `rewards:`, or a subclass a `reward` that reads `self.workspace`. There is no
+    network. A field `files` of the data row is copied in: a mapping of name to text (or to `{"base64": ...}`), or a
+    list of names below the folder that the option `files` names.
+
+    Args:
+        seconds: time limit of a command.
+        processes: processes and threads at a time.
+        memory_mb: memory of all processes together, in MiB.
+        disk_mb: size of the folder's files and folders together, in MiB; each takes at least 4 KiB.
+        output_characters: text of a command that the model sees: its beginning and its end.
+        files: folder with the files that rows name.
+        root: root file system of the commands, read-only; `/` shows the machine's programs, libraries and /etc.
+        readable: further files and folders of the machine that commands may read.
+
+    Raises:
+        ValueError: an option out of its range, or a folder that is not there.
+    """
+
+    def __init__(
+        self,
+        seconds: float = 60.0,
+        processes: int = 128,
+        memory_mb: int = 1024,
+        disk_mb: int = 256,
+        output_characters: int = 10_000,
+        files: str | None = None,
+        root: str = "/",
+        readable: Sequence[str] = (),
+    ) -> None:
+        if not 0 < seconds <= 86400:
+            raise ValueError(f"seconds: got {seconds}; it has to be above 0, and a day at most")
+        if not 200 <= output_characters <= 100_000:
+            raise ValueError(f"output_characters: got {output_characters}; it has to be from 200 to 100000")
+        self._limits = ProgramLimits(processes, memory_mb, disk_mb)
+        self._seconds, self._characters = seconds, output_characters
+        self._files = folder_of_files(files)
+        self._root = Path(root).resolve()
+        self._readable = tuple(Path(path).resolve() for path in readable)
+        check_readable("readable", self._readable)
+        if not os.path.lexists(self._root / "bin/sh"):
+            raise ValueError(f"root: {self._root} has no /bin/sh; name a folder with a root file system, or /")
+        self.workspace: Path | None = None
+        """The chain's folder, outside the sandbox. What is in it may be anything, such as links out of it."""
+
+    async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
+        """Begin with the row's `files` in the workspace.
+
+        Raises:
+            ValueError: a file does not exist, or does not fit.
+        """
+        contents = load_files(files, self._files, self._limits.disk_mb)
+        for name in contents:
+            if not is_inside(name):
+                raise ValueError(
+                    f"files: {name!r} does not name a file of the workspace; give a relative path without .."
+                )
+        if (size := sum(map(len, contents.values())) / 2**20) > self._limits.disk_mb:
+            raise ValueError(f"files: they have {size:.0f} MiB; raise disk_mb ({self._limits.disk_mb})")
+        self.workspace = await in_folder_thread(_filled, contents)
+
+    @tool
+    async def shell(self, command: str) -> dict[str, Any]:
+        """Run a shell command. Files are kept from call to call; each call begins in the same folder, and processes
+        that it leaves behind are ended. Returns what it prints.
+
+        Args:
+            command: The command, of one line or more.
+        """
+        result = await self.run(command, self._seconds)
+        notes = []
+        if result.ended is not None:
+            notes.append(f"[The command was ended: {result.ended}.]")
+        elif result.status != 0:
+            notes.append(f"[exit status {result.status}]")
+        text = "\n".join(part for part in (result.stdout.rstrip("\n"), *notes) if part) or "(no output)"
+        return {"observation": text, "exit_status": result.status}
+
+    async def run(self, command: str, seconds: float) -> ProgramResult:
+        """Run a command on the chain's files."""
+        environment = self.environment()
+        return await run_program(
+            ["bash" if self._has_bash() else "sh", "-c", command],
+            self.view(),
+            self._limits,
+            environment,
+            seconds=seconds,
+            characters=self._characters,
+            merged=True,
+        )
+
+    def view(self) -> View:
+        """Return what commands see."""
+        assert self.workspace is not None
+        return View(self._root, self._readable, {WORKSPACE: self.workspace}, WORKSPACE)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of commands."""
+        return {"PATH": PATH, "HOME": WORKSPACE, "LANG": "C.UTF-8", "TERM": "dumb"}
+
+    async def release(self) -> None:
+        """Remove the chain's files."""
+        if self.workspace is not None:
+            await in_folder_thread(remove_folder, self.workspace)
+            self.workspace = None
+
+    async def close(self) -> None:
+        """Remove what is left."""
+        await self.release()
+
+    def _has_bash(self) -> bool:
+        root = self.view().root
+        return any(os.path.lexists(root / place) for place in ("bin/bash", "usr/bin/bash"))
+
+
+def _filled(contents: Mapping[str, bytes]) -> Path:
+    folder = make_folder()
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    give_to_sandbox(folder)
+    return folder

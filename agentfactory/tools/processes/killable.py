@@ -1,0 +1,106 @@
+"""Processes for libraries that can hang or crash on hostile input: they are killed and started again."""
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import own_python
+
+
+class KillableProcesses:
+    """Processes of one module, which start when they are needed and are used again. Any thread may borrow one.
+
+    Args:
+        module: Run by `python -m`. It writes a line of JSON when it is ready and one for each answer, and ends itself
+            (by the kernel's alarm) if an answer takes too long.
+        count: How many may be borrowed at a time; who wants another one waits.
+    """
+
+    def __init__(self, module: str, count: int) -> None:
+        self._module = module
+        self._places = threading.BoundedSemaphore(count)
+        self._idle: list[KillableProcess] = []
+
+    @contextmanager
+    def borrowed(self) -> Iterator["KillableProcess"]:
+        """Give a process that is ready. It is killed afterwards, unless it has `answered`.
+
+        Raises ChildProcessError if it does not start.
+        """
+        with self._places:
+            process = self._idle.pop() if self._idle else KillableProcess("-m", self._module)
+            process.answered = False
+            try:
+                yield process
+            finally:
+                if process.answered:
+                    self._idle.append(process)
+                else:
+                    process.end()
+
+    def close(self) -> None:
+        """End the idle processes; the next use starts new ones."""
+        while self._idle:
+            self._idle.pop().end()
+
+
+class KillableProcess:
+    """One process, which runs Python with `arguments`: ours, or `executable`. Its user sets `answered` after the last
+    answer to a request. Raises ChildProcessError if it does not start."""
+
+    def __init__(self, *arguments: str, executable: str | None = None) -> None:
+        # a separate session, so that Ctrl-C in a terminal does not reach it
+        self._process = subprocess.Popen(
+            own_python(*arguments, executable=executable),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **parent_watch.environment()},
+            start_new_session=True,
+        )
+        self.answered = False
+        if self.receive() is None:
+            self.end()
+            raise ChildProcessError(f"{arguments[-1]} did not start; what it said is in the log")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def send(self, request: dict[str, Any], content: bytes = b"") -> None:
+        """Send a line of JSON, and bytes that follow it. A process that has ended gives no answer."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n" + content)
+            self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next answer; None if the process ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def exit_status(self) -> int:
+        """Wait for the end of a process that gives no more answers; return its status, -N if signal N ended it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._process.kill()
+        return self._process.wait()
+
+    def end(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._process.wait()

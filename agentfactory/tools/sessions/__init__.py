@@ -1,0 +1,1 @@
+"""The tools of a recipe, and a chain's session with them."""

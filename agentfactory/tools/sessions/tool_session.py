@@ -1,0 +1,368 @@
+"""`ToolSession`: one chain's access to the tools."""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from mcp import MCPError
+from mcp_types import INVALID_PARAMS, CallToolResult
+
+from agentfactory.tools.calls.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from agentfactory.tools.calls.truncation import left_out_of
+from agentfactory.tools.environments.pool import Lease
+from agentfactory.tools.environments.state_anchors import ANCHOR_KEY, anchor_text
+from agentfactory.tools.errors import short
+from agentfactory.tools.mcp_servers.mcp_client import CallTimeout, Connection
+from agentfactory.tools.mcp_servers.tool_server import ToolServer
+from agentfactory.tools.messages import (
+    CallError,
+    Content,
+    EnvironmentReward,
+    EnvironmentRewardError,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolResult,
+    text_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEPTH = 64
+"""Maximum depth of arguments that are sent. The SDK drops arguments nested some 200 levels deep, and the call would
+hang."""
+_CLOSE_SECONDS = 10.0
+"""How long an environment may take to close."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The destination of a tool's calls: the server, and the tool's name there.
+
+    `validator` is set if the server does not distinguish wrong arguments from other errors.
+    """
+
+    server: ToolServer
+    tool: str
+    validator: Validator | None
+
+
+@dataclass
+class _Share:
+    """A chain's share of one server."""
+
+    server: ToolServer
+    connection: Connection
+    lease: Lease[Connection] | None
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """An environment gets a chain's calls one by one, in the order in which they were made, on every transport."""
+    asked: bool = False
+    """A reset was begun, so the environment must be closed, even if the reset failed."""
+    generation: int | None = None
+    """Generation of the server process that contains the chain's state."""
+    spoiled: bool = False
+    """The instance must not serve another chain: it failed, or may still be working on an abandoned call."""
+    anchored: bool = False
+    """A result had an anchor."""
+    anchor: str | None = None
+    """That of the state after the last call; None if it is unknown."""
+
+    def note_anchor(self, result: CallToolResult) -> None:
+        """Note the state after a call. One that failed may have changed it, unless its arguments were wrong."""
+        meta = result.meta or {}
+        if ANCHOR_KEY in meta:
+            given = meta[ANCHOR_KEY]
+            self.anchored, self.anchor = True, None if given is False else anchor_text(given)
+        elif result.is_error and meta.get(ERROR_KEY) != CallError.INVALID_ARGUMENTS:
+            self.anchor = None
+
+
+class ToolSession:
+    """One chain's access to the tools. `opening` is the result of its environments' resets, or None; `left_out` are the
+    bytes by which `limits.result_bytes` cut it, by environment."""
+
+    def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
+        self.opening: Content | None = None
+        self.left_out: dict[str, int] = {}
+        self.waits: list[tuple[str, float, float]] = []
+        """The waits for an instance of a server: its name, and the time.monotonic() at which each began and ended."""
+        self._key = key
+        self._servers = servers
+        self._routes = routes
+        self._shares: dict[str, _Share] = {}
+
+    @property
+    def kept(self) -> list[str]:
+        """Where the folders of the chain's programs will be kept."""
+        return [str(share.connection.kept) for share in self._shares.values() if share.connection.kept is not None]
+
+    @property
+    def anchor(self) -> str | None:
+        """The anchor of the state that the chain is in: that of its environment, or of all that give anchors; None if
+        none does, or one is in a state without an anchor."""
+        anchors = [share.anchor for share in self._shares.values() if share.anchored]
+        if not anchors or None in anchors:
+            return None
+        return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
+
+    async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
+        """Make one call. Mistakes of the model are returned as a result that it can read.
+
+        `timeout_seconds` replaces the server's own time limit for the call.
+
+        Raises:
+            ToolInfrastructureError: the server died, broke the protocol, or lost this chain's state.
+        """
+        started = time.perf_counter()
+        route = self._routes.get(call.name)
+        if route is None:
+            known = f"The tools are: {', '.join(self._routes)}." if self._routes else "There are no tools."
+            return _refusal(f"There is no tool {call.name!r}. {known}", CallError.UNKNOWN_TOOL, started)
+        if fault := _fault(call.arguments, route.validator):
+            return _refusal(f"Invalid arguments for {call.name}: {fault}.", CallError.INVALID_ARGUMENTS, started)
+        seconds = route.server.config.timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            result = await self._ask(route, call.arguments, seconds)
+        except CallTimeout:
+            return _refusal(f"{call.name} did not answer within {seconds:g} s.", CallError.TIMEOUT, started)
+        except MCPError as refusal:
+            if refusal.code != INVALID_PARAMS:
+                raise ToolInfrastructureError(
+                    f"tool server {route.server.name}, call of {route.tool}: {refusal}"
+                ) from refusal
+            text = f"Invalid arguments for {call.name}: {refusal}."
+            return _refusal(text, CallError.INVALID_ARGUMENTS, started)
+        meta = result.meta or {}
+        info = meta.get(INFO_KEY)
+        error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
+        content = content_of(result)
+        if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
+            # our own server does not know the model's name for the tool
+            content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
+        return ToolResult(
+            content,
+            error,
+            time.perf_counter() - started,
+            meta.get(FINISH_KEY) is True,
+            dict(info) if isinstance(info, dict) else {},
+            _left_out(content, route.server.result_bytes),
+        )
+
+    async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
+        """Give the images in a turn's results to the environment that works on the chain's images, if there is one.
+        Return the results with what it says before each image, such as a number. It knows its own images.
+
+        Raises:
+            ToolInfrastructureError: the environment's server died, or lost this chain's state.
+        """
+        numbered = []
+        for call, result in zip(calls, results, strict=True):
+            route = self._routes.get(call.name)
+            content = result.content if route is None else await self._numbered(result.content, route.server)
+            numbered.append(result if content is result.content else replace(result, content=content))
+        return numbered
+
+    async def _numbered(self, content: Content, origin: ToolServer) -> Content:
+        """Return a content of `origin` with what is said before each image."""
+        taker = next((share for share in self._shares.values() if "take_images" in share.server.hidden), None)
+        if taker is None or taker.server is origin or isinstance(content, str):
+            return content
+        images = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        if not images:
+            return content
+        answer = (await self._control(taker, "take_images", {"images": images})).structured_content or {}
+        told = iter(answer["told"])
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if part["type"] == "image_url" and (text := next(told)):
+                parts.append({"type": "text", "text": text})
+            parts.append(part)
+        return parts
+
+    async def reward(self) -> EnvironmentReward | None:
+        """Return the environment's reward for the chain; None without an environment that gives one.
+
+        With several environments, rewards are added up, and names of metrics begin with the server's name and a slash.
+
+        Raises:
+            EnvironmentRewardError: reward() failed, or its answer is neither a number nor an object with `reward`.
+            ToolInfrastructureError: the server died, or lost this chain's state.
+        """
+        judges = [share for share in self._shares.values() if "reward" in share.server.hidden]
+        if not judges:
+            return None
+        total = EnvironmentReward(0.0)
+        for share in judges:
+            name = share.server.name
+            one = _verdict(name, await self._control(share, "reward", {}, failure=EnvironmentRewardError))
+            if len(judges) > 1:
+                one.metrics = {f"{name}/{key}": value for key, value in one.metrics.items()}
+            try:
+                total.add(one)
+            except ValueError as error:
+                raise EnvironmentRewardError(
+                    f"environment {name}: its turn_rewards are not as many as another's"
+                ) from error
+            except TypeError as error:
+                raise EnvironmentRewardError(f"environment {name}: {error}") from error
+        return total
+
+    async def begin(self, task: dict[str, Any]) -> None:
+        """Acquire what the chain needs from each server, and begin `task` in every environment.
+
+        Servers are handled one after the other, in the recipe's order, so that chains that need several scarce
+        instances never deadlock. Called by `Toolset.chain`.
+        """
+        openings = []
+        for server in self._servers:
+            asked = time.monotonic()
+            connection, lease = await server.acquire(self._key)
+            if lease is not None:
+                self.waits.append((server.name, asked, time.monotonic()))
+            share = self._shares[server.name] = _Share(server, connection, lease)
+            if server.environment:
+                openings.append((await self._reset(share, task), server))
+        numbered = [await self._numbered(content, server) for content, server in openings]
+        self.opening = _joined([content for content in numbered if content])
+
+    async def close(self) -> None:
+        """Release everything; if an environment fails to close, this is only logged. Called by `Toolset.chain`."""
+        await asyncio.gather(*(self._let_go(share) for share in self._shares.values()))
+
+    async def _reset(self, share: _Share, task: dict[str, Any]) -> Content:
+        server = share.server
+        schema = server.hidden["reset"].input_schema
+        fields = task
+        if not schema.get("additionalProperties"):
+            fields = {key: value for key, value in task.items() if key in schema.get("properties", {})}
+        if missing := [key for key in schema.get("required", []) if key not in task]:
+            raise ToolInfrastructureError(
+                f"environment {server.name}: reset needs {', '.join(missing)}, which the task does not have; "
+                f"its fields are {', '.join(task) or 'none'}"
+            )
+        share.asked = True
+        result = await self._control(share, "reset", fields, server.reset_seconds)
+        share.generation = share.connection.generation
+        content = content_of(result)
+        if left_out := _left_out(content, server.result_bytes):
+            self.left_out[server.name] = left_out
+        return content
+
+    async def _let_go(self, share: _Share) -> None:
+        replaced = share.server.isolated and share.spoiled
+        try:
+            # a server that died has no state any more, and is not restarted only to close it
+            if share.asked and "close" in share.server.hidden and share.connection.alive and not replaced:
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._control(share, "close", {})
+        except (ToolInfrastructureError, TimeoutError) as error:
+            share.spoiled = True
+            logger.info("environment %s: close: %s", share.server.name, error)
+        finally:
+            if share.lease is not None:
+                await share.lease.release(broken=share.server.isolated and share.spoiled)
+
+    async def _control(
+        self,
+        share: _Share,
+        role: str,
+        arguments: dict[str, Any],
+        timeout_seconds: float | None = None,
+        failure: type[ToolInfrastructureError] = ToolInfrastructureError,
+    ) -> CallToolResult:
+        """Call one of an environment's hidden tools, which must succeed."""
+        server = share.server
+        tool = server.hidden[role].name
+        try:
+            async with share.order:
+                result = await self._request(share, tool, arguments, timeout_seconds)
+        except (CallTimeout, MCPError) as error:
+            raise ToolInfrastructureError(f"environment {server.name}: {tool}: {error}") from error
+        if result.is_error:
+            raise failure(f"environment {server.name}: {tool}: {text_of(content_of(result))}")
+        return result
+
+    async def _ask(self, route: Route, arguments: dict[str, Any], seconds: float) -> CallToolResult:
+        share = self._shares[route.server.name]
+        if route.server.cache is not None:
+            ask = partial(self._request, share, route.tool, arguments, math.inf)
+            return await route.server.cache.result(route.tool, arguments, ask, seconds)
+        if route.server.environment is None:
+            return await self._request(share, route.tool, arguments, seconds)
+        async with share.order:
+            return await self._request(share, route.tool, arguments, seconds)
+
+    async def _request(
+        self, share: _Share, tool: str, arguments: dict[str, Any], timeout_seconds: float | None
+    ) -> CallToolResult:
+        try:
+            result = await share.connection.call(tool, arguments, self._key, share.generation, timeout_seconds)
+        except (CallTimeout, ToolInfrastructureError, MCPError, asyncio.CancelledError) as error:
+            if not isinstance(error, MCPError) or error.code != INVALID_PARAMS:
+                share.spoiled, share.anchor = True, None
+            raise
+        share.note_anchor(result)
+        return result
+
+
+_KINDS = {kind.value: kind for kind in CallError}
+
+
+def _refusal(text: str, error: CallError, started: float) -> ToolResult:
+    return ToolResult(text, error, time.perf_counter() - started)
+
+
+def _left_out(content: Content, most: int) -> int:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    return sum(found.size for text in texts if (found := left_out_of(text, most)))
+
+
+def _joined(contents: list[Content]) -> Content | None:
+    """Join several openings; with images, as parts."""
+    if not any(isinstance(content, list) for content in contents):
+        return "\n".join(text_of(content) for content in contents) or None
+    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+    return [part for some in parts for part in some]
+
+
+def _fault(arguments: dict[str, Any], validator: Validator | None) -> str | None:
+    """Return what is wrong with `arguments`, as far as can be checked here."""
+    if _is_deeper(arguments, _MAX_DEPTH):
+        return f"they are nested more than {_MAX_DEPTH} levels deep"
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:  # NaN, infinity or a lone surrogate, which a model can write but JSON cannot carry
+        return f"not JSON in UTF-8: {error}"
+    if validator is not None and (mismatch := best_match(validator.iter_errors(arguments))):
+        return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
+    return None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    return levels == 0 or any(
+        _is_deeper(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
+    """Extract the reward from an answer: an object, or text that is JSON of a number or an object."""
+    answer: Any = result.structured_content
+    try:
+        if answer is None:
+            answer = json.loads(text_of(content_of(result)))
+        if isinstance(answer, dict) and "reward" not in answer and set(answer) == {"result"}:
+            answer = answer["result"]  # the SDK's MCPServer wraps a plain return value this way
+        return EnvironmentReward.parse(answer, "it")
+    except (ValueError, TypeError) as error:
+        raise EnvironmentRewardError(
+            f"environment {server}: reward answered {short(text_of(content_of(result)))}: {error}"
+        ) from None

@@ -1,0 +1,196 @@
+"""`Toolset`: all tools of a recipe behind one interface, for the chains that call them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
+from mcp_types import Tool
+from referencing import Registry
+
+from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.mcp_servers.mcp_client import Log
+from agentfactory.tools.mcp_servers.mcp_server import ROLE_KEY, build_server
+from agentfactory.tools.mcp_servers.targets import target_of
+from agentfactory.tools.mcp_servers.tool_server import ToolServer
+from agentfactory.tools.messages import ToolInfrastructureError, ToolSpec
+from agentfactory.tools.processes.memory import memory_room
+from agentfactory.tools.sessions.tool_session import Route, ToolSession
+
+
+@asynccontextmanager
+async def open_toolset(
+    recipe: ToolsRecipe,
+    base: Path,
+    log: Log = lambda record: None,
+    objects: Sequence[Any] = (),
+    processes: int = 1,
+) -> "AsyncIterator[Toolset]":
+    """Open every tool and MCP server of `recipe` concurrently; close them on exit.
+
+    Args:
+        base: Folder at which the recipe's relative paths start.
+        log: Takes records {"event": "tool_server_opened" | "tool_server_lost" | "tool_server_isolated", "server": name,
+            ...}.
+        objects: Served in this process in addition to the recipe's: `@tool` functions and methods, Environment classes,
+            MCP server objects.
+        processes: Number of processes like this one, which share the machine's memory.
+
+    Raises:
+        UserCodeError, TypeError, ValueError: the recipe is wrong: a reference that cannot be loaded, an object that
+            cannot be served, an unset environment variable, names that clash, tools that a server does not have.
+        ToolInfrastructureError: a server could not be started or reached.
+    """
+    servers: dict[str, ToolServer] = {}
+    most = recipe.limits.result_bytes
+    programs = sum(1 for config in recipe.mcp_servers.values() if config.command or config.container)
+    # for the processes of one server, if nothing else limits their number
+    memory = memory_room() // 2 // processes // max(1, programs)
+
+    def add(server: ToolServer) -> None:
+        if server.name in servers:
+            raise ValueError(f"two tool servers are called {server.name}: rename one in tools or mcp_servers")
+        servers[server.name] = server
+
+    for given in objects:
+        name = str(getattr(given, "__name__", None) or getattr(given, "name", type(given).__name__))
+        target = build_server([given], name, result_bytes=most)
+        add(ToolServer(name, McpServerConfig(module=name), target, log, most))
+    entries = [(reference.rpartition(":")[2], McpServerConfig(module=reference)) for reference in recipe.tools]
+    for name, config in [*entries, *recipe.mcp_servers.items()]:
+        add(ToolServer(name, config, target_of(name, config, base, most), log, most, memory))
+
+    toolset: Toolset | None = None
+    openings = [asyncio.create_task(server.open(), name=f"open {server.name}") for server in servers.values()]
+    try:
+        await asyncio.gather(*openings)
+        toolset = Toolset(list(servers.values()))
+        yield toolset
+    finally:
+        for opening in openings:  # if one fails, the others are not needed
+            opening.cancel()
+        await asyncio.gather(*openings, return_exceptions=True)
+        if toolset is not None:
+            await toolset.closed()
+        await asyncio.gather(*(server.close() for server in servers.values()))
+
+
+class Toolset:
+    """The tools of a recipe. `specs` are the descriptions for the model, in the order of the recipe and of each
+    server's list."""
+
+    def __init__(self, servers: Sequence[ToolServer]) -> None:
+        self._servers = servers
+        self._routes: dict[str, Route] = {}
+        self._closings: set[asyncio.Task[None]] = set()
+        self.specs: list[ToolSpec] = []
+        for server in servers:
+            for tool in server.tools:
+                name = server.config.prefix + tool.name
+                if other := self._routes.get(name):
+                    raise ValueError(
+                        f"the tool {name} is offered by {other.server.name} and by {server.name}; a model could not "
+                        f"tell them apart: leave one out, or set mcp_servers.{server.name}.prefix"
+                    )
+                self._routes[name] = Route(server, tool.name, _validator(server.name, tool))
+                self.specs.append(ToolSpec(name, tool.description or "", tool.input_schema))
+
+    @property
+    def environments(self) -> list[str]:
+        """The servers that are environments."""
+        return [server.name for server in self._servers if server.environment]
+
+    def harmless(self, reads: bool) -> list[ToolSpec]:
+        """Return the tools that, by their own annotations, destroy nothing and act on nothing outside of their server:
+        those that change nothing (`reads`), or the others."""
+        said = {
+            server.config.prefix + tool.name
+            for server in self._servers
+            for tool in server.tools
+            if (hints := tool.annotations) and hints.open_world_hint is False
+            if (hints.read_only_hint is True if reads else hints.destructive_hint is False and not hints.read_only_hint)
+        }
+        return [spec for spec in self.specs if spec.name in said]
+
+    @property
+    def isolation(self) -> list[str]:
+        """What a chain has of each server that is not in this process, in words."""
+        return [server.told_isolation for server in self._servers if server.config.module is None]
+
+    @property
+    def judges(self) -> bool:
+        """Whether an environment gives a reward."""
+        return any("reward" in server.hidden for server in self._servers)
+
+    def takes(self, field: str) -> bool:
+        """Return whether a reset names this field of a task."""
+        resets = (server.hidden["reset"].input_schema for server in self._servers if server.environment)
+        return any(field in schema.get("properties", {}) for schema in resets)
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """The fields of a row that resets need -> the name of the environment."""
+        return {
+            field: f"the reset of {server.name}"
+            for server in self._servers
+            if server.environment
+            for field in server.hidden["reset"].input_schema.get("required", [])
+        }
+
+    def check_rows(self, tasks: Sequence[dict[str, Any]], section: str) -> None:
+        """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs."""
+        for field, who in self.needed.items():
+            for number, task in enumerate(tasks, 1):
+                if field not in task:
+                    problem = f"{who} needs {field}, which row {number} lacks (it has {', '.join(task) or 'none'})"
+                    fix = f"give every row this field, or rename one by {section}.columns"
+                    raise SettingError(section, problem, fix)
+
+    @asynccontextmanager
+    async def chain(self, key: str, task: dict[str, Any]) -> "AsyncIterator[ToolSession]":
+        """Let the chain `key`, unique in this run, act on `task`: reset its environments, and release them at the end.
+
+        Raises:
+            ToolInfrastructureError: no instance became free in time, an environment could not be reset, or its server
+                died.
+        """
+        session = ToolSession(key, self._servers, self._routes)
+        try:
+            await session.begin(task)
+            yield session
+        finally:
+            # in a separate task, which finishes even if the chain is cancelled again
+            closing = asyncio.create_task(session.close(), name=f"end of chain {key}")
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
+            await asyncio.shield(closing)
+
+    async def gauges(self) -> dict[str, float]:
+        """Return `environments/<server>/<gauge>` of every pool: see `Pool.gauges`."""
+        answers = await asyncio.gather(*(server.gauges() for server in self._servers))
+        return {
+            f"environments/{server.name}/{key}": value
+            for server, answer in zip(self._servers, answers, strict=True)
+            for key, value in answer.items()
+        }
+
+    async def closed(self) -> None:
+        """Wait until every chain that has ended has released everything."""
+        while self._closings:
+            await asyncio.wait(self._closings)
+
+
+def _validator(server: str, tool: Tool) -> Validator | None:
+    if ROLE_KEY in (tool.meta or {}):
+        return None
+    kind = validator_for(tool.input_schema)
+    try:
+        kind.check_schema(tool.input_schema)
+    except SchemaError as error:
+        raise ToolInfrastructureError(f"tool server {server}: {tool.name} has an invalid schema: {error}") from None
+    return kind(tool.input_schema, registry=Registry())  # an empty registry: nothing is fetched for a `$ref`

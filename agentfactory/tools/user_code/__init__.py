@@ -1,0 +1,1 @@
+"""User code: loaded by path, its import path, its types and schemas."""

@@ -1,0 +1,72 @@
+"""The import path of our processes: installed packages come first, the folders of user code last."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
+"""The source folder that contains this package, if any; it also contains the links `tools`, `rollout` and
+`trainers`."""
+
+_folders: list[str] = []
+_appended: dict[str, bool] = {}
+"""Folders that only we have added to the path -> whether a FILE.py is in the folder."""
+
+
+def own_python(*arguments: str, executable: str | None = None) -> list[str]:
+    """Return a command that runs a Python (default: this one) like ours: the current folder, in which a user's
+    `datasets/` or `mcp/` would be mistaken for the libraries of these names, is not on its import path."""
+    return [executable or sys.executable, "-P", *arguments]
+
+
+def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
+    """Append folders of user code to the import path, unless they are already on it. Folders `of_file`, which contain a
+    FILE.py, come before those of recipes.
+
+    A checkout of AgentFactory on the path is moved behind them, so that a user's `tools/`, a package or a plain folder,
+    is found before the checkout's link of that name.
+    """
+    for folder in map(str, folders):
+        if folder not in _folders:
+            _folders.append(folder)
+        if folder not in sys.path or folder in _appended:
+            _appended[folder] = of_file or _appended.get(folder, False)
+    last = sorted(_appended, key=lambda folder: not _appended[folder])
+    if str(_CHECKOUT) in sys.path and _is_checkout():
+        last = [*(folder for folder in last if folder != str(_CHECKOUT)), str(_CHECKOUT)]
+    sys.path[:] = [*(entry for entry in sys.path if entry not in last), *last]
+
+
+def user_folders() -> list[str]:
+    """Return the folders of user code, in the order in which they were added."""
+    return [*_folders]
+
+
+def start_folder_last() -> None:
+    """Move the first entry that Python added to the import path, the current folder (`python -m`) or the folder of the
+    script, to its end. Call it at the beginning of a command's main module, before any other import.
+
+    Ends the process if another `agentfactory` in that folder hides this package.
+    """
+    package = sys.modules["agentfactory"]
+    if getattr(package, "__file__", None) != str(Path(__file__).parents[2] / "__init__.py"):
+        hiding = next(iter(package.__path__))
+        sys.exit(f"agentfactory: {hiding} hides AgentFactory; fix: run `agentfactory`, or start in another folder")
+    if not sys.flags.safe_path:
+        folder = sys.path.pop(0)
+        append_folders([Path(folder or os.getcwd())])
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a top-level package can be imported; a folder that happens to have its name, such as the `wandb/`
+    that wandb writes, does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _is_checkout() -> bool:
+    # if this package is installed from a wheel, it is among the libraries, which stay in front
+    link = _CHECKOUT / "tools"
+    return link.exists() and link.samefile(Path(__file__).parents[1])
