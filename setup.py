@@ -79,7 +79,7 @@ setup(
         # model configurations for planning memory when the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
         # chat templates of ours
-        "agentfactory.rollout": ["chat_templates/*.jinja"],
+        "agentfactory.rollout.text": ["chat_templates/*.jinja"],
         "agentfactory.worlds.screens": ["pages/*"],
         "agentfactory.viewer": ["page/*"],
     },
@@ -138,6 +138,6 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["agentfactory=agentfactory.commands.main:main"],
-        "vllm.general_plugins": ["agentfactory=agentfactory.rollout.vllm_plugin:register"],
+        "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },
 )

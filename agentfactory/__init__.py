@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentfactory.agent import Agent
-    from agentfactory.rollout.agent import Turn
-    from agentfactory.rollout.client import Completion
-    from agentfactory.rollout.group_files import read_groups
-    from agentfactory.rollout.parsers import FormatError, Parser, Reading
-    from agentfactory.rollout.renderer import Parsed
+    from agentfactory.rollout.chains.turn import Turn
+    from agentfactory.rollout.groups.group_files import read_groups
+    from agentfactory.rollout.inference.inference_client import Completion
     from agentfactory.rollout.rewards import reward
+    from agentfactory.rollout.text.parsers import FormatError, Parser, Reading
+    from agentfactory.rollout.text.renderer import Parsed
     from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
     from agentfactory.tools.environment import Environment
     from agentfactory.tools.images.coordinates import ModelView
@@ -42,20 +42,20 @@ __all__ = [
 
 _HOME = {
     "Agent": "agentfactory.agent",
-    "Completion": "agentfactory.rollout.client",
+    "Completion": "agentfactory.rollout.inference.inference_client",
     "Environment": "agentfactory.tools.environment",
-    "FormatError": "agentfactory.rollout.parsers",
+    "FormatError": "agentfactory.rollout.text.parsers",
     "Group": "agentfactory.rollout.trajectory",
     "ModelView": "agentfactory.tools.images.coordinates",
     "Outcome": "agentfactory.rollout.trajectory",
-    "Parsed": "agentfactory.rollout.renderer",
-    "Parser": "agentfactory.rollout.parsers",
-    "Reading": "agentfactory.rollout.parsers",
+    "Parsed": "agentfactory.rollout.text.renderer",
+    "Parser": "agentfactory.rollout.text.parsers",
+    "Reading": "agentfactory.rollout.text.parsers",
     "ToolInfrastructureError": "agentfactory.tools.messages",
     "Trajectory": "agentfactory.rollout.trajectory",
-    "Turn": "agentfactory.rollout.agent",
+    "Turn": "agentfactory.rollout.chains.turn",
     "finish": "agentfactory.tools.tool",
-    "read_groups": "agentfactory.rollout.group_files",
+    "read_groups": "agentfactory.rollout.groups.group_files",
     "reward": "agentfactory.rollout.rewards",
     "tool": "agentfactory.tools.tool",
 }

@@ -14,18 +14,18 @@ from agentfactory.launching.processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.server_process import serve
 from agentfactory.recipe.load import setting_error
-from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.chain_runner import ENDINGS, ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ENDINGS, ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
-from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row
+from agentfactory.rollout.inference.connection import ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.serving import missing_from
 from agentfactory.rollout.rewards import Rewards, prediction_of
-from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.serving import missing_from
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message

@@ -105,7 +105,7 @@ def main() -> int:
         return 2
     # torch and transformers take seconds to import; report a broken recipe before that
     from agentfactory.launching.trainer_process import train
-    from agentfactory.rollout.delivery import WorkerDiedError
+    from agentfactory.rollout.workers.worker_socket import WorkerDiedError
     from agentfactory.trainers.accelerator import LaunchError
     from agentfactory.trainers.server_control import SyncError
     from agentfactory.trainers.tracking import TrackingError

@@ -29,8 +29,8 @@ from typing import Any
 
 import yaml
 
-from agentfactory.rollout.group_files import read_groups
-from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.user_code.loading import load_object
 

@@ -22,7 +22,7 @@ import aiohttp
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.connection import authorization
+from agentfactory.rollout.inference.connection import authorization
 
 REQUESTS, PROMPT, SAMPLED, VOCABULARY = 32, 256, 128, 2048
 
@@ -93,7 +93,7 @@ def main() -> None:
         command = [
             sys.executable,
             "-m",
-            "agentfactory.rollout.embedded",
+            "agentfactory.rollout.inference.embedded",
             folder,
             "--port",
             "0",

@@ -39,15 +39,15 @@ from typing import Any
 
 import aiohttp
 
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import OutsideConfig, RolloutRecipe
-from agentfactory.rollout.event_loop import collect_rarely, event_loop
-from agentfactory.rollout.gateway.agents import FunctionAgent
-from agentfactory.rollout.gateway.outside import OutsideAgent
-from agentfactory.rollout.gateway.runner import GatewayRunner
-from agentfactory.rollout.load_renderer import make_renderer
+from agentfactory.rollout.gateway.client_agents import FunctionAgent
+from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
+from agentfactory.rollout.gateway.outside_agent import OutsideAgent
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
 from agentfactory.tools.sessions.toolset import open_toolset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -226,8 +226,8 @@ def measure_decode(size: Size, folder: Path, static: bool) -> dict[str, float]:
     """Return the tokens per second of the embedded engine with all its slots busy, and its peak memory."""
     from transformers import AutoModelForCausalLM
 
-    from agentfactory.rollout.embedded.engine import Engine
-    from agentfactory.rollout.embedded.request import Request
+    from agentfactory.rollout.inference.embedded.engine import Engine
+    from agentfactory.rollout.inference.embedded.request import Request
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype()))
     length = 2 * size.length

@@ -21,7 +21,7 @@ from statistics import fmean
 
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.rollout.group_files import CREDIT_FILE, read_groups
+from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.accelerator import make_accelerator
 from agentfactory.trainers.batch import TrainingRow

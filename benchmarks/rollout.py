@@ -171,12 +171,12 @@ async def serve_stub() -> None:
 
 def run_ours(url: str, workload: str, run: str) -> tuple[float, float]:
     """Run ChainRunner as the rollout worker does."""
-    from agentfactory.rollout.chain_runner import ChainRunner
-    from agentfactory.rollout.client import InferenceClient
+    from agentfactory.rollout.chains.chain_runner import ChainRunner
+    from agentfactory.rollout.chains.sampling import Sampling
     from agentfactory.rollout.config import RolloutRecipe
-    from agentfactory.rollout.load_renderer import make_renderer
+    from agentfactory.rollout.inference.inference_client import InferenceClient
     from agentfactory.rollout.rewards import Rewards
-    from agentfactory.rollout.sampling import Sampling
+    from agentfactory.rollout.text.load_renderer import make_renderer
     from agentfactory.tools.sessions.toolset import open_toolset
 
     async def measure() -> tuple[float, float]:

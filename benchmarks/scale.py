@@ -1,8 +1,8 @@
 """Rollout workers with thousands of long chains: CPU per turn, event-loop lag, bytes per turn, delivery.
 
-The worker is the real one (`agentfactory.rollout.worker`), started as trainer rank 0 starts it: it renders, requests
-turns, runs a tool, saves and delivers groups of 8. Its server is a stub in another process that answers each request
-at once with the same 64 tokens, a tool call. Each answer of the tool is another text, so nothing is rendered from a
+The worker is the real one (`agentfactory.rollout.workers.rollout_worker`), started as trainer rank 0 starts it: it
+renders, requests turns, runs a tool, saves and delivers groups of 8. Its server is a stub in another process that
+answers each request at once with the same 64 tokens, a tool call. Each answer of the tool is another text, so nothing is rendered from a
 cache. A chain has 30 turns and ends with 16 thousand tokens.
 
 - ms per turn: CPU time of the worker's process by its turns, from the first request to the last delivered group.
@@ -203,7 +203,7 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
     import psutil
 
     from agentfactory.rollout.config import RolloutRecipe
-    from agentfactory.rollout.weight_versions import Published
+    from agentfactory.rollout.inference.weight_versions import Published
 
     groups = chains // GROUP
     recipe = RolloutRecipe.model_validate(
@@ -236,12 +236,12 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
     before = received()
     counts = (groups // BATCHES, groups)
     try:
-        from agentfactory.rollout.delivery import Job
-        from agentfactory.rollout.workers import RolloutWorkers
+        from agentfactory.rollout.workers.worker_pool import RolloutWorkers
+        from agentfactory.rollout.workers.worker_socket import Job
 
         source: Any = RolloutWorkers(Job(recipe, folder, [url], trajectories, folder, *counts), folder, lambda _: True)
     except ImportError:  # --before: a commit without several workers
-        from agentfactory.rollout.delivery import WorkerProcess
+        from agentfactory.rollout.workers.worker_socket import WorkerProcess
 
         log: Any = folder / "worker.log"
         source = WorkerProcess(recipe, folder, [url], trajectories, log, *counts, lambda _: True)  # type: ignore
@@ -279,9 +279,9 @@ def delivery() -> dict[str, float]:
     """Return the milliseconds for which a group of 8 x 16 thousand tokens blocks the worker and rank 0, and those of
     the viewer's page of one of its chains."""
     from agentfactory.launching.run_folder import RunFolder
-    from agentfactory.rollout.delivery import Delivered, encode_delivered
-    from agentfactory.rollout.group_files import append_group, decode_group
+    from agentfactory.rollout.groups.group_files import append_group, decode_group
     from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory
+    from agentfactory.rollout.workers.worker_socket import Delivered, encode_delivered
     from agentfactory.viewer.follower import Follower
     from agentfactory.viewer.trajectory_page import find_chain, page_of
 

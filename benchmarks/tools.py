@@ -99,7 +99,7 @@ def make_cut() -> Callable[[str, int], str | None]:
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from agentfactory.rollout.encoding import Encoder
+    from agentfactory.rollout.text.encoding import Encoder
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -22,11 +22,11 @@ from agentfactory.launching.prepare import prepare
 from agentfactory.launching.server_process import serve
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.rollout.evaluate import evaluate, open_runner
-from agentfactory.rollout.load_renderer import load_renderer
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner
+from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.advantages import grpo_advantages
 from agentfactory.trainers.batch import MicroBatch, TrainingRow, make_batches, training_row

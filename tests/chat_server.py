@@ -13,9 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.tools.messages import ToolSpec
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]]]]

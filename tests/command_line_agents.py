@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig
-from agentfactory.rollout.gateway.program import ProgramAgent
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.scripted_chains import Scripted, scripted_chains
 

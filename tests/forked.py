@@ -24,9 +24,9 @@ IMPORTED = [
     *(
         "agentfactory.commands.main",
         "agentfactory.launching.launcher",
-        "agentfactory.rollout.delivery",
-        "agentfactory.rollout.load_renderer",
-        "agentfactory.rollout.embedded.server",
+        "agentfactory.rollout.workers.worker_socket",
+        "agentfactory.rollout.text.load_renderer",
+        "agentfactory.rollout.inference.embedded.embedded_server",
     ),
     *(
         "agentfactory.trainers.checkpoints",
@@ -38,7 +38,7 @@ IMPORTED = [
     "pytest",
 ]
 COMMAND = "agentfactory.commands.main"
-ENGINE, TRAINER = "agentfactory.rollout.embedded.__main__", "agentfactory.train"
+ENGINE, TRAINER = "agentfactory.rollout.inference.embedded.__main__", "agentfactory.train"
 READY_WITHIN = 120.0
 """Seconds that an engine may take to start."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from agentfactory.rollout.load_renderer import make_renderer
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from tests.chat_tokenizers import SPECIAL, make_tokenizer, trl_template
 
 TEMPLATES = Path(__file__).parent / "rollout" / "model_templates"

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from agentfactory.rollout.connection import authorization
-from agentfactory.rollout.server_metrics import REPLICA_HEADER
+from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.server_metrics import REPLICA_HEADER
 
 
 @dataclass

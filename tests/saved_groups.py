@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentfactory.rollout.group_files import append_group, delete_groups
+from agentfactory.rollout.groups.group_files import append_group, delete_groups
 from agentfactory.rollout.trajectory import Group
 
 

@@ -11,16 +11,16 @@ from typing import Any
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
-from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.gateway.agents import ClientAgent
-from agentfactory.rollout.gateway.runner import GatewayRunner
-from agentfactory.rollout.load_renderer import make_renderer
+from agentfactory.rollout.gateway.client_agents import ClientAgent
+from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template

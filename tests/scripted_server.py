@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from agentfactory.rollout.client import NEEDED_ROUTES
+from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 
 Script = Callable[[list[int]], list[int]]
 """Prompt ids -> the ids that are 'sampled' after them."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_server import SeeingServer, serve_seeing

@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 
-from agentfactory.rollout import serving
-from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference import serving
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.processes import parent_watch
 from tests.forked import start_engine
@@ -22,7 +22,7 @@ from tests.forked import start_engine
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 """A Python that has vLLM: `make test-vllm` names it."""
 
-EMBEDDED = "agentfactory.rollout.embedded"
+EMBEDDED = "agentfactory.rollout.inference.embedded"
 _START_SECONDS = 300.0
 
 

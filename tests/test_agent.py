@@ -18,11 +18,11 @@ import yaml
 from agentfactory import Agent, Outcome, reward, tool
 from agentfactory.launching.processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.rollout.agent import Turn
-from agentfactory.rollout.client import Completion
+from agentfactory.rollout.chains.context import check_context
+from agentfactory.rollout.chains.turn import Turn
 from agentfactory.rollout.config import AgentConfig, RolloutConfig
-from agentfactory.rollout.context import check_context
 from agentfactory.rollout.gateway.load_agent import load_agent
+from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.loading import load_object

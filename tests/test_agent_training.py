@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import QUICKSTART
 
 pytestmark = pytest.mark.long

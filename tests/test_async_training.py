@@ -14,11 +14,11 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from agentfactory.rollout.delivery import Job
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group, Row
-from agentfactory.rollout.weight_versions import Published
-from agentfactory.rollout.workers import RolloutWorkers
+from agentfactory.rollout.workers.worker_pool import RolloutWorkers
+from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy

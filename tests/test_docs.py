@@ -29,19 +29,19 @@ from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
 from agentfactory.recipe.reference import PAGES, meaning, renewed, sections
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.client import missing_routes
 from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluate import Evaluation, mean_figures
-from agentfactory.rollout.group_files import append_group
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.evaluation.evaluate import Evaluation, mean_figures
+from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, sample_figures
+from agentfactory.rollout.groups.group_files import append_group
+from agentfactory.rollout.inference.inference_client import missing_routes
+from agentfactory.rollout.inference.serving import explain
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
-from agentfactory.rollout.parsers import load_parser
-from agentfactory.rollout.pass_at_k import by_source, estimates, sample_figures
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.serving import explain
-from agentfactory.rollout.template_choice import choose_template
-from agentfactory.rollout.templates import RenderError
+from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.text.parsers import load_parser
+from agentfactory.rollout.text.template_choice import choose_template
+from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError

@@ -12,7 +12,7 @@ import anthropic
 import pytest
 import yaml
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
 from tests.sandboxed_python import sandboxed_python

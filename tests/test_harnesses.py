@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import QUICKSTART
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import QUICKSTART
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -23,8 +23,8 @@ GONE_WITHIN = 10.0
 
 MARKS = {
     "trainer": "-m agentfactory.train ",
-    "worker": "agentfactory.rollout.worker",
-    "server": "agentfactory.rollout.embedded",
+    "worker": "agentfactory.rollout.workers.rollout_worker",
+    "server": "agentfactory.rollout.inference.embedded",
     "tool server": "agentfactory.tools.serve",
 }
 """Process -> what its command line has and no other's."""

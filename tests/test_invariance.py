@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Group
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked

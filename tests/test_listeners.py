@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
-from agentfactory.rollout.gateway.server import Gateway
+from agentfactory.rollout.gateway.gateway_server import Gateway
 from agentfactory.tools.http import http_server
 from agentfactory.tools.http.server_keys import key_header
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS

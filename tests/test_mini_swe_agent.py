@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.rollout.config import AgentConfig
-from agentfactory.rollout.gateway.program import ProgramAgent
+from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.settings import SandboxKind

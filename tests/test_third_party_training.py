@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import Message, ToolCall, text_of

@@ -26,7 +26,7 @@ from wandb.proto import wandb_internal_pb2
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.launching.run_folder import Hold, RunFolder
-from agentfactory.rollout.group_files import read_groups, train_files
+from agentfactory.rollout.groups.group_files import read_groups, train_files
 from tests.conftest import QUICKSTART, REPOSITORY
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]

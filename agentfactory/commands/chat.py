@@ -18,17 +18,17 @@ from agentfactory.launching.server_process import serve
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
-from agentfactory.rollout.chain_runner import ChainRunner, begin
-from agentfactory.rollout.client import Completion
-from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.chains.chain_runner import ChainRunner, begin
+from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.rollout.episode import Episode
-from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row, text_part
 from agentfactory.rollout.images.store import stored_digest
-from agentfactory.rollout.renderer import Parsed
+from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import size_of

@@ -5,8 +5,8 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from agentfactory.rollout.evaluate import Evaluation
-from agentfactory.rollout.pass_at_k import Estimate
+from agentfactory.rollout.evaluation.evaluate import Evaluation
+from agentfactory.rollout.evaluation.pass_at_k import Estimate
 
 _BESIDE = ("failed", "tool_calls", "sampled_tokens")
 """Means that are shown below the estimates, for all tasks together."""

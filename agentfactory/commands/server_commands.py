@@ -20,14 +20,14 @@ from agentfactory.launching.server_process import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.serving import address_fault, chat_fault, outside_fault, server_command
+from agentfactory.rollout.inference.serving import address_fault, chat_fault, outside_fault, server_command
 from agentfactory.tools.http.server_keys import key_file_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from agentfactory.rollout.chain_runner import ChainRunner
-    from agentfactory.rollout.evaluate import Evaluation
+    from agentfactory.rollout.chains.chain_runner import ChainRunner
+    from agentfactory.rollout.evaluation.evaluate import Evaluation
 
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
@@ -106,7 +106,7 @@ def evaluate(
         _evaluate_at(recipe, url, model, say)
         return
     with _acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
-        from agentfactory.rollout.evaluate import open_runner
+        from agentfactory.rollout.evaluation.evaluate import open_runner
 
         opened = open_runner(served.recipe, folder.path, urls, images=folder.images)
         found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
@@ -116,8 +116,8 @@ def evaluate(
 def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
     """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
-    from agentfactory.rollout.chain_runner import RolloutStoppedError
-    from agentfactory.rollout.connection import ServerUnreachableError
+    from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
+    from agentfactory.rollout.inference.connection import ServerUnreachableError
 
     # the model of a later stage is a checkpoint that may not exist
     stages = stages_of(recipe)
@@ -152,7 +152,7 @@ def _run_eval(
 ) -> "Evaluation":
     from agentfactory.launching.progress import follow_groups, tell_warnings
     from agentfactory.rollout.data import load_tasks
-    from agentfactory.rollout.evaluate import run_eval
+    from agentfactory.rollout.evaluation.evaluate import run_eval
 
     assert recipe.eval.data is not None  # load_recipe has checked it
     tasks, samples, greedy = load_tasks(recipe.eval.data, "eval.data"), recipe.eval.samples, recipe.eval.greedy
@@ -178,7 +178,7 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
     with _acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
         from agentfactory.launching.progress import follow_groups, tell_warnings
         from agentfactory.rollout.data import load_tasks
-        from agentfactory.rollout.evaluate import run_rollout
+        from agentfactory.rollout.evaluation.evaluate import run_rollout
 
         acting = served.recipe
         assert acting.data is not None  # load_recipe has checked it
@@ -226,8 +226,8 @@ def _acting(
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if no
     server answers any more."""
-    from agentfactory.rollout.chain_runner import RolloutStoppedError
-    from agentfactory.rollout.connection import ServerUnreachableError
+    from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
+    from agentfactory.rollout.inference.connection import ServerUnreachableError
 
     with Children() as children:
         served, server = what_is_served(recipe, checkpoint), None
@@ -260,7 +260,7 @@ def _acting(
 
 
 async def _check_routes(recipe: Recipe) -> None:
-    from agentfactory.rollout.client import InferenceClient
+    from agentfactory.rollout.inference.inference_client import InferenceClient
 
     async with InferenceClient(recipe.server.urls, recipe.server.api_key_env) as client:
         await client.check_routes()

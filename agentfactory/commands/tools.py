@@ -271,7 +271,7 @@ async def _list(recipe: Recipe, as_json: bool) -> None:
 async def _prompt(recipe: Recipe, images: Path) -> None:
     """Print the first prompt of a chain on the first row of the data, as a run would send it."""
     # imported here, because it imports transformers
-    from agentfactory.rollout.first_prompt import describe_first_prompt
+    from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
     try:
         rows, origin = _first_rows(recipe, images)

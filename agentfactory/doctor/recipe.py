@@ -19,11 +19,11 @@ from agentfactory.doctor.machine import existing
 from agentfactory.placement.placement import place
 from agentfactory.recipe.checks import runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.files import with_files
+from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, missing_routes
+from agentfactory.rollout.inference.serving import address_fault
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.serving import address_fault
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.tools.user_code.import_path import own_python
@@ -129,7 +129,7 @@ def has_tasks(recipe: Recipe) -> bool:
 
 def _has_own_loop(recipe: Recipe) -> bool:
     """Return whether an agent of the user's asks for the turns: then it alone knows the first prompt."""
-    from agentfactory.rollout.gateway.agents import ClientAgent
+    from agentfactory.rollout.gateway.client_agents import ClientAgent
     from agentfactory.rollout.gateway.load_agent import load_agent
 
     return isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent)
@@ -138,7 +138,7 @@ def _has_own_loop(recipe: Recipe) -> bool:
 def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
     """Begin a chain on the first task, and show its first prompt and a made call, both shortened."""
     # imported here, because it imports transformers
-    from agentfactory.rollout.first_prompt import describe_first_prompt
+    from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
     assert recipe.data is not None
     task = load_tasks(recipe.data)[0]

@@ -16,7 +16,7 @@ from agentfactory.launching.server_process import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.rollout.serving import address_fault, outside_fault
+from agentfactory.rollout.inference.serving import address_fault, outside_fault
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import DiskError
 

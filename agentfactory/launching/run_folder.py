@@ -12,7 +12,7 @@ from typing import Any
 
 from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_saved
-from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, train_files
+from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, train_files
 from agentfactory.tools.files.disk import append, refusal, write_whole
 from agentfactory.tools.files.lock_file import holder, open_lock
 from agentfactory.tools.files.untrusted_files import (

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from agentfactory.launching.processes import POLL_SECONDS, Child, ChildFailed, Children
-from agentfactory.rollout import serving
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference import serving
 from agentfactory.tools.processes import parent_watch
 
 _END_SECONDS = 10.0

@@ -24,14 +24,14 @@ from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.rollout.delivery import Job
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.load_renderer import load_renderer
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Group, Row
-from agentfactory.rollout.workers import RolloutWorkers
+from agentfactory.rollout.workers.worker_pool import RolloutWorkers
+from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.tools.calls.notices import Notice, Notices, tell
 from agentfactory.trainers.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.best_checkpoint import find_best

@@ -16,7 +16,7 @@ from agentfactory.trainers.sync.backends import backend_of
 VLLM_SHARE = 0.92
 """Share of a GPU that vLLM 0.32 takes if gpu_memory_utilization is not set."""
 VLLM_CPU_CACHE = GIB
-"""Size that rollout/vllm_server.py sets for vLLM's cache on a CPU."""
+"""Size that rollout/inference/vllm/vllm_server.py sets for vLLM's cache on a CPU."""
 
 Device = Literal["cuda", "cpu"]
 Estimate = Callable[[Recipe, Device, int | None], Need]

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from agentfactory.placement.assumed import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
 from agentfactory.placement.image_memory import server_image_memory
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
-from agentfactory.rollout.embedded.linear import ROWS, onednn_modules
-from agentfactory.rollout.embedded.shape import has_sliding_window, head_width
-from agentfactory.rollout.vllm_arguments import LORA_RANKS
+from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
+from agentfactory.rollout.inference.embedded.linear import ROWS, onednn_modules
+from agentfactory.rollout.inference.embedded.shape import has_sliding_window, head_width
+from agentfactory.rollout.inference.vllm.vllm_arguments import LORA_RANKS
 from agentfactory.trainers.sync.nccl import BUFFER_BYTES, BUFFERS
 from agentfactory.trainers.vision_tower import sees
 
@@ -133,8 +133,8 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
 
 
 def _packed(network: PreTrainedModel, sequences: int) -> int:
-    """Return the bytes of the copies that agentfactory.rollout.embedded.linear makes. The head has a row per sequence,
-    and its copy is only made for ROWS of them."""
+    """Return the bytes of the copies that agentfactory.rollout.inference.embedded.linear makes. The head has a row per
+    sequence, and its copy is only made for ROWS of them."""
     head = network.get_output_embeddings()
     modules = onednn_modules(network, "meta")
     return sum(linear.weight.nbytes for linear in modules if linear is not head or sequences >= ROWS)

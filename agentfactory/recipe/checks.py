@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
+from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.config import DataConfig, Inflight
-from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task, check_source, load_tasks
 from agentfactory.rollout.hub import use_hub_if_it_answers
 from agentfactory.rollout.images.parts import images_of_row
-from agentfactory.rollout.parsers import AUTO, load_parser
+from agentfactory.rollout.inference.serving import missing_from
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.serving import missing_from
+from agentfactory.rollout.text.parsers import AUTO, load_parser
 from agentfactory.tools.environment import Environment, check_machine_for, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.loopback import is_loopback
@@ -180,7 +180,7 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
     _check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
         # imported here, because it imports transformers
-        from agentfactory.rollout.gateway.agents import ClientAgent
+        from agentfactory.rollout.gateway.client_agents import ClientAgent
         from agentfactory.rollout.gateway.load_agent import load_agent
 
         agent = load_agent(recipe.rollout.agent, Path.cwd())
@@ -213,8 +213,8 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     """Probe the chat template of the recipe's model, and return what is found. Raises SettingError if it cannot serve:
     if `rollout.parser` does not read what it writes, for one."""
     # imported here, because it imports transformers
-    from agentfactory.rollout.load_renderer import load_renderer
-    from agentfactory.rollout.templates import RenderError
+    from agentfactory.rollout.text.load_renderer import load_renderer
+    from agentfactory.rollout.text.templates import RenderError
 
     if not Path(recipe.model.path).is_dir():
         use_hub_if_it_answers()
@@ -353,9 +353,9 @@ def _load_user_code(recipe: Recipe) -> None:
         if recipe.rollout.agent.name is not None:
             _load(recipe.rollout.agent.name, "rollout.agent")
         # imported here, because it imports transformers
-        from agentfactory.rollout.gateway.agents import ClientAgent
+        from agentfactory.rollout.gateway.client_agents import ClientAgent
+        from agentfactory.rollout.gateway.gateway_runner import check_recipe
         from agentfactory.rollout.gateway.load_agent import load_agent
-        from agentfactory.rollout.gateway.runner import check_recipe
 
         if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):
             check_recipe(recipe.rollout, native)

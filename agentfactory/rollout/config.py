@@ -390,7 +390,7 @@ _POSSIBLE = {
 
 
 EMBEDDED_QUANTIZATIONS = ("int8", "int4")
-"""Precisions that the embedded engine rounds to: see rollout/embedded/quantization.py, which needs torch."""
+"""Precisions that the embedded engine rounds to: see rollout/inference/embedded/quantization.py, which needs torch."""
 
 
 class ServerConfig(Section):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from agentfactory.rollout.roles import ROLES
+from agentfactory.rollout.text.token_roles import ROLES
 from agentfactory.rollout.trajectory import Row
 from agentfactory.trainers.batch import TrainingRow
 from agentfactory.trainers.config import MismatchConfig

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
+from agentfactory.rollout.inference.weight_versions import WeightVersions
 from agentfactory.rollout.trajectory import Group
-from agentfactory.rollout.weight_versions import WeightVersions
 from agentfactory.trainers.batch import Batch
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import Symptom, TrainRecipe

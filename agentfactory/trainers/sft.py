@@ -9,8 +9,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from agentfactory.rollout.group_files import read_groups
-from agentfactory.rollout.renderer import Renderer
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolSpec

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Protocol
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group
-from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.errors import SettingError
 
 

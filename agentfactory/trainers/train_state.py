@@ -21,7 +21,7 @@ class TrainState:
     groups: list[str] = field(default_factory=list)
     """Ids of trained groups that no earlier checkpoint includes."""
     labels: dict[str, int] = field(default_factory=dict)
-    """The servers' labels of the versions; see agentfactory.rollout.weight_versions.WeightVersions."""
+    """The servers' labels of the versions; see agentfactory.rollout.inference.weight_versions.WeightVersions."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step."""
     before: dict[str, float] = field(default_factory=dict)

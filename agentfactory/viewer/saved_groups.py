@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from agentfactory.rollout.group_files import read_record, restore_streams
+from agentfactory.rollout.groups.group_files import read_record, restore_streams
 from agentfactory.tools.files.untrusted_files import open_file
 from agentfactory.tools.messages import text_of
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from agentfactory.rollout.parsers.parser import tell
-from agentfactory.rollout.parsers.tags import Tags
+from agentfactory.rollout.text.parsers.formats.tags import Tags
+from agentfactory.rollout.text.parsers.parser import tell
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from agentfactory.rollout.parsers.tags import Tags
+from agentfactory.rollout.text.parsers.formats.tags import Tags
 
 DATA_SETS = ("nq", "hotpotqa")
 """The data sets whose questions are trained; the test split has five more."""

@@ -15,12 +15,12 @@ from agentfactory.commands.served_weights import Served
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from tests.forked import COMMAND, Forked
 from tests.seeing_server import serve_seeing

@@ -13,9 +13,9 @@ from agentfactory.commands.eval_table import tables
 from agentfactory.commands.served_weights import trained_in
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.evaluate import Evaluation
-from agentfactory.rollout.group_files import read_groups
-from agentfactory.rollout.pass_at_k import Estimate
+from agentfactory.rollout.evaluation.evaluate import Evaluation
+from agentfactory.rollout.evaluation.pass_at_k import Estimate
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.tools.errors import SettingError
 from tests.chat_server import model_behind, serve_chat
 from tests.project import Command

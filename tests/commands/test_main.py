@@ -296,7 +296,7 @@ def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> 
     ("module", "spared"),
     [
         ("agentfactory.tools.serve", {"torch", "transformers", "numpy", "aiohttp"}),
-        ("agentfactory.rollout.worker", {"torch", "accelerate", "scipy", "datasets"}),
+        ("agentfactory.rollout.workers.rollout_worker", {"torch", "accelerate", "scipy", "datasets"}),
         pytest.param(
             "agentfactory.launching.trainer_process",
             {"peft", "bitsandbytes", "mcp", "datasets", "matplotlib"},

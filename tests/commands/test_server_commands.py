@@ -12,7 +12,7 @@ from agentfactory.launching import progress
 from agentfactory.launching.progress import follow_groups
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.recipe.load import load_recipe
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.tools.errors import SettingError
 from tests.conftest import QUICKSTART
 from tests.project import Command

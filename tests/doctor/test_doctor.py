@@ -19,7 +19,7 @@ from agentfactory.doctor import recipe as doctor_recipe
 from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.client import NEEDED_ROUTES
+from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.tools.processes.memory import memory_room
 from tests.chat_tokenizers import make_tokenizer, trl_template
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agentfactory.rollout.embedded.engine import Engine
-from agentfactory.rollout.embedded.request import Request
+from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.request import Request
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentfactory.placement.server_memory import server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
-from agentfactory.rollout.embedded.engine import Engine
-from agentfactory.rollout.embedded.request import Request
+from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.request import Request
 from agentfactory.trainers.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner

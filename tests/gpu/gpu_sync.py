@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from agentfactory.rollout.weight_digest import weight_digest
+from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.content import Content

@@ -99,7 +99,7 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
     lines = [line for line in result.stdout.splitlines() if line.startswith("#")]
     assert lines[0] == "# first: new, in runs/both/first"
     (server,) = [line for line in lines if line.startswith("# second: server: ")]
-    assert f"agentfactory.rollout.embedded {two_stages}/first/checkpoints/step-" in server
+    assert f"agentfactory.rollout.inference.embedded {two_stages}/first/checkpoints/step-" in server
     assert f"# second: trainer: {sys.executable} " in lines[-1]
     assert lines[-1].endswith(f"-m agentfactory.train --assignment {two_stages}/second/assignment.json")
     assert not two_stages.exists()

@@ -12,7 +12,7 @@ from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.group_files import CREDIT_FILE
+from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from tests.learn.runs import SEEDS, assert_risen, read_json, shortened, train
 
 FORMATS = {"gpt_oss": "harmony", "deepseek": "deepseek_v31"}

@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from agentfactory.rollout.load_renderer import make_renderer
-from agentfactory.rollout.parsers import AUTO
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.parsers import AUTO
 from agentfactory.tools.messages import ToolSpec
 from agentfactory.tools.user_code.loading import load_object
 

@@ -12,8 +12,8 @@ from own_formats import SIZES, save, write_tasks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory import Reading
-from agentfactory.rollout.parsers import Call
-from agentfactory.rollout.parsers.react import React
+from agentfactory.rollout.text.parsers import Call
+from agentfactory.rollout.text.parsers.formats.react import React
 from agentfactory.tools.messages import ToolSpec
 
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ from agentfactory.placement.image_memory import patch_memory
 from agentfactory.placement.server_memory import server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.rollout.images.features import compute_features
+from agentfactory.rollout.inference.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.network import apply_options
 

@@ -21,9 +21,9 @@ from transformers import (
 from agentfactory.placement.assumed import CUDA_GRAPHS
 from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.embedded.engine import Engine
-from agentfactory.rollout.embedded.plan import Planner
-from agentfactory.rollout.embedded.request import Request
+from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.inference.embedded.step_plan import Planner
 
 SMALL = {
     "hidden_size": 128,

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_server import serve_seeing

@@ -8,7 +8,7 @@ import pytest
 
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import REPOSITORY

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates, ModelView

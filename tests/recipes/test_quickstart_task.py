@@ -8,8 +8,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving
 
 from agentfactory.recipe.load import load_recipe
-from agentfactory.rollout.load_renderer import load_renderer
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.tool import InvalidArguments
 from agentfactory.tools.user_code.loading import load_object
 

@@ -10,7 +10,7 @@ import pytest
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import Finish
 from agentfactory.tools.user_code.loading import load_object

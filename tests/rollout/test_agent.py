@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.agent import AgentHooks, Turn
-from agentfactory.rollout.client import Completion
+from agentfactory.rollout.chains.turn import AgentHooks, Turn
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.load_agent import load_agent
-from agentfactory.rollout.renderer import Parsed
+from agentfactory.rollout.inference.inference_client import Completion
+from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.messages import ToolCall
 from tests.chat_tokenizers import STRIPS_REASONING

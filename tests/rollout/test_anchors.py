@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mcp import MCPError
 
-from agentfactory.rollout.group_files import append_group, read_groups
+from agentfactory.rollout.groups.group_files import append_group, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.mcp_servers.mcp_server import OwnServer, build_server

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agentfactory.rollout.chat_chain import open_chat_runner
-from agentfactory.rollout.chat_endpoint import ChatEndpointError, base_url, look_at
+from agentfactory.rollout.chains.chat_chain import open_chat_runner
+from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, base_url, look_at
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluate import open_runner, run_eval
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.evaluation.evaluate import open_runner, run_eval
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.parts import image_urls
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.inference.connection import ServerUnreachableError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.chat_server import Answer, model_behind, said, serve_chat
 from tests.conftest import QUICKSTART

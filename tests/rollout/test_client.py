@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout.client import GENERATE, NEEDED_ROUTES, Completion, EncodedIds, InferenceClient
-from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
-from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, write_load
-from agentfactory.rollout.weight_versions import Published
+from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import (
+    GENERATE,
+    NEEDED_ROUTES,
+    Completion,
+    EncodedIds,
+    InferenceClient,
+)
+from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, write_load
+from agentfactory.rollout.inference.weight_versions import Published
 from tests.waiting import until
 
 PROMPT = [1, 2, 3]

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from agentfactory.rollout.concurrency import ConcurrencyControl, Places
-from agentfactory.rollout.server_metrics import Load
+from agentfactory.rollout.inference.concurrency import ConcurrencyControl, Places
+from agentfactory.rollout.inference.server_metrics import Load
 
 
 async def hold(places: Places, alive: list[int], release: asyncio.Event) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from agentfactory.rollout.chains.context import Context, check_context, is_long
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.context import Context, check_context, is_long
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.messages import Message
 from tests.chat_tokenizers import STRIPS_REASONING

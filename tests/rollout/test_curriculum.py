@@ -5,7 +5,7 @@ import random
 import pytest
 
 from agentfactory.rollout.config import CurriculumConfig
-from agentfactory.rollout.curriculum import Curriculum, successes
+from agentfactory.rollout.groups.curriculum import Curriculum, successes
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 SOLVED, HOPELESS, MIXED, NEW = range(4)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import Place, TaskOrder, load_tasks
-from agentfactory.rollout.prompt import opening_messages
 from agentfactory.tools.errors import SettingError
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]

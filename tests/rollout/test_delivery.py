@@ -10,12 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentfactory.rollout import workers
 from agentfactory.rollout.data import Place, Share
-from agentfactory.rollout.delivery import Delivered, Messages, WorkerDiedError, WorkerProcess, encode, encode_delivered
-from agentfactory.rollout.group_files import encode_group
+from agentfactory.rollout.groups.group_files import encode_group
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
-from agentfactory.rollout.workers import RolloutWorkers
+from agentfactory.rollout.workers import worker_pool as workers
+from agentfactory.rollout.workers.worker_pool import RolloutWorkers
+from agentfactory.rollout.workers.worker_socket import (
+    Delivered,
+    Messages,
+    WorkerDiedError,
+    WorkerProcess,
+    encode,
+    encode_delivered,
+)
 from agentfactory.tools.calls.notices import Notice, notice_of
 from tests.waiting import wait_for
 

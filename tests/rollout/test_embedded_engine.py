@@ -31,12 +31,12 @@ from transformers import (
 )
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from agentfactory.rollout.embedded.attention import attend
-from agentfactory.rollout.embedded.engine import PREFILL_TOKENS, Engine
-from agentfactory.rollout.embedded.eviction import Evictable
-from agentfactory.rollout.embedded.lora import Adapter
-from agentfactory.rollout.embedded.plan import Planner
-from agentfactory.rollout.embedded.request import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.adapters import Adapter
+from agentfactory.rollout.inference.embedded.engine import PREFILL_TOKENS, Engine
+from agentfactory.rollout.inference.embedded.eviction import Evictable
+from agentfactory.rollout.inference.embedded.paged_attention import attend
+from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.step_plan import Planner
 
 pytestmark = pytest.mark.numbers
 

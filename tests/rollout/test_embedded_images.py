@@ -15,15 +15,15 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from agentfactory.rollout.embedded import engine as engine_module
-from agentfactory.rollout.embedded.engine import Engine
-from agentfactory.rollout.embedded.image_encoder import ImageEncoder, load_encoder
-from agentfactory.rollout.embedded.images import HeldImage, ImageCache
-from agentfactory.rollout.embedded.lora import AdapterError
-from agentfactory.rollout.embedded.quantization import quantize
-from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.images import features
 from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.inference.embedded import engine as engine_module
+from agentfactory.rollout.inference.embedded.adapters import AdapterError
+from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder, load_encoder
+from agentfactory.rollout.inference.embedded.quantization import quantize
+from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache
 from agentfactory.tools.processes.lru_cache import ByteCache
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
@@ -219,7 +219,7 @@ def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(tokens))
         return compute(network, inputs, tokens)
 
-    monkeypatch.setattr("agentfactory.rollout.embedded.image_encoder.compute_features", counted)
+    monkeypatch.setattr("agentfactory.rollout.inference.embedded.image_encoder.compute_features", counted)
     return counts
 
 

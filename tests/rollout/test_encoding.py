@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agentfactory.rollout.encoding import MARK, Encoder, map_strings, skip_marked
+from agentfactory.rollout.text.encoding import MARK, Encoder, map_strings, skip_marked
 from tests.chat_tokenizers import make_tokenizer
 
 LLAMA = (

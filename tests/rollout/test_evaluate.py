@@ -9,8 +9,8 @@ import pytest
 
 from agentfactory.rollout.config import DataConfig, RolloutRecipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluate import evaluate, open_runner, run_eval, run_rollout
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner, run_eval, run_rollout
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.messages import ToolInfrastructureError
 from tests.conftest import QUICKSTART

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from agentfactory.rollout.event_loop import event_loop
+from agentfactory.rollout.workers.event_loop import event_loop
 
 SOCKETS = 60
 

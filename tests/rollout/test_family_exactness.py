@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, reward
-from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.model_families import FAMILIES, Family, renderer_of

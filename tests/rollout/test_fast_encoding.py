@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from agentfactory.rollout import fast_encoding
-from agentfactory.rollout.fast_encoding import FastEncoding
+from agentfactory.rollout.text import fast_encoding
+from agentfactory.rollout.text.fast_encoding import FastEncoding
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Group, Outcome
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.config import OutcomePolicy, RolloutConfig
-from agentfactory.rollout.filter import MAX_EQUAL_IN_A_ROW, MAX_LOST_IN_A_ROW, GroupFilter, Worth, counted, worth
+from agentfactory.rollout.groups.group_filter import (
+    MAX_EQUAL_IN_A_ROW,
+    MAX_LOST_IN_A_ROW,
+    GroupFilter,
+    Worth,
+    counted,
+    worth,
+)
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 CUT = {"on_outcome": {"max_tokens": "mask", "max_turns": "drop", "timeout": "keep"}}

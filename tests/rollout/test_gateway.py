@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from agentfactory.rollout.gateway.agents import ChainTools, FunctionAgent
-from agentfactory.rollout.gateway.server import Endpoint
+from agentfactory.rollout.gateway.client_agents import ChainTools, FunctionAgent
+from agentfactory.rollout.gateway.gateway_server import Endpoint
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from tests.chat_tokenizers import trl_template
 from tests.scripted_chains import Scripted, scripted_chains

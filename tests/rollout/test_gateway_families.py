@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentfactory.rollout.gateway.agents import ChainTools, FunctionAgent
+from agentfactory.rollout.gateway.client_agents import ChainTools, FunctionAgent
 from agentfactory.rollout.trajectory import Trajectory
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.scripted_chains import scripted_chains

@@ -10,18 +10,18 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, OutsideConfig, RolloutConfig
 from agentfactory.rollout.data import TaskOrder
-from agentfactory.rollout.delivery import Delivered
-from agentfactory.rollout.gateway import outside
-from agentfactory.rollout.gateway.outside import OutsideAgent
-from agentfactory.rollout.gateway.runner import GatewayRunner
-from agentfactory.rollout.group_files import read_groups
-from agentfactory.rollout.producer import GroupProducer
-from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.staleness import Admission
+from agentfactory.rollout.gateway import outside_agent as outside
+from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
+from agentfactory.rollout.gateway.outside_agent import OutsideAgent
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.groups.producer import GroupProducer
+from agentfactory.rollout.groups.staleness import Admission
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.rollout.weight_versions import Published
+from agentfactory.rollout.workers.worker_socket import Delivered
 from agentfactory.tools.errors import SettingError
 from tests.scripted_chains import Scripted, scripted_chains
 

@@ -10,8 +10,9 @@ from anthropic.types.beta import message_create_params as beta_message_create_pa
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
-from agentfactory.rollout.gateway import chat_completions, messages, responses
-from agentfactory.rollout.gateway.asked import Asked, Refusal
+from agentfactory.rollout.gateway import anthropic_messages as messages
+from agentfactory.rollout.gateway import chat_completions, responses
+from agentfactory.rollout.gateway.request_options import Asked, Refusal
 from tests.conftest import REPOSITORY
 
 USER = [{"role": "user", "content": "go"}]

@@ -15,12 +15,12 @@ import openai
 import psutil
 import pytest
 
-from agentfactory.rollout.chain_runner import begin
+from agentfactory.rollout.chains.chain_runner import begin
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig
-from agentfactory.rollout.gateway.episode import GatewayEpisode
-from agentfactory.rollout.gateway.program import ProgramAgent
-from agentfactory.rollout.gateway.runner import GatewayRunner
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.gateway.gateway_episode import GatewayEpisode
+from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
+from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.environments import workspaces
 from agentfactory.tools.errors import SettingError

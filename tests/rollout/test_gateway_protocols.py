@@ -10,7 +10,7 @@ import pytest
 from anthropic import AsyncAnthropic, BadRequestError
 from openai import AsyncOpenAI
 
-from agentfactory.rollout.gateway.agents import FunctionAgent
+from agentfactory.rollout.gateway.client_agents import FunctionAgent
 from tests.chat_tokenizers import trl_template
 from tests.rollout.test_gateway import CALL, TOOL, play
 from tests.scripted_chains import scripted_chains

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.client import Completion
 from agentfactory.rollout.gateway.content import assistant
-from agentfactory.rollout.gateway.likeness import Delivered, Said, content_text, print_of
-from agentfactory.rollout.gateway.tree import ChainTree, Node, Plan
-from agentfactory.rollout.load_renderer import make_renderer
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.gateway.message_matching import Delivered, Said, content_text, print_of
+from agentfactory.rollout.gateway.token_tree import ChainTree, Node, Plan
+from agentfactory.rollout.inference.inference_client import Completion
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Row, Span
 from agentfactory.tools.messages import Message, ToolSpec
 from tests.chat_tokenizers import STRIPS_REASONING, make_tokenizer, trl_template

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from agentfactory.rollout.group_files import append_group, arrays_file, decode_group, encode_group, read_groups
+from agentfactory.rollout.groups.group_files import append_group, arrays_file, decode_group, encode_group, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.batch import training_row

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfactory.rollout.parsers import Reading
-from agentfactory.rollout.parsers.hermes import Hermes
+from agentfactory.rollout.text.parsers import Reading
+from agentfactory.rollout.text.parsers.formats.hermes import Hermes
 
 
 def parse_calls(text: str) -> Reading:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Group, Outcome
 from tests.saved_groups import write_groups
 from tests.scripted_chains import scripted_chains

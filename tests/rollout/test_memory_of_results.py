@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.templates import cached
+from agentfactory.rollout.text.templates import cached
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '''
@@ -27,7 +27,7 @@ def turns(trajectory):
 WORKER = """
 import asyncio, json, sys
 from pathlib import Path
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.chains.sampling import Sampling
 from tests.scripted_chains import scripted_chains
 
 SOURCE, CALL, LIMITS = sys.argv[1:]

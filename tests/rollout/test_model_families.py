@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.first_prompt import describe_prompt
-from agentfactory.rollout.probing.turns import turn_start
-from agentfactory.rollout.template_renderer import TemplateRenderer
-from agentfactory.rollout.templates import RenderError
+from agentfactory.rollout.chains.prompt_preview import describe_prompt
+from agentfactory.rollout.text.probing.turn_probe import turn_start
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.templates import RenderError
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.model_families import FAMILIES, REFUSED, Family, renderer_of, table
 

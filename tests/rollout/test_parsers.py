@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentfactory.rollout.parsers import PARSERS, Call, Parser, Reading, load_parser
+from agentfactory.rollout.text.parsers import PARSERS, Call, Parser, Reading, load_parser
 from agentfactory.tools.messages import ToolCall, ToolResult, ToolSpec
 
 

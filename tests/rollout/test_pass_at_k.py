@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from agentfactory.rollout.pass_at_k import by_source, estimates, pass_at_k, powers_of_two, sample_figures
+from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, pass_at_k, powers_of_two, sample_figures
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 

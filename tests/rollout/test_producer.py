@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
-from agentfactory.rollout.delivery import Delivered
-from agentfactory.rollout.filter import Worth, worth
-from agentfactory.rollout.group_files import read_groups
-from agentfactory.rollout.load_renderer import make_renderer
-from agentfactory.rollout.producer import GroupProducer
-from agentfactory.rollout.resume import Resumed
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.groups.group_filter import Worth, worth
+from agentfactory.rollout.groups.producer import GroupProducer
+from agentfactory.rollout.groups.resumed_groups import Resumed
+from agentfactory.rollout.groups.staleness import Admission
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.staleness import Admission
-from agentfactory.rollout.template_renderer import TemplateRenderer
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.rollout.weight_versions import Published
+from agentfactory.rollout.workers.worker_socket import Delivered
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script
 
@@ -204,7 +204,7 @@ async def test_a_group_with_too_little_is_queued_again_once_and_a_hopeless_task_
     quickstart_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [{"name": "slow", "seconds": [0.0, 60.0, 60.0]}, *({"name": f"t{n}", **FAST} for n in range(9))]
-    with caplog.at_level(logging.WARNING, "agentfactory.rollout.producer"):
+    with caplog.at_level(logging.WARNING, "agentfactory.rollout.groups.producer"):
         async with training(quickstart_run, tmp_path, tasks, steps=6, max_staleness=1) as trainer:
             taken, cancelled = [], 0.0
             for version in range(6):
@@ -366,7 +366,7 @@ async def test_equal_rewards_leave_places_empty_but_never_all(quickstart_run: Pa
 async def test_where_all_rewards_are_equal_the_run_stops_and_says_why(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentfactory.rollout.filter.MAX_EQUAL_IN_A_ROW", 20)
+    monkeypatch.setattr("agentfactory.rollout.groups.group_filter.MAX_EQUAL_IN_A_ROW", 20)
     tasks = [task("a", *EASY), task("b", *HARD), task("c", *HARD)]
     async with training(quickstart_run, tmp_path, tasks, 1, batch=2, equal_rewards="refill") as trainer:
         await asyncio.wait([trainer.running], timeout=20)

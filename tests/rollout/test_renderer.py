@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.load_renderer import load_renderer, make_renderer
-from agentfactory.rollout.renderer import Parsed
-from agentfactory.rollout.template_renderer import TemplateRenderer
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
+from agentfactory.rollout.text.renderer import Parsed
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Row, Span
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
@@ -508,7 +508,7 @@ def test_the_light_loader_gives_the_auto_tokenizers_ids(model_folder: Path) -> N
 @pytest.mark.processes
 def test_a_worker_renders_without_torch(model_folder: Path) -> None:
     code = (
-        "import sys; from agentfactory.rollout.load_renderer import load_renderer\n"
+        "import sys; from agentfactory.rollout.text.load_renderer import load_renderer\n"
         "from agentfactory.rollout.config import ModelConfig\n"
         f"r = load_renderer(ModelConfig(path={str(model_folder)!r}), 'hermes');"
         "assert r.open([{'role': 'user', 'content': 'hi'}], []); print('torch' in sys.modules)"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.resume import Resumed
+from agentfactory.rollout.groups.resumed_groups import Resumed
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 
 VERSIONS = {"5": 5, "6": 6, "7": 7, "8": 8}

@@ -1,6 +1,6 @@
 """What the tokens of a turn are there for, as the renderer says it."""
 
-from agentfactory.rollout.roles import turn_roles
+from agentfactory.rollout.text.token_roles import turn_roles
 
 
 def by_character(text: str, words: list[str], arguments: list[dict], malformed: bool = False, end: int = 1) -> str:

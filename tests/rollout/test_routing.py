@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from agentfactory.rollout.routing import REMEMBERED, Replica, Router, ServerState
+from agentfactory.rollout.inference.routing import REMEMBERED, Replica, Router, ServerState
 from agentfactory.tools.calls.retries import FIRST_DELAY, LONGEST_DELAY, Retries
 
 A, B = "http://a", "http://b"

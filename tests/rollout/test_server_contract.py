@@ -31,12 +31,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentfactory.rollout.client import InferenceClient
-from agentfactory.rollout.connection import ContextOverflowError, InferenceError, authorization
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, authorization
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl

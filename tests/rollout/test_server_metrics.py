@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentfactory.rollout.server_metrics import Load, combined, parse_loads, write_load
+from agentfactory.rollout.inference.server_metrics import Load, combined, parse_loads, write_load
 
 VLLM_PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.serving import explain, missing_from, ready_url, server_command, stage
-from agentfactory.rollout.vllm_server import _cores
+from agentfactory.rollout.inference.serving import explain, missing_from, ready_url, server_command, stage
+from agentfactory.rollout.inference.vllm.vllm_server import _cores
 from agentfactory.tools.user_code.import_path import own_python
 
 
@@ -24,7 +24,7 @@ def command(
 
 def test_vllm_gets_what_the_recipe_says() -> None:
     text = command("file", python="/v/bin/python", max_model_len=512, max_num_seqs=7)
-    server = shlex.join(own_python("-m", "agentfactory.rollout.vllm_server", executable="/v/bin/python"))
+    server = shlex.join(own_python("-m", "agentfactory.rollout.inference.vllm.vllm_server", executable="/v/bin/python"))
     assert text.startswith(f"{server} m --host 127.0.0.1 --port 0 --dtype bfloat16 ")
     assert "--max-model-len 512 --max-num-seqs 7" in text
     assert "--logprobs-mode processed_logprobs" in text
@@ -45,7 +45,7 @@ def test_vllm_gets_adapters_of_a_rank_that_it_knows(tmp_path: Path) -> None:
 
 def test_the_embedded_engine_gets_what_it_knows(tmp_path: Path) -> None:
     text = command("file", {"checkpoint": tmp_path}, engine="embedded", api_key_env="KEY")
-    assert " -m agentfactory.rollout.embedded m --host 127.0.0.1 --port 0 --dtype bfloat16 " in text
+    assert " -m agentfactory.rollout.inference.embedded m --host 127.0.0.1 --port 0 --dtype bfloat16 " in text
     assert f"--api-key-env KEY --max-loras 4 --adapter checkpoint={tmp_path}" in text
     assert "weight-transfer" not in text
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfactory.rollout.config import EqualRewards
-from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate, Choice
+from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 
 
 def start_all(admission: Admission) -> int:

@@ -13,11 +13,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout import stalls
-from agentfactory.rollout.client import GENERATE, InferenceClient
-from agentfactory.rollout.connection import ServerUnreachableError, authorization
-from agentfactory.rollout.server_metrics import METRICS_ROUTE, Load, write_load
-from agentfactory.rollout.stalls import Stall
+from agentfactory.rollout.inference import stalls
+from agentfactory.rollout.inference.connection import ServerUnreachableError, authorization
+from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
+from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.inference.stalls import Stall
 from tests.rollout.test_embedded_server import Client, Running, make_model
 from tests.waiting import until
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.load_renderer import load_renderer, make_renderer
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, reward
-from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.stop_strings import StopWatch, find_stop, tokens_of
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
+from agentfactory.rollout.text.stop_strings import StopWatch, find_stop, tokens_of
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template

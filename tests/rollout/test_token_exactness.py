@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluate import open_runner
-from agentfactory.rollout.load_renderer import make_renderer
+from agentfactory.rollout.evaluation.evaluate import open_runner
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, reward
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.trajectory import Row, Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.load_renderer import make_renderer
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, Row
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset

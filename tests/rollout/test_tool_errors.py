@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentfactory.rollout.tool_errors import ToolErrors
+from agentfactory.rollout.chains.tool_errors import ToolErrors
 from agentfactory.tools.messages import CallError, ToolResult
 
 BUG = "AttributeError: 'Ride' object has no attribute 'lft'"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.vllm_guard import KEY_VARIABLE, RequireKey
+from agentfactory.rollout.inference.vllm.vllm_guard import KEY_VARIABLE, RequireKey
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +53,7 @@ async def test_what_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_server_that_would_be_open_is_not_started(flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "agentfactory.rollout.vllm_server", "model", "--port", "0", *flags]
+    command = [sys.executable, "-m", "agentfactory.rollout.inference.vllm.vllm_server", "model", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NOBODYS_KEY": ""})
     assert done.returncode == 2
     assert done.stderr.startswith(message)

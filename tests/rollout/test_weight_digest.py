@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.weight_digest import _BLOCK, _TAIL, FUNCTIONS, _fold, _fold_in_cache, weight_digest
+from agentfactory.rollout.inference.weight_digest import _BLOCK, _TAIL, FUNCTIONS, _fold, _fold_in_cache, weight_digest
 
 FUNCTION = pytest.mark.parametrize("function", FUNCTIONS)
 ROWS, COLUMNS = 300, 1000
@@ -117,7 +117,7 @@ def test_blocks_are_hashed_by_threads_as_by_one(monkeypatch: pytest.MonkeyPatch)
     )
     assert digits(swapped, "xxh3") != found
     assert digits(changed_at(weight, _BLOCK), "xxh3") != found
-    monkeypatch.setattr("agentfactory.rollout.weight_digest._BLOCKS_FOR_THREADS", 100)
+    monkeypatch.setattr("agentfactory.rollout.inference.weight_digest._BLOCKS_FOR_THREADS", 100)
     assert digits(weight, "xxh3") == found
 
 
@@ -131,7 +131,7 @@ def test_each_way_gives_the_polynomials(rows: int, rest: int, monkeypatch: pytes
         sum(w * 0x2C1B3C6D**n for n, w in enumerate(mixed[column::64])) % 2**32 for column in range(min(64, len(words)))
     ]
     folded = [_fold(words, 64, 0x2C1B3C6D), _fold_in_cache(words, 64, 0x2C1B3C6D)]
-    monkeypatch.setattr("agentfactory.rollout.weight_digest._WORDS_FOR_THREADS", 1)
+    monkeypatch.setattr("agentfactory.rollout.inference.weight_digest._WORDS_FOR_THREADS", 1)
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         folded.append(_fold_in_cache(words, 64, 0x2C1B3C6D))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from agentfactory.rollout.weight_versions import Cancellations, Published, WeightVersions
 
 
 def chain(*labels: str, turn: int = 2) -> Trajectory:

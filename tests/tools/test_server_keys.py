@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.client import InferenceClient
-from agentfactory.rollout.connection import authorization, lacking_key
+from agentfactory.rollout.inference.connection import authorization, lacking_key
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http import server_keys
 from agentfactory.tools.http.server_keys import find_key, key_file, key_folder, pinned, published_key
@@ -118,7 +118,7 @@ def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> 
         return run("curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, url + path).stdout
 
     # not forked: its arguments are looked at
-    command = [sys.executable, "-m", "agentfactory.rollout.embedded", str(make_model(tmp_path / "model"))]
+    command = [sys.executable, "-m", "agentfactory.rollout.inference.embedded", str(make_model(tmp_path / "model"))]
     command += ["--port", "0", "--max-model-len", "64", "--max-num-seqs", "2"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

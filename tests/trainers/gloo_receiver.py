@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentfactory.rollout.server_metrics import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
 
 
 class Worker:

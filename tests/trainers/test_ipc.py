@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentfactory.rollout.embedded.shared_memory import SharedBuffers, SharedMemoryError
-from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate
-from agentfactory.rollout.weight_digest import weight_digest
+from agentfactory.rollout.inference.embedded.shared_memory import SharedBuffers, SharedMemoryError
+from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
+from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError

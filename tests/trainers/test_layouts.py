@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.weight_digest import weight_digest
+from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.tools.calls.notices import notice_of
 from agentfactory.trainers.server_control import SyncError
 from agentfactory.trainers.sync.content import Content

@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from agentfactory.rollout.weight_versions import Published
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints, read_info
 from agentfactory.trainers.checkpoints import Checkpoints

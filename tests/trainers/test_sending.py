@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
-from agentfactory.rollout.weight_digest import weight_digest
+from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.content import Content, served_checksums
 from agentfactory.trainers.weights import Weights

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group, Outcome, Row
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentfactory.rollout.weight_digest import weight_digest
+from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy

@@ -22,8 +22,8 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from agentfactory.rollout.client import InferenceClient
-from agentfactory.rollout.connection import authorization
+from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers import time_share
 from agentfactory.trainers.checkpoints import Checkpoints

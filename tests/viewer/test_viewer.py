@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, read_groups
+from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, read_groups
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS

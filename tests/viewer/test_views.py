@@ -15,7 +15,7 @@ import yaml
 from PIL import Image, ImageColor
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.rollout.group_files import arrays_file, encode_group, read_groups
+from agentfactory.rollout.groups.group_files import arrays_file, encode_group, read_groups
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch
 from agentfactory.viewer.app import page_file
 from agentfactory.viewer.export import export

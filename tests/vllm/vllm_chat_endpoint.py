@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chat_chain import open_chat_runner
-from agentfactory.rollout.chat_endpoint import ChatEndpointError, look_at
+from agentfactory.rollout.chains.chat_chain import open_chat_runner
+from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, look_at
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluate import open_runner, run_eval
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.evaluation.evaluate import open_runner, run_eval
+from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import QUICKSTART
 from tests.server_process import VLLM_PYTHON, serve
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from agentfactory.rollout.reasoning_tags import THINK
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.parsers.reasoning_tags import THINK
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from tests.conftest import REPOSITORY
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.rollout.test_model_families import SPECS, as_written, conversation

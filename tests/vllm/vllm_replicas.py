@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.client import InferenceClient
-from agentfactory.rollout.server_metrics import Load
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.server_metrics import Load
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from benchmarks.sabotage import Run
 from tests.conftest import REPOSITORY
@@ -33,7 +33,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 USER_CODE = """
 from agentfactory import Agent, reward
-from agentfactory.rollout.renderer import Parsed
+from agentfactory.rollout.text.renderer import Parsed
 
 
 class KeepsGoing(Agent):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.group_files import read_groups
-from agentfactory.rollout.load_renderer import make_renderer
-from agentfactory.rollout.tokenizer import load_tokenizer
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from tests.learn import runs
 from tests.rollout.test_stop_strings import DROPS, KEEPS, learn_habit, play_habit
 from tests.server_process import VLLM_PYTHON, serve

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import QUICKSTART
 from tests.rollout.test_token_exactness import check_exactness, largest_difference, play_chains
 from tests.server_process import VLLM_PYTHON, serve

@@ -16,14 +16,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
-from agentfactory.rollout.images.sight import Sight
+from agentfactory.rollout.images.image_intake import Sight
 from agentfactory.rollout.images.vision import BANNED_BIAS
-from agentfactory.rollout.load_renderer import load_renderer
-from agentfactory.rollout.sampling import Sampler, Sampling
-from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from tests.server_process import VLLM_PYTHON, serve

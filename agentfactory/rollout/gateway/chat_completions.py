@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentfactory.rollout.gateway.asked import (
+from agentfactory.rollout.gateway.content import assistant, read_content, read_image, read_text, unknown
+from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
     MOST_CHOICES,
     Asked,
@@ -18,7 +19,6 @@ from agentfactory.rollout.gateway.asked import (
     unmet,
     wrong,
 )
-from agentfactory.rollout.gateway.content import assistant, read_content, read_image, read_text, unknown
 from agentfactory.tools.messages import Message
 
 ROUTE = "/v1/chat/completions"

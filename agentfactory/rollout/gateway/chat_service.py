@@ -10,20 +10,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
-from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.chain_runner import begin
-from agentfactory.rollout.client import Completion, InferenceClient
+from agentfactory.rollout.chains.chain_runner import begin
+from agentfactory.rollout.chains.episode import Setup
+from agentfactory.rollout.chains.sampling import Sampler, Sampling
+from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.episode import Setup
-from agentfactory.rollout.gateway.asked import Asked, Said, wrong
-from agentfactory.rollout.gateway.likeness import print_of
+from agentfactory.rollout.gateway.gateway_runner import check_native
+from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
+from agentfactory.rollout.gateway.gateway_turns import AskedTurns
+from agentfactory.rollout.gateway.message_matching import print_of
+from agentfactory.rollout.gateway.request_options import Asked, Said, wrong
 from agentfactory.rollout.gateway.responses import Stored
-from agentfactory.rollout.gateway.runner import check_native
-from agentfactory.rollout.gateway.server import Endpoint, Gateway
-from agentfactory.rollout.gateway.tree import Plan
-from agentfactory.rollout.gateway.turns import AskedTurns
-from agentfactory.rollout.load_renderer import load_renderer
-from agentfactory.rollout.sampling import Sampler, Sampling
+from agentfactory.rollout.gateway.token_tree import Plan
+from agentfactory.rollout.inference.inference_client import Completion, InferenceClient
+from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.tools.calls.limits import Rates
 
 _MOST_CONVERSATIONS = 4096

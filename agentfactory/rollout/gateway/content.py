@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentfactory.rollout.gateway.asked import wrong
+from agentfactory.rollout.gateway.request_options import wrong
 from agentfactory.rollout.images.parts import image_part, text_part
 from agentfactory.tools.messages import Content, Message
 

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.rollout.agent import AgentHooks
+from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import AgentConfig
-from agentfactory.rollout.gateway.agents import ClientAgent, FunctionAgent
-from agentfactory.rollout.gateway.outside import OutsideAgent
-from agentfactory.rollout.gateway.program import ProgramAgent
+from agentfactory.rollout.gateway.client_agents import ClientAgent, FunctionAgent
+from agentfactory.rollout.gateway.outside_agent import OutsideAgent
+from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.loading import load_object
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Vision
-from agentfactory.rollout.routing import Replica
+from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.trajectory import ImageSpan
 from agentfactory.trainers.images import ImageLoader
 from agentfactory.trainers.policy import BAN, Policy

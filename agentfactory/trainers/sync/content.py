@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
+from agentfactory.rollout.inference.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
 from agentfactory.tools.calls.notices import tell
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.layouts import Layout, Worker, is_experts, layouts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from agentfactory.rollout.embedded.shared_memory import CPU, memory_key
+from agentfactory.rollout.inference.embedded.shared_memory import CPU, memory_key
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.content import Content, Served

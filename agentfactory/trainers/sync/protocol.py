@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentfactory.rollout.weight_versions import Published
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.weights import Weights

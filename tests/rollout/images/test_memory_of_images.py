@@ -27,7 +27,7 @@ SERVER = """
 import asyncio, json, random, sys
 from pathlib import Path
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.text.load_renderer import load_renderer
 from tests.seeing_server import serve_seeing
 
 async def main():
@@ -53,12 +53,12 @@ import asyncio, gc, json, sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 import psutil
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.tools.sessions.toolset import open_toolset
 
 async def main(url, warm, chains, kinds):

@@ -11,14 +11,14 @@ from aiohttp import web
 from PIL import Image
 from transformers import Qwen3Config
 
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.parts import image_urls
-from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates
@@ -240,14 +240,14 @@ async def test_a_damaged_body_of_an_image_is_told_with_its_row_before_and_during
         with pytest.raises(SettingError, match=told):
             await chains.runner.check(tasks)
         # there are more images than can be decoded before the first chain
-        monkeypatch.setattr("agentfactory.rollout.images.sight._CHECK_SECONDS", 0.0)
+        monkeypatch.setattr("agentfactory.rollout.images.image_intake._CHECK_SECONDS", 0.0)
         await chains.runner.check(tasks)
         with pytest.raises(SettingError, match=told):
             await chains.runner.take(tasks[1], row=2)
 
 
 async def test_a_model_that_reads_text_refuses_rows_with_images(tmp_path):
-    from agentfactory.rollout.load_renderer import make_renderer
+    from agentfactory.rollout.text.load_renderer import make_renderer
     from tests.chat_tokenizers import make_tokenizer, trl_template
 
     Qwen3Config().save_pretrained(tmp_path / "text")

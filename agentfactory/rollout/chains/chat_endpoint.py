@@ -1,0 +1,280 @@
+"""Connections to any OpenAI-compatible chat endpoint: messages out (POST /chat/completions), a message back."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentfactory.rollout.inference.connection import (
+    ContextOverflowError,
+    InferenceError,
+    LostError,
+    ServerUnreachableError,
+    refusal,
+)
+from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, InferenceClient
+from agentfactory.tools.calls.retries import Retries, seconds_asked
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.server_keys import pinned
+from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
+
+logger = logging.getLogger(__name__)
+
+_TRIAL_TOKENS = 16
+"""Tokens to ask for in the trial request; some endpoints refuse fewer."""
+_LIMIT_REACHED = "max_tokens or model output limit was reached"
+"""Text of OpenAI's status 400 for a model that reasoned up to the limit without answering."""
+_NO_CREDIT = "insufficient_quota"
+"""OpenAI's status 429 that retrying cannot fix: the account's credit is used up."""
+
+
+class ChatEndpointError(SettingError):
+    """A chat endpoint cannot replace the policy."""
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """An endpoint's answer. `cut`: it ended at a token limit. `sampled` and `length`: the tokens of the answer and of
+    the whole conversation, None if the endpoint does not count them."""
+
+    message: dict[str, Any]
+    cut: bool
+    sampled: int | None
+    length: int | None
+
+
+def base_url(url: str) -> str:
+    """Return the address that `/chat/completions` is added to: `url` unchanged, or with /v1 if it names only a host."""
+    return url.rstrip("/") if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1"
+
+
+class ChatEndpoint(InferenceClient):
+    """Connections to one endpoint; use it as an async context manager. `fields` are added to each request; a field set
+    to None is removed from it."""
+
+    def __init__(
+        self, url: str, model: str | None, api_key_env: str | None, retry_seconds: float, fields: dict[str, Any]
+    ):
+        super().__init__(base_url(url), api_key_env, retry_seconds)
+        self._given = pinned(url.rstrip("/"))
+        self.model = model or ""
+        self._fields = fields
+        self._limit_field = "max_tokens"
+
+    async def token_models(self) -> list[dict[str, Any]] | None:
+        """Return the models that the server's /v1/models lists if the server says that it takes token ids, as servers
+        started by AgentFactory do; else None. An address with a path, such as /v1, is that of a chat API.
+
+        Raises ServerUnreachableError if nothing answers.
+        """
+        root = self._given
+        if root == self.urls[0]:
+            return None
+        try:
+            status, text = await self._connection.request("GET", root + "/openapi.json")
+            paths = set(json.loads(text)["paths"]) if status == 200 else set()
+        except LostError as error:
+            raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
+        except (ValueError, KeyError, TypeError):
+            return None  # a web page, not an API
+        return await self.models(root) if set(NEEDED_ROUTES) <= paths else None
+
+    async def check_routes(self) -> None:
+        """Ask for the model's name if none was given."""
+        if self.model:
+            return
+        url = self.urls[0] + "/models"
+        try:
+            status, text = await self._connection.request("GET", url)
+            cards = json.loads(text)["data"] if status == 200 else []
+            names = [str(card["id"]) for card in cards if not card.get("parent")]
+        except LostError as error:
+            raise ServerUnreachableError(f"no server answers at {self.urls[0]}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ChatEndpointError("--model", f"{url} answered no list of models ({error!r})", "name one") from None
+        if status in (401, 403):
+            raise _denied(url, status, text)
+        if len(names) != 1:
+            problem = f"{url} answered {status}" if status != 200 else f"{url} lists {', '.join(names[:10]) or 'none'}"
+            raise ChatEndpointError("--model", problem, "name the model to ask")
+        self.model = names[0]
+
+    async def try_out(self, specs: Sequence[ToolSpec], temperatures: Iterable[float]) -> None:
+        """Send one short request with tools at each temperature, to find errors that would fail every chain before any
+        runs. If the endpoint asks for max_completion_tokens instead of max_tokens, all later requests use that.
+
+        Raises ChatEndpointError or ServerUnreachableError.
+        """
+        url = self.urls[0] + "/chat/completions"
+        messages = [{"role": "user", "content": "Say hello."}]
+        tried: list[dict[str, Any]] = []
+        for temperature in temperatures:
+            body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
+            if body in tried:
+                continue  # eval.request sets the temperature
+            status, text = await self._try(url, body)
+            if self._names_limit_otherwise(status, text, body):
+                body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
+                status, text = await self._try(url, body)
+            self._check_trial(url, status, text, bool(specs))
+            tried.append(body)
+
+    async def _try(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
+        try:
+            return await self._connection.request("POST", url, json.dumps(body).encode())
+        except LostError as error:
+            raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
+
+    def _names_limit_otherwise(self, status: int, text: str, body: dict[str, Any]) -> bool:
+        """Return whether the endpoint refused the max_tokens in `body`; later requests then use
+        max_completion_tokens."""
+        if status != 400 or "max_completion_tokens" not in text or "max_tokens" not in body:
+            return False
+        logger.info("%s takes max_completion_tokens in place of max_tokens", self.model)
+        self._limit_field = "max_completion_tokens"
+        return True
+
+    def _check_trial(self, url: str, status: int, text: str, tools: bool) -> None:
+        if status == 200:
+            try:
+                _answer(text)
+            except InferenceError as error:
+                raise ChatEndpointError("--url", f"{url}: {error}", "is it OpenAI's chat API?") from error
+        if status in (401, 403):
+            raise _denied(url, status, text)
+        no_tools = tools and "tool" in text.lower()
+        # transient errors may be gone when chains run; llama.cpp answers 500 if it does not support tools
+        final = 400 <= status < 500 and not _heals(status, text) and _LIMIT_REACHED not in text
+        if final or (status == 500 and no_tools):
+            fix = "set eval.request to what it takes, such as {reasoning_effort: low}"
+            if "temperature" in text:
+                fix = "leave it to the model: eval.request={temperature: null} eval.greedy=false"
+            elif _NO_CREDIT in text:
+                fix = "pay for more, or use the key of another account"
+            elif no_tools:
+                fix = (
+                    "the endpoint has to take tools: vLLM with --enable-auto-tool-choice --tool-call-parser NAME, "
+                    "llama.cpp with --jinja"
+                )
+            elif status == 404:
+                fix = "is it OpenAI's chat API, and does it serve this --model?"
+            raise ChatEndpointError("--url", f"{url} answered {status} for {self.model!r}: {text[:300]}", fix)
+
+    async def ask(
+        self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
+    ) -> ChatAnswer:
+        """Request the next message of a conversation. Recoverable failures are retried for `server.retry_seconds`.
+
+        Raises ContextOverflowError, InferenceError, ServerUnreachableError, as `generate` of a token server does.
+        """
+        url = self.urls[0] + "/chat/completions"
+        retries = Retries(self._limit)
+        while True:
+            body, asked = self._body(messages, specs, temperature, max_tokens), 0.0
+            try:
+                status, text, headers = await self._connection.exchange("POST", url, json.dumps(body).encode())
+            except LostError as error:
+                problem = str(error)
+            else:
+                if status == 200:
+                    self._router.succeeded(time.monotonic())
+                    return _answer(text)
+                if self._names_limit_otherwise(status, text, body):
+                    continue
+                if status == 400 and _LIMIT_REACHED in text:
+                    return ChatAnswer({"role": "assistant", "content": ""}, True, max_tokens, None)
+                refused = refusal(status, text)
+                if not _heals(status, text) or isinstance(refused, ContextOverflowError):
+                    raise refused
+                problem = f"the endpoint answered {status}: {text[:500]}"
+                asked = seconds_asked(headers.get("Retry-After", ""))
+            await self._wait_to_retry(retries, url, problem, asked)
+
+    def _body(
+        self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
+    ) -> dict[str, Any]:
+        tools = {"tools": [spec.to_openai() for spec in specs]} if specs else {}
+        sampling = {"temperature": temperature, self._limit_field: max_tokens}
+        whole = {
+            "model": self.model,
+            "messages": [_to_openai(m) for m in messages],
+            **tools,
+            **sampling,
+            **self._fields,
+        }
+        return {key: value for key, value in whole.items() if value is not None}
+
+
+def _heals(status: int, text: str) -> bool:
+    return status >= 500 or (status == 429 and _NO_CREDIT not in text)
+
+
+def _denied(url: str, status: int, text: str) -> ChatEndpointError:
+    fix = "name the environment variable that holds the key: server.api_key_env=NAME"
+    return ChatEndpointError("--url", f"{url} answered {status}: {text[:300]}", fix)
+
+
+def _to_openai(message: Message) -> Message:
+    """Convert a message for OpenAI's API: arguments as JSON text, without internal fields or the reasoning of earlier
+    turns, and images only in users' messages."""
+    content: Content = message.get("content") or ""
+    if message["role"] != "user":
+        content = text_of(content)
+    sent: Message = {"role": message["role"], "content": content}
+    if message["role"] == "tool":
+        sent["tool_call_id"] = message["tool_call_id"]
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+            for call in calls
+        ]
+        sent["content"] = content or None
+    return sent
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _answer(text: str) -> ChatAnswer:
+    try:
+        data = json.loads(text)
+        choice, usage = data["choices"][0], data.get("usage") or {}
+        message, reason = choice["message"], choice.get("finish_reason")
+        if not isinstance(message, dict) or not isinstance(message.get("content") or "", str | list):
+            raise TypeError(f"a message that is {message!r}")
+        if not isinstance(message.get("tool_calls") or [], list):
+            raise TypeError(f"tool_calls that are {message['tool_calls']!r}")
+        sampled, length = (_count(usage.get(name)) for name in ("completion_tokens", "total_tokens"))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InferenceError(f"the endpoint's answer is no chat completion: {error!r}: {text[:300]}") from error
+    if reason not in (None, "stop", "length", "tool_calls", "function_call"):
+        raise InferenceError(f"the endpoint ended its answer with finish_reason={reason!r}")
+    return ChatAnswer(message, reason == "length", sampled, length)
+
+
+def _count(tokens: Any) -> int | None:
+    if tokens is not None and type(tokens) is not int:
+        raise TypeError(f"usage that counts {tokens!r} tokens")
+    return tokens
+
+
+def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:
+    """Return the models that the server at `url` lists if it takes token ids; for a chat endpoint, the name of the
+    model to use: `model`, or the only one that it lists. Blocking.
+
+    Raises ChatEndpointError, ServerUnreachableError.
+    """
+
+    async def look() -> list[dict[str, Any]] | str:
+        async with ChatEndpoint(url, model, api_key_env, 0.0, {}) as endpoint:
+            cards = await endpoint.token_models()
+            if cards is None:
+                await endpoint.check_routes()
+            return endpoint.model if cards is None else cards
+
+    return asyncio.run(look())

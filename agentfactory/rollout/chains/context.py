@@ -1,0 +1,81 @@
+"""The part of a chain that the model sees: all of it, or what the context policy leaves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.images.parts import image_urls
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import Message
+
+
+@dataclass
+class Context:
+    """The conversation in a chain's present row: the opening messages, with the summary of turns that were left out,
+    and the turns, each with its answers."""
+
+    opening: list[Message]
+    turns: list[list[Message]] = field(default_factory=list)
+    summary: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation."""
+        opening = self.opening
+        if self.summary is not None:
+            # not a separate message: many templates require the roles to alternate
+            opening = add_text(opening, f"Summary of the work so far:\n{self.summary}")
+        return [*opening, *(message for turn in self.turns for message in turn)]
+
+    def say(self, message: Message) -> None:
+        """Add an assistant turn."""
+        self.turns.append([message])
+
+    def hear(self, answers: Sequence[Message]) -> None:
+        """Add the answers to the last turn."""
+        self.turns[-1] += answers
+
+    def last_turns(self, count: int, summary: str | None = None) -> "Context":
+        """Return the conversation with only its last `count` turns, and a summary that also covers the previous
+        summary."""
+        kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
+        return Context(self.opening, kept, summary)
+
+    def with_images(self, most: int) -> "Context":
+        """Return the conversation without the oldest turns, as many as leave at most `most` images. The opening
+        messages and the last turn always stay."""
+        counts = [count_images(turn) for turn in self.turns]
+        total = count_images(self.opening) + sum(counts)
+        left_out = 0
+        while total > most and any(counts[left_out:-1]):
+            total -= counts[left_out]
+            left_out += 1
+        return Context(self.opening, self.turns[left_out:], self.summary)
+
+
+def count_images(messages: Sequence[Message]) -> int:
+    """Return the number of images in messages."""
+    return len(image_urls(messages))
+
+
+def is_long(length: int, config: RolloutConfig) -> bool:
+    """Return whether `rollout.context` has to act on a row of `length` tokens."""
+    limit = config.context.max_tokens or config.max_total_tokens * 3 // 4
+    return config.context.policy != "keep" and length >= limit
+
+
+def check_context(config: RolloutConfig) -> None:
+    """Raise ValueError if the context policy cannot work."""
+    context = config.context
+    if context.policy == "truncate" and context.keep_turns == 0:
+        raise SettingError(
+            "rollout.context.keep_turns",
+            "got 0 with policy=truncate, which would leave nothing of the work so far",
+            "use at least 1, or policy=summarize",
+        )
+    if context.max_tokens is not None and context.max_tokens >= config.max_total_tokens:
+        problem = (
+            f"got {context.max_tokens}, which rollout.max_total_tokens={config.max_total_tokens} never lets a row reach"
+        )
+        raise SettingError("rollout.context.max_tokens", problem, "lower it")

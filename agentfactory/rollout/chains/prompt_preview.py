@@ -1,0 +1,149 @@
+"""What a model reads first: text and ids of a prompt, with a made call and its answer, as a chain has them."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.chains.opening import opening_messages
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.images.places_in_text import state_places
+from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.text.parsers import Call, NativeParser
+from agentfactory.rollout.text.parsers.parser import parameters
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.tools.images.coordinates import VIEW_FIELD, stating
+from agentfactory.tools.messages import Message, ToolResult, ToolSpec
+from agentfactory.tools.sessions.toolset import open_toolset
+
+_MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}
+
+
+async def describe_first_prompt(
+    recipe: RolloutRecipe, task: Task, images: Path, base: Path = Path(), most: int | None = None
+) -> AsyncIterator[str]:
+    """Begin a chain of a recipe on `task`, and yield what `describe_prompt` does of its prompt. `images` is a folder
+    for the images of the chain. Raises ValueError or ToolInfrastructureError for what cannot be shown."""
+    rollout, model = recipe.rollout, recipe.model
+    task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
+    async with open_toolset(recipe, base) as toolset:
+        specs, tools = list(toolset.specs), bool(toolset.specs)
+        renderer = load_renderer(
+            model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=base, images=images
+        )
+        sight = renderer.sight
+        if sight is not None:
+            from agentfactory.rollout.images.families import view_of
+
+            if view := view_of(model.path, sight.vision, rollout.coordinates):
+                specs = [stating(spec, view) for spec in specs]
+                task = state_places(task, view, model.path, "data")
+                task = {**task, VIEW_FIELD: view.to_json()} if toolset.takes(VIEW_FIELD) else task
+            task = await sight.take_task(task, "data") if sight.shows else task
+        async with toolset.chain("prompt", task) as session:
+            messages = opening_messages(task, rollout.system_prompt)
+            if session.opening:
+                opening = [{"role": "user", "content": session.opening}]
+                messages += opening if sight is None else await sight.take_messages(opening)
+            if rollout.assistant_prefix:
+                yield f"each turn is made to begin with: {rollout.assistant_prefix!r}"
+            for part in describe_prompt(renderer, messages, specs, most):
+                yield part
+
+
+def describe_prompt(
+    renderer: TemplateRenderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
+) -> Iterator[str]:
+    """Yield what a person may want to know of the first prompt of a chain that `messages` open: which format it is and
+    why, the text, the ids, a made call of a tool and what follows it. Of each text and of its ids, `most` characters
+    are shown; None: all. In the text, an image is one token, as the chat template writes it.
+
+    Raises ValueError for what cannot be shown: the prompt, or a call.
+    """
+    info = renderer.info
+    stops = [f"{renderer.tokenizer.decode([token])!r} ({token})" for token in renderer.stop_token_ids]
+    stops += [repr(stop) for stop in renderer.stops]
+    yield "\n".join(
+        [
+            f"format: {info['parser']}",
+            f"template: {info['template']}, sha256 {info['template_sha256'][:12]}",
+            f"rows: {info['choice']}: {info['rows']}",
+            f"a turn ends with: {', '.join(stops)}",
+            *(f"because: {reason}" for reason in info["reasons"]),
+        ]
+    )
+    tools = list(specs)
+
+    def shown(title: str, ids: list[int], said: Sequence[Message] = ()) -> str:
+        text: Any = renderer.tokenizer.decode(ids, skip_special_tokens=False)
+        if renderer.sight is not None:
+            ids, _ = renderer.sight.expand(ids, said)
+        return f"\n--- {title}: {len(ids)} ids\n{_short(text, most)}\n--- {_short(str(ids), most and most // 6)}"
+
+    opening = renderer.instruct(messages, tools)
+    ids = renderer.open(opening, tools)
+    yield shown("the first prompt", ids, opening)
+    if not tools:
+        return
+    call = _made_call(renderer, tools)
+    said = _made_turn(renderer, call, tools)
+    yield shown(f"a made call of {call[0]}", said)
+    parsed = renderer.parse(said, specs=tools)
+    if parsed.calls == []:
+        raise ValueError(f"the format does not read the made call of {call[0]}: {parsed.error}")
+    new = renderer.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
+    conversation = [*opening, parsed.message, *new]
+    following = renderer.extend([*ids, *said], conversation, new, tools)
+    if following is None:
+        yield shown("its answer, in a new row", renderer.open(conversation, tools), conversation)
+    else:
+        yield shown("its answer", following)
+
+
+def _short(text: str, most: int | None) -> str:
+    """Return the beginning and the end of a long text, and say how much is between them."""
+    if most is None or len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[len(text) - half :]}"
+
+
+def _made_call(renderer: TemplateRenderer, specs: list[ToolSpec]) -> Call:
+    """Return a call of the first tool that the format can call. Raises ValueError if it can call none."""
+    problem: ValueError | None = None
+    for spec in specs:
+        call = spec.name, _made_arguments(spec)
+        try:
+            renderer.parser.write([call], specs)
+        except ValueError as error:
+            problem = problem or error
+        else:
+            return call
+    raise ValueError(f"the format has no call of these tools: {problem}")
+
+
+def _made_turn(renderer: TemplateRenderer, call: Call, specs: list[ToolSpec]) -> list[int]:
+    """Return the ids of a turn that makes a call."""
+    parser, behaviour = renderer.parser, renderer.behaviour
+    calls = [call]
+    written = parser.write(calls, specs)
+    if isinstance(parser, NativeParser) and renderer.tokenizer.get_added_vocab().keys() >= set(parser.marks):
+        written = parser.write_as_content(calls, specs)
+    closing = behaviour.closings.of(parser.native)
+    opened = behaviour.tags[1] + "\n\n" if behaviour.opens_reasoning else ""
+    return [*renderer.encode(opened + written + closing.before), renderer.end_of(calls=parser.native)]
+
+
+def _made_arguments(spec: ToolSpec) -> dict[str, Any]:
+    """Return arguments of the kinds that a tool's schema has, the required ones or all."""
+    known = parameters(spec)
+    names = spec.parameters.get("required") or list(known)
+    return {name: _made_value(known.get(name, {}), name) for name in names}
+
+
+def _made_value(schema: Any, name: str) -> Any:
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    choices = schema.get("enum") if isinstance(schema, dict) else None
+    if isinstance(choices, list) and choices:
+        return choices[0]
+    return _MADE.get(kinds[0] if isinstance(kinds, list) and kinds else str(kinds), f"({name})")

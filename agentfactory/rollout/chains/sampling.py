@@ -1,0 +1,107 @@
+"""Samples a turn: chooses weights, temperature and seed, and builds the request."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference.connection import InferenceError
+from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient
+from agentfactory.rollout.trajectory import ImageSpan, Span
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.images.image_intake import Sight
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling settings of a chain: the weights by the server's name for them, temperature and seed.
+
+    If `model` is a function, it is asked for the name at each turn; a turn keeps the weights that it began with, unless
+    the server updates them in place. `seed` is any text: with the recipe's seed it makes the chain reproducible on a
+    server that supports seeds. `cache_salt` keeps a server that does not drop old caches (`rollout.inflight: keep`)
+    from using caches of other weights than the version that the salt names; tokens sampled on them with later weights
+    are mixed.
+    """
+
+    model: str | Callable[[], str]
+    temperature: float
+    seed: str
+    cache_salt: str | None = None
+
+
+def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> int:
+    """Return a 31-bit seed for one sample of one turn, independent of the order in which chains run."""
+    place = f"{turn}.{sample}" if sample else f"{turn}"
+    digest = hashlib.blake2b(f"{recipe_seed}/{chain_seed}/{place}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
+
+
+class Sampler:
+    """Requests turns from the inference servers, as a recipe says. A turn ends at one of `stop_token_ids`. A model that
+    sees, as `sight` says, never samples a token that stands for an image."""
+
+    def __init__(
+        self,
+        recipe: RolloutRecipe,
+        client: InferenceClient,
+        stop_token_ids: list[int],
+        sight: "Sight | None" = None,
+    ) -> None:
+        self.recipe = recipe
+        self.client = client
+        self.stop_token_ids = stop_token_ids
+        self.sight = sight
+        self._bias: dict[str, float] = {}
+        if sight is not None:
+            from agentfactory.rollout.images.vision import BANNED_BIAS
+
+            self._bias = {str(token): BANNED_BIAS for token in sight.vision.banned_token_ids}
+
+    async def sample(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        turn: int,
+        max_tokens: int,
+        sample: int = 0,
+        images: Sequence[ImageSpan] = (),
+        encoded: EncodedIds | None = None,
+        stops: Sequence[str] = (),
+    ) -> Completion:
+        """Sample the `sample`-th attempt at a turn after `ids`, in which `images` are; `encoded` is that of the row, if
+        `ids` are the row's. The server ends the turn with the token that completes one of `stops`. Raises
+        InferenceError if a token for an image is sampled."""
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "max_tokens": max_tokens,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        if stops:
+            parameters["stop"] = list(stops)
+        # vLLM's CPU engine crashes with per-request seeds, so only our own engine gets them
+        if self.recipe.server.engine == "embedded":
+            parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)
+        model = sampling.model if isinstance(sampling.model, str) else sampling.model()
+        shown = None
+        if self.sight is not None:
+            parameters["logit_bias"] = self._bias
+            if images:
+                from agentfactory.rollout.images.image_requests import RequestImages
+
+                shown = RequestImages(ids, images, self.sight)
+        completion = await self.client.generate(
+            ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded
+        )
+        if self.sight and not (banned := set(self.sight.vision.banned_token_ids)).isdisjoint(completion.token_ids):
+            token = next(token for token in completion.token_ids if token in banned)
+            raise InferenceError(f"the server sampled token {token}, which stands for an image: it ignores logit_bias")
+        if self.recipe.model.lora is not None:
+            # vLLM reports the version of the base weights here; the adapter is what matters, and a turn keeps it
+            count = len(completion.token_ids)
+            return replace(completion, versions=[Span(model, 0, count)] if count else [])
+        if sampling.cache_salt is not None:
+            mixed = [replace(span, mixed=span.version != sampling.cache_salt) for span in completion.versions]
+            return replace(completion, versions=mixed)
+        return completion

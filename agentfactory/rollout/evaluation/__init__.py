@@ -1,0 +1,1 @@
+"""Evaluation: chains on held-out tasks, pass@k, and intervals."""

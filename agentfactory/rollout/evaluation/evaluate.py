@@ -1,0 +1,281 @@
+"""Evaluation: runs the same chains as training on held-out tasks, sampled and greedy."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from agentfactory.rollout.chains.chain_outcomes import commonest_ending
+from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.turn import AgentHooks
+from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
+from agentfactory.rollout.gateway.client_agents import ClientAgent
+from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
+from agentfactory.rollout.gateway.load_agent import load_agent
+from agentfactory.rollout.groups.group_files import append_group, delete_groups
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.tools.sessions.toolset import open_toolset
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_runner(
+    recipe: RolloutRecipe,
+    base: Path,
+    urls: str | Sequence[str],
+    *,
+    objects: Sequence[Any] = (),
+    rewards: Rewards | None = None,
+    agent: AgentHooks | None = None,
+    processes: int = 1,
+    images: Path | None = None,
+) -> AsyncIterator[ChainRunner]:
+    """Open everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
+
+    `objects` are tools in addition to the recipe's; `rewards` and `agent` replace those that the recipe names.
+    `processes` like this one share the machine's memory. `images` is the folder for the images that the chains see;
+    None: a temporary one.
+    """
+    acting = agent or load_agent(recipe.rollout.agent, base)
+    async with (
+        _folder_of(images) as seen,
+        rewards or Rewards.load(recipe.rewards, base) as used,
+        InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds) as client,
+        open_toolset(recipe, base, logger.info, objects, processes) as toolset,
+    ):
+        await client.check_routes()
+        # the required template probes depend on whether the chains have tools; an agent may have any of its own
+        tools = bool(toolset.specs) or isinstance(acting, ClientAgent)
+        renderer = load_renderer(
+            recipe.model,
+            recipe.rollout.parser,
+            logger.info,
+            reasoning=recipe.rollout.reasoning,
+            tools=tools,
+            base=base,
+            images=seen,
+        )
+        if isinstance(acting, ClientAgent):
+            async with acting, acting.gateway() as gateway:
+                yield GatewayRunner(recipe, renderer, client, toolset, used, acting, gateway)
+        else:
+            yield ChainRunner(recipe, renderer, client, toolset, used, acting)
+
+
+@asynccontextmanager
+async def _folder_of(images: Path | None) -> AsyncIterator[Path]:
+    if images is not None:
+        yield images
+        return
+    with TemporaryDirectory(prefix="agentfactory-images-") as folder:
+        yield Path(folder)
+
+
+async def evaluate(
+    runner: ChainRunner,
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    model: str,
+    folder: Path,
+    name: str,
+    cache_salt: str | None = None,
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Run `recipe.eval` on `tasks` with the weights called `model`, and save trajectories to `folder`. For `cache_salt`
+    see Sampling.
+
+    Returns two values. First, means over the chains that did not fail, under `sampled/...` and `greedy/...`: `reward`,
+    every metric of the trajectories, `failed` (the share of chains that broke), and with several samples per task also
+    avg@k and pass@k. Second, for each mode in which no chain has a reward, what happened.
+    """
+    played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
+    failures = {
+        mode: _failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0
+    }
+    return _means(recipe, played), failures
+
+
+def _failure(mode: str, groups: list[Group]) -> str:
+    """Describe how the chains of a mode ended, all of which failed."""
+    chains = [chain for group in groups for chain in group.trajectories]
+    endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
+    return f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
+
+
+async def _play(
+    runner: ChainRunner,
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    model: str,
+    folder: Path,
+    name: str,
+    cache_salt: str | None = None,
+) -> dict[str, list[Group]]:
+    """Run the chains of each mode and return its groups, in the order of the tasks; each is saved when its chains have
+    ended."""
+    modes = {"sampled": (recipe.rollout.temperature, recipe.eval.samples)}
+    if recipe.eval.greedy:
+        modes["greedy"] = (0.0, 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    for mode in modes:
+        delete_groups(folder / f"{name}-{mode}.jsonl")
+
+    async def run_group(mode: str, number: int) -> Group:
+        temperature, samples = modes[mode]
+        task = await runner.take(tasks[number], "eval.data", number + 1)
+        # the seed does not depend on `name`, so that the same weights give the same metrics wherever they are evaluated
+        chains = [
+            runner.run(
+                f"{name}-{mode}-{number:05d}.{sample}",
+                task,
+                Sampling(model, temperature, f"eval/{mode}/{number}/{sample}", cache_salt),
+            )
+            for sample in range(samples)
+        ]
+        group = await runner.run_group(f"{mode}-{number:05d}", task, chains)
+        append_group(folder / f"{name}-{mode}.jsonl", group)
+        return group
+
+    by_mode = await asyncio.gather(
+        *(asyncio.gather(*(run_group(mode, number) for number in range(len(tasks)))) for mode in modes)
+    )
+    return {mode: list(groups) for mode, groups in zip(modes, by_mode, strict=True)}
+
+
+def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for mode, groups in played.items():
+        means = mean_figures(groups)
+        if mode == "sampled":
+            means |= sample_figures(groups, recipe.eval.samples)
+        metrics |= {f"{mode}/{key}": value for key, value in means.items()}
+    return metrics
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of `run_eval`."""
+
+    means: dict[str, float]
+    """As returned by `evaluate`; training logs them too."""
+    estimates: dict[str, dict[str, dict[str, Estimate]]]
+    """Mode -> value of the tasks' `source` field ("" for all tasks) -> metric -> estimate."""
+    failures: Counter[str]
+    """Cause of failure -> number of chains."""
+    chains: int
+    """Number of chains in both modes."""
+
+    def figures(self) -> dict[str, float]:
+        """Return all results by name: the means, `<mode>/<figure>/low` and `/high` where there is an interval, and the
+        same for each source under `<mode>/source/<source>/`."""
+        metrics = dict(self.means)
+        for mode, sources in self.estimates.items():
+            for source, found in sources.items():
+                prefix = f"{mode}/source/{source}/" if source else f"{mode}/"
+                for name, estimate in found.items():
+                    metrics.setdefault(prefix + name, estimate.value)
+                    if estimate.low is not None and estimate.high is not None:
+                        metrics |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
+        return metrics
+
+
+def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Return means over the chains that have a reward, and `failed`, the share of those that have none."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    scored = [t for t in trajectories if t.reward is not None]
+    means = {"failed": 1 - len(scored) / len(trajectories)}
+    if scored:
+        means["reward"] = sum(t.reward for t in scored if t.reward is not None) / len(scored)
+        names = sorted({name for t in scored for name in t.metrics})
+        means |= {name: sum(t.metrics.get(name, 0.0) for t in scored) / len(scored) for name in names}
+    return means
+
+
+def run_eval(
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    folder: Path,
+    log: Callable[[dict[str, Any]], None],
+    opened: AbstractAsyncContextManager[ChainRunner],
+    model: str = "policy",
+) -> Evaluation:
+    """Evaluate the weights that the server of the runner `opened` calls `model` on `tasks`. Blocking.
+
+    Trajectories go to `folder`, each group when it has ended; `log` gets every metric as `eval/...`.
+    """
+
+    async def run() -> dict[str, list[Group]]:
+        async with opened as runner:
+            await runner.check(tasks, "eval.data")
+            played = await _play(runner, recipe, tasks, model, folder, "final")
+            runner.setup.tool_errors.report()
+            return played
+
+    played = asyncio.run(run())
+    chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
+    found = Evaluation(
+        _means(recipe, played),
+        {mode: _estimates(recipe, mode, groups) for mode, groups in played.items()},
+        Counter(f"{chain.outcome}: {chain.error}" for chain in chains if chain.reward is None),
+        len(chains),
+    )
+    log({f"eval/{key}": value for key, value in found.figures().items()})
+    return found
+
+
+def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[str, dict[str, Estimate]]:
+    samples = recipe.eval.samples if mode == "sampled" else 1
+    parts = {"": groups} | by_source(groups)
+    return {source: estimates(part, samples) for source, part in parts.items()}
+
+
+def run_rollout(
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    base: Path,
+    urls: str | Sequence[str],
+    folder: Path,
+    log: Callable[[dict[str, Any]], None],
+    model: str = "policy",
+    images: Path | None = None,
+) -> dict[str, float]:
+    """Run one group of sampled chains for each of `tasks`, and save the groups for `train.from_trajectories`. Blocking.
+    For `images` see open_runner."""
+    path = folder / "rollout.jsonl"
+
+    async def run_chain(runner: ChainRunner, chain_id: str, task: Task, retried: bool = False) -> Trajectory:
+        sampling = Sampling(model, recipe.rollout.temperature, seed=chain_id)
+        chain = await runner.run(chain_id, task, sampling, recipe.rollout.scored)
+        if recipe.rollout.outcome_policy(chain.outcome) is OutcomePolicy.RETRY and not retried:
+            return await run_chain(runner, f"{chain_id}.retry", task, retried=True)
+        return chain
+
+    async def run_group(runner: ChainRunner, number: int) -> Group:
+        ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
+        task = await runner.take(tasks[number], row=number + 1)
+        chains = [run_chain(runner, chain_id, task) for chain_id in ids]
+        group = await runner.run_group(f"g{number:06d}", task, chains)
+        append_group(path, group)
+        return group
+
+    async def run() -> list[Group]:
+        async with open_runner(recipe, base, urls, images=images) as runner:
+            await runner.check(tasks)
+            groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
+            runner.setup.tool_errors.report()
+            return list(groups)
+
+    metrics = mean_figures(asyncio.run(run()))
+    log({f"rollout/{key}": value for key, value in metrics.items()})
+    return metrics

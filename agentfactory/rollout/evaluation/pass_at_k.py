@@ -1,0 +1,90 @@
+"""Evaluation metrics with their uncertainty: avg@k, unbiased pass@k, intervals over tasks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentfactory.rollout.evaluation.intervals import Share, mean, of_mean, of_proportion
+from agentfactory.rollout.trajectory import Group
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The value of a metric, the ends of its 95 % interval (None: nothing is known about it), and the number of tasks
+    behind it."""
+
+    value: float
+    low: float | None
+    high: float | None
+    tasks: int
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Return the probability that at least one of `k` samples of a task passes: the unbiased estimate from `samples` of
+    which `passed` did, 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, arXiv:2107.03374, equation 1).
+
+    Raises ValueError for k above the number of samples, for which no unbiased estimate exists.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples: k is between 1 and the number of samples")
+    if not 0 <= passed <= samples:
+        raise ValueError(f"{passed} of {samples} samples cannot have passed")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4, ... up to `most`."""
+    return [1 << power for power in range(most.bit_length())] if most > 0 else []
+
+
+def sample_figures(groups: Sequence[Group], samples: int) -> dict[str, float]:
+    """Return avg@`samples` and pass@k for each power of two k up to `samples`, by name; empty for one sample per task,
+    or if no reward reports `success`."""
+    return {name: mean(shares) for name, shares in _shares(groups, samples).items() if "@" in name}
+
+
+def estimates(groups: Sequence[Group], samples: int) -> dict[str, Estimate]:
+    """Return `reward`, `success`, avg@k and pass@k with their intervals, as far as the chains report them.
+
+    A chain without a reward failed and does not count. `reward` and `success` are means over chains; avg@k and pass@k
+    are means over tasks of the values for each task's chains. A chain passes if its `success` is 1.
+    """
+    found = {}
+    for name, shares in _shares(groups, samples).items():
+        # a reward may have any bounds, also where those seen so far lie between 0 and 1
+        proportion = name != "reward" and all(0.0 <= share.total <= share.weight for share in shares)
+        low, high = of_proportion(shares) if proportion else of_mean(shares) or (None, None)
+        found[name] = Estimate(mean(shares), low, high, len(shares))
+    return found
+
+
+def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Group by the task's `source` field, in order of first appearance; empty if no task has the field."""
+    named = [group.task.get("source") not in (None, "") for group in groups]
+    if not any(named):
+        return {}
+    sources: dict[str, list[Group]] = {}
+    for group, has_source in zip(groups, named, strict=True):
+        sources.setdefault(str(group.task["source"]) if has_source else "none", []).append(group)
+    return sources
+
+
+def _shares(groups: Sequence[Group], samples: int) -> dict[str, list[Share]]:
+    """Return the shares of tasks in each metric, leaving out tasks without a chain for it, and metrics without a
+    task."""
+    scored = [[t for t in group.trajectories if t.reward is not None] for group in groups]
+    rewards = [[t.reward for t in chains if t.reward is not None] for chains in scored if chains]
+    shares = {"reward": [Share(sum(values), len(values), len(values)) for values in rewards]}
+    if any("success" in t.metrics for chains in scored for t in chains):
+        successes = [[t.metrics.get("success", 0.0) for t in chains] for chains in scored if chains]
+        shares["success"] = [Share(sum(values), len(values), len(values)) for values in successes]
+        if samples > 1:
+            shares[f"avg@{samples}"] = [Share(sum(values) / len(values), 1, len(values)) for values in successes]
+            for k in powers_of_two(samples):
+                shares[f"pass@{k}"] = [
+                    # after failures, the remaining chains may be too few for an unbiased estimate
+                    Share(pass_at_k(len(values), sum(value >= 1.0 for value in values), k), 1, len(values) // k)
+                    for values in successes
+                    if len(values) >= k
+                ]
+    return {name: of_tasks for name, of_tasks in shares.items() if of_tasks}

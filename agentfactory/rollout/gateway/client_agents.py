@@ -1,0 +1,261 @@
+"""Agents that keep their own loop: what they get for a chain, and a function that is one."""
+
+import asyncio
+import difflib
+import inspect
+import json
+import logging
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from agentfactory.rollout.chains.timeline import Timeline
+from agentfactory.rollout.chains.turn import AgentFailed
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
+from agentfactory.tools.calls.limits import ChainLimits
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.messages import (
+    Content,
+    EnvironmentReward,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolResult,
+    ToolSpec,
+)
+from agentfactory.tools.sandbox.program import Listening
+from agentfactory.tools.sessions.tool_session import ToolSession
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 4096
+
+
+class ChainEnded(Exception):
+    """An agent calls a tool of a chain that has ended."""
+
+
+class ChainTools:
+    """The recipe's tools, as one chain has them.
+
+    `definitions` are what OpenAI's `tools` takes. Calls count toward the recipe's limits.
+    """
+
+    def __init__(
+        self,
+        specs: list[ToolSpec],
+        session: ToolSession,
+        limits: ChainLimits,
+        timeline: Timeline,
+        note: Callable[[ToolCall, ToolResult], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.definitions = [spec.to_openai() for spec in specs]
+        self.opening = session.opening
+        """What the environment says at the beginning; None if there is nothing."""
+        self._specs = specs
+        self._session = session
+        self._limits = limits
+        self._timeline = timeline
+        self._note = note
+        self._fail = fail
+        self._numbers = count()
+        self._running: set[asyncio.Task[ToolResult]] = set()
+        self._closed = False
+
+    async def call(self, name: str, arguments: Mapping[str, Any] | str) -> Content:
+        """Make a call, and return what the model is to see: text, or parts with images. Errors of tools are results,
+        too. `arguments` may be JSON text. Raises ChainEnded."""
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}", strict=False)
+            except ValueError as error:
+                return f"The arguments of {name} are not JSON: {error}"
+            if not isinstance(arguments, dict):
+                return f"The arguments of {name} are not a JSON object."
+        if self._closed:
+            raise ChainEnded("the chain has ended")
+        call = ToolCall(f"call_{next(self._numbers)}", name, dict(arguments))
+        running = asyncio.ensure_future(self._result(call))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        try:
+            await asyncio.wait([running])
+        finally:
+            running.cancel()
+        if running.cancelled():
+            raise ChainEnded("the chain has ended while the tool was running")
+        try:
+            result = running.result()
+        except ToolInfrastructureError as error:
+            self._fail(error)  # the agent may catch it, and the chain is lost
+            raise
+        self._note(call, result)
+        return result.content
+
+    async def _result(self, call: ToolCall) -> ToolResult:
+        results = await self._limits.run([call], self._timeline.calls(self._session.call, None))
+        (result,) = await self._session.number_images([call], results)
+        return result
+
+    async def close(self) -> None:
+        """End the calls that run, and allow no more: an agent may outlive its chain, whose environment is then
+        another's."""
+        self._closed = True
+        for running in self._running:
+            running.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One chain, for its agent. `workspace` is the chain's folder, if the agent has folders. `report` takes what the
+    agent says that the chain is worth; `judged` tells whether the recipe judges the chain without that."""
+
+    endpoint: Endpoint
+    task: Task
+    chain: str
+    tools: ChainTools
+    workspace: Path | None
+    report: Callable[[EnvironmentReward], None]
+    judged: bool
+    listening: Listening | None = None
+    """Answers at a further socket as `endpoint` does."""
+
+
+def missing_field(
+    field: str, given: str, name: str, task: Task, number: int, section: str, write: str = "{}"
+) -> SettingError:
+    """Return the error for a setting that names a field `name` which a row of `section` lacks; `write` is how the
+    setting would name another one."""
+    close = difflib.get_close_matches(name, task, 1)
+    fix = f"give every row this field, or rename one by {section}.columns"
+    problem = f"got {short(given)}, and row {number} of {section} has no {name} but {', '.join(task)}"
+    return SettingError(field, problem, f"write {write.format(close[0])}" if close else fix)
+
+
+class ClientAgent(ABC):
+    """An agent that samples its turns through an endpoint; use it as an async context manager."""
+
+    elsewhere = False
+    """Whether it lives elsewhere: files of this machine are not there, and a chain that may take no more turns waits
+    for what the agent says of it."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
+        """Raise SettingError if a row of `section` lacks a field that the agent needs."""
+        return None
+
+    def gateway(self) -> Gateway:
+        """Return the endpoint for its chains."""
+        return Gateway()
+
+    @asynccontextmanager
+    async def begun(self, chain: str) -> AsyncIterator[None]:
+        """Wait until a chain may begin; its time limit counts from then on."""
+        yield
+
+    @asynccontextmanager
+    async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path | None]:
+        """Make the folder of a chain, and remove it on exit, or move it to where `kept` then says. None: the agent has
+        no folders."""
+        yield None
+
+    @abstractmethod
+    async def run(self, visit: Visit) -> str | None:
+        """Play one chain. Returns its answer, if that is not the last thing that the model said. Raises
+        AgentFailed."""
+
+
+INPUTS = {
+    "client": "an AsyncOpenAI client",
+    "anthropic": "an AsyncAnthropic client",
+    "endpoint": "the address, key and model's name, for any other client",
+    "task": "the row of the data",
+    "tools": "the recipe's tools: `definitions`, and `await call(name, arguments)`",
+    "chain": "the chain's id",
+}
+"""Parameters of a function that is an agent -> what it gets."""
+
+
+class FunctionAgent(ClientAgent):
+    """A user's async function, called once for each chain."""
+
+    def __init__(self, reference: str, function: Callable[..., Any]) -> None:
+        """Raises SettingError if nothing gives one of its parameters, or the client that it takes is not installed."""
+        self._name = reference.rpartition(":")[2]
+        self._function = function
+        parameters = inspect.signature(function).parameters
+        for name, parameter in parameters.items():
+            if name not in INPUTS and parameter.default is parameter.empty:
+                problem = f"{reference} has a parameter {name!r} that nothing gives"
+                raise SettingError("rollout.agent", problem, f"it can take {', '.join(INPUTS)}, and fields of `task`")
+        self._takes = [name for name in INPUTS if name in parameters]
+        self._kinds = {name: _client(name, reference) for name in ("client", "anthropic") if name in parameters}
+        self._clients: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        for library in ("httpx", "httpx2"):
+            logging.getLogger(library).setLevel(logging.WARNING)  # or each request is a line of the log
+        # asyncio's own executor has as many threads as the machine has cores, and four more: too few for the chains of
+        # agents that block. Threads start as they are needed.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "agent"))
+        # one HTTP client for all chains: each takes 20 ms to make. A retried request would be sampled a second time.
+        self._clients = {
+            name: kind(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)
+            for name, kind in self._kinds.items()
+        }
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    async def run(self, visit: Visit) -> str | None:
+        """See ClientAgent."""
+        urls = {"client": visit.endpoint.url, "anthropic": visit.endpoint.anthropic_url}
+        clients = {
+            name: client.with_options(base_url=urls[name], api_key=visit.endpoint.key)
+            for name, client in self._clients.items()
+        }
+        inputs = {**vars(visit), **clients}
+        try:
+            answer = await self._function(**{name: inputs[name] for name in self._takes})
+        except ToolInfrastructureError:
+            raise
+        except Exception as error:  # boundary: user code
+            logger.info("the agent failed at chain %s", visit.chain, exc_info=error)
+            raise AgentFailed(f"{self._name}: {_told(error)}") from error
+        if answer is not None and not isinstance(answer, str):
+            raise AgentFailed(f"{self._name} returned {answer!r:.200}; return the answer as text, or nothing")
+        return answer
+
+
+def _client(name: str, reference: str) -> Callable[..., Any]:
+    library, kind = {"client": ("openai", "AsyncOpenAI"), "anthropic": ("anthropic", "AsyncAnthropic")}[name]
+    try:
+        module = __import__(library)
+    except ImportError:
+        problem = f"{reference} takes {name!r}, and the library {library} is not installed"
+        raise SettingError("rollout.agent", problem, f"pip install {library}") from None
+    found: Callable[..., Any] = getattr(module, kind)
+    return found
+
+
+def _told(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if "site-packages" not in frame.filename]
+    place = f" ({Path(users[-1].filename).name}, line {users[-1].lineno})" if users else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -1,0 +1,338 @@
+"""The gateway's HTTP server, on a free loopback port of the rollout worker. A random key names the chain."""
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Protocol, Self
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from agentfactory.rollout.gateway import anthropic_messages as messages
+from agentfactory.rollout.gateway import chat_completions, responses
+from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key
+from agentfactory.rollout.text.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
+from agentfactory.tools.http import connections
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 10.0
+"""How often a stream says that the turn is not there yet: many clients give up on a silent one."""
+MOST_CONNECTIONS = 256
+"""Connections at a time of one sandbox."""
+_MOST_BYTES = 1 << 28
+"""Longest request: one with many images."""
+_MOST_BODIES = 4
+"""Requests of a chain that are received at a time; others wait, and a hostile program does not fill the memory."""
+_MOST_VALUES = 1 << 20
+_BETWEEN_VALUES = (b",", b"[", b"{")
+"""How many of these a request may have. Each begins a value, which takes much more memory than it is long; an image is
+a single one."""
+BODY_SECONDS = 120.0
+"""How long a body may take to come."""
+
+
+class Api(Protocol):
+    """One of the protocols: a module of this package."""
+
+    ROUTE: str
+    PING: str
+
+    def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> Asked:
+        """Return what a request asks for. Raises Refusal."""
+
+    def write(self, asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+        """Return the answer."""
+
+    def events(self, asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+        """Yield the answer as server-sent events."""
+
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        """Return the body of a refused request."""
+
+    def failed(self, refusal: Refusal) -> str:
+        """Return the event of a request that fails after its stream has begun."""
+
+
+APIS: list[Api] = [chat_completions, messages, responses]
+
+
+class Asking(Protocol):
+    """A chain that answers requests."""
+
+    temperature: float
+    stored: responses.Stored
+
+    async def count(self, asked: Asked) -> int:
+        """Return the number of tokens of a conversation. Raises Refusal."""
+
+    async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
+        """Check a request, and return what samples its turns. Raises Refusal."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent finds the model. `url` is the base of OpenAI's protocols and ends with /v1; `anthropic_url` is
+    that of Anthropic's. The key names the chain; the model's name is free."""
+
+    url: str
+    anthropic_url: str
+    key: str
+    model: str = "policy"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables by which clients find it."""
+        return {
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_BASE": self.url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            "ANTHROPIC_API_KEY": self.key,
+            "AGENTFACTORY_MODEL": self.model,
+        }
+
+
+class _Connection(web.RequestHandler):
+    """A connection on which also a request that is no HTTP, or meets a bug, is answered with JSON."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """See web.RequestHandler."""
+        plain = super().handle_error(request, status, exc, message)
+        text = message or f"{HTTPStatus(status).phrase}; the log of the run says more"
+        answer = _refused(request, Refusal(status, _code(status), text))
+        if not plain.keep_alive:
+            answer.force_close()
+        return answer
+
+
+class Gateway:
+    """Answers the requests of all chains of a process at a loopback port (0: a free one); use it as an async context
+    manager. `routes` are further ones."""
+
+    def __init__(self, port: int = 0, routes: Sequence[web.RouteDef] = ()) -> None:
+        self._port = port
+        self._routes = routes
+        self._chains: dict[str, Asking] = {}
+        self._reading: dict[str, asyncio.Semaphore] = {}
+        self._inside: dict[asyncio.Protocol, str] = {}
+        """Connection from a sandbox -> the key of its chain."""
+        self.url = ""
+        """Its address, once it is open."""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_json])
+        app.add_routes([web.post(api.ROUTE, _handler(self, api)) for api in APIS])
+        app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
+        app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
+        app.add_routes(self._routes)
+        # a turn that its client no longer waits for is not sampled to its end
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            limit = connections.ConnectionLimit(connections.most_connections())
+            self._server = await loop.create_server(
+                partial(limit.admit, self._connection), "127.0.0.1", self._port, backlog=4096
+            )
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._runner.cleanup()
+
+    def _connection(self) -> _Connection:
+        assert self._runner.server is not None
+        loop = asyncio.get_running_loop()
+        server = self._runner.server
+        return _Connection(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=connections.HEADER_SECONDS,
+            auto_decompress=False,  # a short body could become a huge one
+        )
+
+    @asynccontextmanager
+    async def listening(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
+        """Answer at a listening socket too, which is in the network of a chain's sandbox, as long as the context lasts.
+        There only this chain's key is good, also if the program has come by another one."""
+        limit = connections.ConnectionLimit(MOST_CONNECTIONS)
+
+        def connect() -> _Connection:
+            connection = self._connection()
+            self._inside[connection] = key
+            return connection
+
+        server = await asyncio.get_running_loop().create_server(
+            partial(limit.admit, connect, self._inside.pop), sock=listener, backlog=MOST_CONNECTIONS
+        )
+        try:
+            yield
+        finally:
+            server.close()
+
+    @contextmanager
+    def serving(self, chain: Asking, key: str | None = None) -> Iterator[Endpoint]:
+        """Answer the requests of a chain, whose key (by default a random one) ends with the context."""
+        key = key or f"chain-{secrets.token_urlsafe(24)}"
+        self._chains[key] = chain
+        self._reading[key] = asyncio.Semaphore(_MOST_BODIES)
+        try:
+            yield Endpoint(f"{self.url}/v1", self.url, key)
+        finally:
+            del self._chains[key], self._reading[key]
+
+    def chain_of(self, request: web.Request) -> Asking:
+        """Return the chain that a request names by its key. Raises Refusal."""
+        key = key_of(request)
+        if key not in self._chains or self._inside.get(request.protocol, key) != key:
+            raise foreign_key()
+        return self._chains[key]
+
+    async def hear(self, request: web.Request) -> tuple[Asking, dict[str, Any]]:
+        """Return the chain that a request names by its key, and the JSON object that is its body. Raises Refusal, also
+        if the chain ends before the body is here."""
+        chain = self.chain_of(request)
+        async with self._reading[key_of(request)]:
+            body = await _body_of(request)
+        if self.chain_of(request) is not chain:
+            raise foreign_key()
+        return chain, body
+
+    async def _count(self, request: web.Request) -> web.Response:
+        try:
+            chain, body = await self.hear(request)
+            asked = _read(messages, body, chain)
+            return web.json_response({"input_tokens": await chain.count(asked)})
+        except Refusal as refusal:
+            return web.json_response(messages.error(refusal), status=refusal.status)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self.chain_of(request)
+        except Refusal as refusal:
+            return web.json_response(chat_completions.error(refusal), status=refusal.status)
+        name = request.match_info.get("name")
+        card = {"id": name or "policy", "object": "model", "type": "model", "created": 0, "owned_by": "agentfactory"}
+        return web.json_response(card if name else {"object": "list", "data": [card], "has_more": False})
+
+
+def key_of(request: web.Request) -> str:
+    """Return the key that a request shows, as clients of either protocol send it."""
+    bearer = request.headers.get("Authorization", "")
+    return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
+
+
+def _handler(gateway: Gateway, api: Api) -> Any:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            chain, body = await gateway.hear(request)
+            asked = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
+            sampling = await chain.admit(asked)
+            if asked.stream:
+                return await _stream(request, api, asked, sampling)
+            return web.json_response(api.write(asked, await sampling))
+        except Refusal as refusal:
+            return web.json_response(api.error(refusal), status=refusal.status)
+
+    return handle
+
+
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    if encoding := request.headers.get("Content-Encoding", "").replace("identity", ""):
+        raise Refusal(415, _code(415), f"Content-Encoding: got {encoding}; send the body as it is")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            content = await request.read()
+    except TimeoutError:
+        text = f"the request's body has not come within {BODY_SECONDS:g} s"
+        raise Refusal(408, _code(408), text) from None
+    except web.RequestPayloadError as error:
+        raise Refusal(400, "invalid_request", f"the request's body cannot be read: {error}") from None
+    if sum(map(content.count, _BETWEEN_VALUES)) > _MOST_VALUES:
+        raise Refusal(413, _code(413), f"the request has more than {_MOST_VALUES} JSON values")
+    try:
+        body = json.loads(content, parse_float=finite, parse_constant=no_constant)
+        check_depth(body)
+    except RecursionError:
+        raise Refusal(400, "invalid_request", f"the request is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "invalid_request", "the request is no JSON object")
+    return body
+
+
+@web.middleware
+async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what aiohttp itself refuses (a route or method that is not there, too long a body) as the protocols do."""
+    try:
+        return await handler(request)
+    except web.HTTPException as refused:
+        text = f"{request.method} {request.path}: {refused.reason}"
+        if refused.status == 413:
+            text = f"the request's body has more than {_MOST_BYTES} bytes"
+        return _refused(request, Refusal(refused.status, _code(refused.status), text))
+
+
+def _refused(request: web.BaseRequest, refusal: Refusal) -> web.Response:
+    """Return the answer to a request that came to none of the protocols' own handlers."""
+    api = messages if request.path.startswith(messages.ROUTE) else chat_completions
+    return web.json_response(api.error(refusal), status=refusal.status)
+
+
+def _code(status: int) -> str:
+    """Return the code of a refusal for which HTTP has a name, such as not_found."""
+    return HTTPStatus(status).name.lower()
+
+
+def _read(api: Api, body: dict[str, Any], chain: Asking) -> Asked:
+    try:
+        return api.read(body, chain.temperature, chain.stored)
+    except (TypeError, KeyError, AttributeError) as error:
+        # the protocols have hundreds of fields, which need not be checked one by one
+        problem = f"the request is not one of {api.ROUTE}: {type(error).__name__}: {error}"
+        raise Refusal(400, "invalid_request", problem) from error
+
+
+async def _stream(request: web.Request, api: Api, asked: Asked, sampling: Awaitable[list[Said]]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    async with _running(sampling) as turns:
+        while not (await asyncio.wait([turns], timeout=PING_SECONDS))[0]:
+            await response.write(api.PING.encode())
+        try:
+            for event in api.events(asked, await turns):
+                await response.write(event.encode())
+        except Refusal as refusal:
+            await response.write(api.failed(refusal).encode())
+    await response.write_eof()
+    return response
+
+
+@asynccontextmanager
+async def _running(sampling: Awaitable[list[Said]]) -> AsyncIterator["asyncio.Future[list[Said]]"]:
+    """Run it as a task that ends with the context."""
+    task = asyncio.ensure_future(sampling)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

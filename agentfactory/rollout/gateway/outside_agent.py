@@ -1,0 +1,250 @@
+"""Agents that live elsewhere: programs that take tasks by HTTP, play them through the gateway, and report."""
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aiohttp import web
+
+from agentfactory.rollout.chains.turn import AgentFailed
+from agentfactory.rollout.config import OutsideConfig
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.gateway import chat_completions
+from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
+from agentfactory.rollout.gateway.gateway_server import Gateway, key_of
+from agentfactory.rollout.gateway.request_options import Refusal, foreign_key, wrong
+from agentfactory.tools.calls.notices import inform, tell
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
+
+logger = logging.getLogger(__name__)
+
+_PAGE = "docs/own-agents.md"
+_FIELD = "rollout.agent.outside"
+POLL_SECONDS = 3.0
+"""How long a request waits for a task: less than the clients' usual limits."""
+PATIENCE_SECONDS = 60.0
+"""How long a chain waits until a person is told that no program takes it."""
+_REPORTED = ("reward", "answer", "error")
+_LONGEST_TEXT = 1_000_000
+"""Characters of an answer or an error: it is kept with the chain's trajectory."""
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """A request for a task. `taken` is done once a chain has it, which then sets `task`."""
+
+    taken: asyncio.Event
+    task: "asyncio.Future[dict[str, Any]]"
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A chain that a program has taken, and what the program says of it at its end."""
+
+    visit: Visit
+    end: "asyncio.Future[dict[str, Any]]"
+
+
+class OutsideAgent(ClientAgent):
+    """Programs elsewhere, each of which plays the chains that it takes.
+
+    A chain waits until a program asks for a task. The program gets the row, an address and a key; with the key it asks
+    for turns, calls the recipe's tools, and tells the chain's end.
+    """
+
+    elsewhere = True
+
+    def __init__(self, config: OutsideConfig) -> None:
+        """Raises SettingError if there is no token."""
+        token = os.environ.get(config.token_env, "")
+        if not token:
+            problem = f"the variable {config.token_env} is not set, and without a token nobody may take tasks"
+            fix = f"export {config.token_env}=SECRET here and where the programs run"
+            raise SettingError(f"{_FIELD}.token_env", problem, fix)
+        self._token = token.encode()
+        self._config = config
+        self._askers: asyncio.Queue[_Asker] = asyncio.Queue()
+        self._gateway = _TaskGateway(
+            config.port,
+            [
+                web.post("/tasks", _answering(self._give)),
+                web.post("/tools", _answering(self._call)),
+                web.post("/reward", _answering(self._finish)),
+            ],
+        )
+        self._chosen: dict[str, _Asker] = {}
+        """Chain -> the request that it answers as soon as its tools are open."""
+        self._taken: dict[str, _Taken] = {}
+        """Key -> its chain."""
+
+    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
+        """See ClientAgent."""
+        for place, name in enumerate(self._config.fields or []):
+            for number, task in enumerate(tasks, 1):
+                if name not in task:
+                    raise missing_field(f"{_FIELD}.fields.{place}", name, name, task, number, section)
+
+    def gateway(self) -> Gateway:
+        """See ClientAgent."""
+        return self._gateway
+
+    @asynccontextmanager
+    async def begun(self, chain: str) -> AsyncIterator[None]:
+        """See ClientAgent: wait until a program asks for a task."""
+        self._chosen[chain] = await self._next_asker()
+        try:
+            yield
+        finally:
+            # the chain may have broken before its program got it
+            asker = self._chosen.pop(chain, None)
+            if asker is not None and not asker.task.done():
+                self._askers.put_nowait(asker)
+
+    async def _next_asker(self) -> _Asker:
+        notice = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, _tell_waiting)
+        try:
+            while (asker := await self._askers.get()).task.done():
+                pass
+        finally:
+            notice.cancel()
+        asker.taken.set()
+        return asker
+
+    async def run(self, visit: Visit) -> str | None:
+        """See ClientAgent."""
+        asker = self._chosen.pop(visit.chain)
+        while asker.task.done():  # its program has gone away before it got the task
+            asker = await self._next_asker()
+        taken = self._taken[visit.endpoint.key] = _Taken(visit, asyncio.get_running_loop().create_future())
+        asker.task.set_result(self._described(visit))
+        try:
+            said = await taken.end
+        finally:
+            del self._taken[visit.endpoint.key]
+        if said.get("error") is not None:
+            raise AgentFailed(said["error"], said.get("answer"))
+        answer: str | None = said.get("answer")
+        return answer
+
+    def _described(self, visit: Visit) -> dict[str, Any]:
+        fields = self._config.fields
+        return {
+            "chain": visit.chain,
+            "task": visit.task if fields is None else {name: visit.task[name] for name in fields},
+            "key": visit.endpoint.key,
+            "model": visit.endpoint.model,
+            "tools": visit.tools.definitions,
+            "opening": visit.tools.opening,
+        }
+
+    async def _give(self, request: web.Request) -> web.Response:
+        """Answer a request for a task: with one, or after a while with status 204."""
+        if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
+            raise Refusal(401, "invalid_token", f"tasks are given for the token that is in {self._config.token_env}")
+        asker = _Asker(asyncio.Event(), asyncio.get_running_loop().create_future())
+        self._askers.put_nowait(asker)
+        try:
+            async with asyncio.timeout(POLL_SECONDS) as limit:
+                await asker.taken.wait()
+                limit.reschedule(None)
+                task = await asker.task
+        except TimeoutError:
+            return web.Response(status=204)
+        finally:
+            asker.task.cancel()
+        # as the program calls this machine, which may be through a tunnel
+        base = f"{request.scheme}://{request.host}"
+        return web.json_response({**task, "url": f"{base}/v1", "anthropic_url": base})
+
+    def _of(self, request: web.Request) -> _Taken:
+        taken = self._taken.get(key_of(request))
+        if taken is None or taken.end.done():
+            raise foreign_key()
+        return taken
+
+    async def _hear(self, request: web.Request) -> tuple[_Taken, dict[str, Any]]:
+        """Return the chain that a program speaks of, and what it says. Raises Refusal, also if the chain ends before
+        that is here."""
+        self._of(request)
+        _, body = await self._gateway.hear(request)
+        return self._of(request), body
+
+    async def _call(self, request: web.Request) -> web.Response:
+        """Call one of the recipe's tools for a chain."""
+        taken, body = await self._hear(request)
+        name, arguments = body.get("name"), body.get("arguments", {})
+        if not isinstance(name, str):
+            raise wrong(f"name: got {name!r}; use the name of a tool")
+        if not isinstance(arguments, dict | str):
+            raise wrong(f"arguments: got {arguments!r:.200}; use an object, or its JSON text")
+        try:
+            return web.json_response({"content": await taken.visit.tools.call(name, arguments)})
+        except ChainEnded as error:
+            raise Refusal(409, "chain_ended", str(error)) from None
+        except ToolInfrastructureError as error:
+            raise Refusal(503, "tool_infrastructure", str(error)) from error
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        """End a chain with what its program says of it."""
+        taken, body = await self._hear(request)
+        reward = _read_report(body, judged=taken.visit.judged)
+        if reward is not None:
+            taken.visit.report(reward)
+        taken.end.set_result(body)
+        return web.json_response({"chain": taken.visit.chain})
+
+
+class _TaskGateway(Gateway):
+    """The gateway of a run whose tasks programs take: its address is told."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await super().__aenter__()
+        except OSError as error:
+            problem = f"got {self._port}: {error.strerror or error}"
+            raise SettingError(f"{_FIELD}.port", problem, "name a free port, or 0") from error
+        inform(logger, f"programs take tasks at {self.url}/tasks", see=_PAGE)
+        return self
+
+
+def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | None:
+    """Return the reward in what a program says of a chain. Raises Refusal for anything that it may not say."""
+    for name in body:
+        if name not in _REPORTED:
+            raise wrong(f"{name}: unknown; use {', '.join(_REPORTED)} (metrics are in reward, which may be an object)")
+    for name in ("answer", "error"):
+        if not isinstance(body.get(name), str | None):
+            raise wrong(f"{name}: got {body[name]!r:.200}; use a text")
+        if len(body.get(name) or "") > _LONGEST_TEXT:
+            raise wrong(f"{name}: has {len(body[name])} characters; use {_LONGEST_TEXT} at most")
+    if body.get("reward") is None:
+        if not judged and body.get("error") is None:
+            raise wrong("reward: missing, and the recipe has no rewards of its own; report it, or an error")
+        return None
+    if body.get("error") is not None:
+        raise wrong(f"reward: got {body['reward']!r:.200} beside error: a chain that failed has none; leave out one")
+    try:
+        return EnvironmentReward.parse(body["reward"], "the program")
+    except TypeError as error:
+        raise wrong(f"reward: {error}") from error
+
+
+def _answering(handle: Callable[[web.Request], Awaitable[web.Response]]) -> Callable[..., Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            return await handle(request)
+        except Refusal as refusal:
+            return web.json_response(chat_completions.error(refusal), status=refusal.status)
+
+    return answer
+
+
+def _tell_waiting() -> None:
+    text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to take its task"
+    tell(logger, "chains that no program takes", text, see=_PAGE)

@@ -1,0 +1,203 @@
+"""Programs as agents: a process for each chain, in a folder of its own, which finds the model by its environment."""
+
+import asyncio
+import os
+import re
+import shutil
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+from mcp import StdioServerParameters
+from mcp.client.stdio import get_default_environment
+
+from agentfactory.rollout.chains.turn import AgentFailed
+from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit, missing_field
+from agentfactory.tools.environments.workspaces import (
+    ChainProgram,
+    check_kept,
+    check_template,
+    give_to_sandbox,
+    in_folder_thread,
+)
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.mcp_servers.targets import expand_variables, program_of
+from agentfactory.tools.processes import keeper
+from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
+from agentfactory.tools.sandbox.program import run_program
+from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
+from agentfactory.tools.sandbox.view import View, check_readable
+
+_FIELD = re.compile(r"\$\{task\.(\w+)\}")
+_BARE = re.compile(r"\$\{(\w+)\}")
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
+_KEPT = 65536
+"""How much of a program's output is kept: in the sandbox its beginning and its end, otherwise its end."""
+_CHUNK = 8192
+
+
+class ProgramAgent(ClientAgent):
+    """A program, started once for each chain. Its environment names the gateway; its folder and everything that it
+    started are gone when the chain has been judged."""
+
+    def __init__(self, config: AgentConfig, base: Path) -> None:
+        """Raises SettingError if a variable of `env` is not set, or files and folders cannot be used."""
+        for number, part in enumerate(config.command):
+            # of other paths nobody knows whether the program reads or writes them
+            if os.path.isabs(part) and part.endswith(_SCRIPTS) and not os.path.isfile(part):
+                raise SettingError(
+                    f"rollout.agent.command.{number}", f"{part}: no such file", "name an existing script"
+                )
+        self._command = program_of(config.command[0], config.command[1:], base)
+        self._env = expand_variables("rollout.agent.env", config.env)
+        self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(config.command)}
+        self._texts |= {f"rollout.agent.env.{name}": value for name, value in self._env.items()}
+        self._template = Path(config.workspace) if config.workspace else None
+        self._kept = Path(config.keep_workspaces) if config.keep_workspaces else None
+        self._sandboxed = config.sandbox is SandboxKind.BUBBLEWRAP
+        self._limits = ProgramLimits(config.processes, config.memory_mb, config.disk_mb)
+        self._readable: tuple[Path, ...] = ()
+        if self._template is not None:
+            size = check_template("rollout.agent.workspace", self._template) >> 20
+            if self._sandboxed and size > config.disk_mb:
+                problem = f"got {config.disk_mb}, and {self._template} has {size} MiB"
+                raise SettingError("rollout.agent.disk_mb", problem, "raise it, or make the workspace smaller")
+        if self._kept is not None:
+            check_kept("rollout.agent.keep_workspaces", self._kept)
+        if self._sandboxed:
+            further = [Path(path) for path in config.readable]
+            check_readable("rollout.agent.readable", further)
+            named = _named(self._command)
+            check_readable("rollout.agent.command", named)
+            self._readable = tuple(dict.fromkeys((*named, *further)))
+
+    async def __aenter__(self) -> Self:
+        if self._sandboxed:
+            try:
+                await asyncio.to_thread(find_bwrap, sandbox_user())
+            except SandboxUnavailable as error:
+                raise SettingError("rollout.agent.sandbox", error.problem, error.fix) from None
+        return self
+
+    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
+        """See ClientAgent."""
+        for field, text in self._texts.items():
+            for number, task in enumerate(tasks, 1):
+                for name in _FIELD.findall(text):
+                    if name not in task:
+                        raise missing_field(field, text, name, task, number, section, write="${{task.{}}}")
+                if bare := [name for name in _BARE.findall(text) if name in task]:
+                    problem = f"got {short(text)}: ${{{bare[0]}}} stands for nothing"
+                    raise SettingError(field, problem, f"write ${{task.{bare[0]}}}")
+
+    @asynccontextmanager
+    async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path]:
+        """See ClientAgent."""
+        program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), self._template, self._kept)
+        place = program.place(chain)
+        async with program.running(lambda: place) as made:
+            if place is not None:
+                kept.append(str(place))
+            folder = Path(made.args[0])
+            if self._sandboxed:
+                await in_folder_thread(give_to_sandbox, folder)
+            yield folder
+
+    async def run(self, visit: Visit) -> str | None:
+        """See ClientAgent. The answer is what the program printed on its stdout, if it did."""
+        assert visit.workspace is not None
+        # inside the sandbox, no path tells of the machine
+        folder = WORKSPACE if self._sandboxed else str(visit.workspace)
+        command = [self._filled(part, visit.task, folder) for part in self._command]
+        env = {
+            **get_default_environment(),
+            "HOME": folder,
+            **visit.endpoint.environment(),
+            **{key: self._filled(value, visit.task, folder) for key, value in self._env.items()},
+        }
+        ended = None
+        if self._sandboxed:
+            view = View(readable=self._readable, folders={WORKSPACE: visit.workspace}, start=WORKSPACE)
+            port = urlsplit(visit.endpoint.url).port
+            result = await run_program(
+                command, view, self._limits, env, characters=_KEPT, port=port, listening=visit.listening
+            )
+            status, said, errors, ended = result.status, result.stdout.strip(), result.stderr, result.ended
+        else:
+            status, said, errors = await _keep(command, visit.workspace, env)
+        if status != 0:
+            lines = [line.strip() for line in errors.splitlines() if line.strip()]
+            last = f": {lines[-1][:500]}" if lines else ""
+            problem = f"was ended: {ended}" if ended else f"ended with exit status {status}{last}"
+            raise AgentFailed(f"{Path(self._command[0]).name} {problem}", said or None)
+        return said or None
+
+    def _filled(self, text: str, task: Task, workspace: str) -> str:
+        return _FIELD.sub(lambda match: str(task[match[1]]), text.replace("${chain}", workspace))
+
+
+def _named(command: list[str]) -> list[Path]:
+    """Return the files and folders that a command names, each with what it is part of: the virtual environment of a
+    Python or of a script and its base, the `node_modules` of a program from npm."""
+    parts = [shutil.which(command[0]) or command[0], *command[1:]]
+    found: list[Path] = []
+    for path in (Path(part) for part in parts if os.path.isabs(part) and os.path.exists(part)):
+        environment = path.parent.parent
+        if (environment / "pyvenv.cfg").is_file():
+            found += [environment, Path(os.path.realpath(environment / "bin" / "python")).parents[1]]
+        elif environment != Path("/") and any(environment.glob("lib/python3*/os.py")):
+            # a Python of its own, such as conda's; /lib may be a link to that of the system
+            found.append(environment)
+        elif "node_modules" in path.parts:
+            found.append(Path(*path.parts[: path.parts.index("node_modules") + 1]))
+        else:
+            found.append(path)
+    return found
+
+
+async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int, str, str]:
+    """Run a program without a sandbox, and end everything that it started. Returns its exit status and the last part
+    of what it wrote to stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-I", "-S", keeper.__file__, *command],
+        cwd=folder,
+        env=env,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+        return await process.wait(), said, errors
+    finally:
+        # the keeper ends everything and then itself; the caller may not go on before
+        assert process.stdin is not None
+        process.stdin.close()
+        await _ended(process)
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """Read a stream to its end, and return its last part as text."""
+    chunks: deque[bytes] = deque(maxlen=_KEPT // _CHUNK)
+    while chunk := await stream.read(_CHUNK):
+        chunks.append(chunk)
+    return b"".join(chunks).decode("utf-8", "replace").strip()
+
+
+async def _ended(process: "asyncio.subprocess.Process") -> None:
+    """Wait until a process has ended, also if this task is cancelled again meanwhile."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await asyncio.wait([waiting])
+        raise

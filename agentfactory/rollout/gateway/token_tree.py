@@ -1,0 +1,271 @@
+"""The turns of a chain whose agent keeps its own history: where each request continues, and the ids that it is sampled
+from.
+
+A request repeats the conversation. If it repeats the path to a sampled turn, its ids are those of the path, and what
+the agent added is rendered behind them. Anything else (a changed history, a sub-agent, a summary) branches off where
+the histories part, in a row of its own. There, what was sampled before is context: each sampled token is trained once,
+in the row in which it was sampled.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from agentfactory.rollout.gateway.message_matching import Delivered, Said, print_of
+from agentfactory.rollout.inference.inference_client import Completion
+from agentfactory.rollout.text.renderer import Parsed, Renderer
+from agentfactory.rollout.text.templates import RenderError
+from agentfactory.rollout.trajectory import ImageSpan, Row
+from agentfactory.tools.messages import Message, ToolCall, ToolSpec
+
+
+@dataclass(eq=False)
+class Node:
+    """A sampled turn. `given` are the messages that the agent put between the turn before, `parent`, and this one, and
+    `written` is what it wrote behind the text of the turn before. `message` is the turn as the chat template renders
+    it. Its tokens end at `end` of the chain's row `row`."""
+
+    number: int
+    parent: "Node | None"
+    given: list[Message]
+    prints: list[str]
+    message: Message
+    delivered: Delivered
+    token_ids: list[int]
+    row: int
+    end: int
+    session: str
+    written: str = ""
+    children: list["Node"] = field(default_factory=list)
+
+    def conversation(self, written: str = "") -> list[Message]:
+        """Return the messages of the path to this turn, the turn included, with what the agent wrote behind it."""
+        nodes = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
+        nodes.reverse()
+        behind = [*(node.written for node in nodes[1:]), written]
+        return [m for node, text in zip(nodes, behind, strict=True) for m in (*node.given, node.continued(text))]
+
+    def continued(self, written: str) -> Message:
+        """Return the turn with what the agent wrote behind its text."""
+        return {**self.message, "content": self.delivered.whole + written} if written else self.message
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a request continues. `ids` are what the turn is sampled after, with `images` in them; the first `shared`
+    are those of the row of `parent`. `written` is what the agent wrote behind that turn's text. `unmatched` are the
+    assistant messages that repeat no sampled turn."""
+
+    head: str
+    parent: Node | None
+    given: list[Message]
+    prints: list[str]
+    ids: list[int]
+    images: list[ImageSpan]
+    shared: int
+    unmatched: list[Message]
+    spliced: int
+    """Number of turns that were found elsewhere in the chain, and whose sampled ids are context here."""
+    session: str
+    written: str
+
+
+class ChainTree:
+    """The turns of one chain. `rows` are those of its trajectory, which grow with each turn."""
+
+    def __init__(self, rows: list[Row], renderer: Renderer) -> None:
+        self.rows = rows
+        self.nodes: list[Node] = []
+        """In the order in which they were sampled."""
+        self._renderer = renderer
+        self._roots: dict[str, list[Node]] = defaultdict(list)
+        """Tools -> first turns of the conversations that have them."""
+        self._by_key: dict[str, list[Node]] = defaultdict(list)
+        self._by_ids: dict[tuple[str, ...], Node] = {}
+        """Ids of the calls of a turn, as the agent knows them -> the turn: they are unique within the chain."""
+        self._written: dict[str, str] = {}
+        """Id of a call as the agent knows it -> as the turn has it: in some formats the model writes ids."""
+
+    def plan(self, messages: Sequence[Message], specs: list[ToolSpec], session: str = "") -> Plan:
+        """Find where a conversation continues, and render what the agent added. `session` tells apart agents that have
+        been given equal turns. Changes nothing. Raises RenderError if the chat template refuses the conversation."""
+        head = json.dumps([spec.to_openai() for spec in specs], sort_keys=True)
+        messages = self._renderer.instruct(messages, specs)
+        prints = [print_of(message) for message in messages]
+        parent, start, written = self._descend(head, messages, prints, session)
+        known = [] if parent is None else parent.conversation(written)
+        matched = [self._find(m, session) if m["role"] == "assistant" else None for m in messages[start:]]
+        added = self._as_written(known, messages[start:])
+        whole = [*known, *(m if node is None else node.message for m, node in zip(added, matched, strict=True))]
+        row = Row()
+        if parent is not None:
+            source = self.rows[parent.row]
+            images = [image for image in source.images if image.offset < parent.end]
+            row.append_context(source.token_ids[: parent.end], images)
+        shared = len(row.token_ids)
+        if written:
+            row.append_context(self._renderer.continuation(written))
+        spliced = sum(node is not None for node in matched)
+        if not self._append(row, whole, matched, specs):
+            row, shared, spliced = Row(), 0, 0
+            self._extend(row, whole, whole, specs)
+        unmatched = [m for m, node in zip(added, matched, strict=True) if m["role"] == "assistant" and node is None]
+        return Plan(
+            head,
+            parent,
+            whole[len(known) :],
+            prints[start:],
+            row.token_ids,
+            row.images,
+            shared,
+            unmatched,
+            spliced,
+            session,
+            written,
+        )
+
+    def record(self, plan: Plan, completion: Completion, parsed: Parsed, delivered: Delivered) -> Node:
+        """Append a turn that was sampled after `plan.ids` to the rows: to that of the turn before, unless something
+        else follows there."""
+        parent = plan.parent
+        if parent is not None and plan.shared and len(self.rows[parent.row].token_ids) == plan.shared:
+            number, new = parent.row, plan.shared
+        else:
+            number, new = len(self.rows), 0
+            self.rows.append(Row())
+        row = self.rows[number]
+        images = [replace(image, offset=image.offset - new) for image in plan.images if image.offset >= new]
+        row.append_context(plan.ids[new:], images)
+        row.append_sampled(completion.token_ids, completion.logprobs, completion.versions, completion.mask)
+        if len(parsed.roles) == len(completion.token_ids):
+            row.note_roles(parsed.roles)
+        node = Node(
+            len(self.nodes),
+            parent,
+            plan.given,
+            plan.prints,
+            parsed.message,
+            delivered,
+            completion.token_ids,
+            number,
+            len(row.token_ids),
+            plan.session,
+            plan.written,
+        )
+        self.nodes.append(node)
+        (self._roots[plan.head] if parent is None else parent.children).append(node)
+        for key in delivered.keys:
+            self._by_key[key].append(node)
+        if delivered.said.ids:
+            self._by_ids[delivered.said.ids] = node
+        return node
+
+    def name_calls(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """Return the calls of a sampled turn with ids that no other call of the chain has."""
+        named = []
+        for call in calls:
+            identity, number = call.id, 2
+            while identity in self._written:
+                identity, number = f"{call.id}-{number}", number + 1
+            self._written[identity] = call.id
+            named.append(replace(call, id=identity))
+        return named
+
+    def _likeness(self, node: Node, replayed: Said) -> tuple[bool, bool] | None:
+        """See Delivered.likeness. A message with the ids of another turn's calls repeats that one, even if both say the
+        same."""
+        if self._by_ids.get(replayed.ids, node) is not node:
+            return None
+        return node.delivered.likeness(replayed)
+
+    def in_rows(self) -> list[Node]:
+        """Return the turns in the order of the rows."""
+        return sorted(self.nodes, key=lambda node: (node.row, node.end))
+
+    def _descend(
+        self, head: str, messages: Sequence[Message], prints: list[str], session: str
+    ) -> tuple[Node | None, int, str]:
+        """Return the turn up to which a conversation is known, the number of messages up to it, and what the agent
+        wrote behind its text. Of equal turns it is the one by whose ids the agent calls it, or else of its session, or
+        else the last."""
+        best: tuple[tuple[int, bool, bool, bool, int], Node | None, int, str]
+        best = ((0, False, False, False, -1), None, 0, "")
+        open_nodes = [(node, 0) for node in self._roots[head]]
+        while open_nodes:
+            node, start = open_nodes.pop()
+            at = start + len(node.given)
+            if at >= len(messages) or messages[at]["role"] != "assistant" or prints[start:at] != node.prints:
+                continue
+            sure, written = self._likeness(node, Said.of(messages[at])), ""
+            if sure is None:
+                added = node.delivered.continued(messages[at])
+                if added is None:
+                    continue
+                sure, written = (False, True), added
+            found = ((at + 1, *sure, node.session == session, node.number), node, at + 1, written)
+            best = max(best, found, key=lambda each: each[0])
+            open_nodes += [(child, at + 1) for child in node.children if child.written == written]
+        return best[1:]
+
+    def _find(self, message: Message, session: str) -> Node | None:
+        """Return the turn that a message repeats outside its own history."""
+        said = Said.of(message)
+        found = [
+            ((*sure, node.session == session, node.number), node)
+            for node in self._by_key[said.key]
+            if (sure := self._likeness(node, said)) is not None
+        ]
+        return max(found, key=lambda each: each[0])[1] if found else None
+
+    def _append(self, row: Row, whole: list[Message], matched: Sequence[Node | None], specs: list[ToolSpec]) -> bool:
+        """Append the last `len(matched)` messages to `row`, those of sampled turns by their ids, up to the generation
+        prompt. Return False if the template renders this only as a whole."""
+        first = len(whole) - len(matched)
+        since = first
+        try:
+            for at, node in enumerate(matched, first):
+                if node is None:
+                    continue
+                if not self._extend(row, whole[:at], whole[since:at], specs):
+                    return False
+                row.append_context(node.token_ids)
+                since = at + 1
+            return self._extend(row, whole, whole[since:], specs)
+        except RenderError:
+            return False
+
+    def _extend(self, row: Row, messages: list[Message], new: list[Message], specs: list[ToolSpec]) -> bool:
+        renderer, sight = self._renderer, self._renderer.sight
+        if row.token_ids and not new:
+            return False  # nothing stands between two turns that were sampled apart
+        if not row.token_ids:
+            ids: list[int] | None = renderer.open(messages, specs)
+            new = messages
+        else:
+            before = row.token_ids if sight is None else sight.collapse(row)
+            ids = renderer.extend(before, messages, new, specs)
+        if ids is None:
+            return False
+        row.append_context(*([ids] if sight is None else sight.expand(ids, new)))
+        return True
+
+    def _as_written(self, known: Sequence[Message], added: Sequence[Message]) -> list[Message]:
+        """Return `added` for the chat template: with the ids of calls that the turns have, and with the tools' names in
+        results, which clients leave out."""
+        names = {call["id"]: call["function"]["name"] for message in known for call in message.get("tool_calls") or []}
+        written = []
+        for message in added:
+            if calls := message.get("tool_calls"):
+                calls = [{**call, "id": self._written.get(call["id"], call["id"])} for call in calls]
+                names.update({call["id"]: call["function"]["name"] for call in calls})
+                message = {**message, "tool_calls": calls}
+            elif message["role"] == "tool":
+                identity = self._written.get(message["tool_call_id"], message["tool_call_id"])
+                message = {**message, "tool_call_id": identity}
+                if identity in names:
+                    message["name"] = names[identity]
+            written.append(message)
+        return written

@@ -1,0 +1,1 @@
+"""Groups of chains: started, bounded in staleness, filtered, saved, resumed."""

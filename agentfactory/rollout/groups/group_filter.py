@@ -1,0 +1,127 @@
+"""Decides which groups teach something, as a pure function of their chains, and counts those that are left out.
+
+Advantages compare the chains of a group. A group teaches if at least two of its chains count (they are scored, see
+OutcomePolicy), their rewards differ, and at least one of them is trained, not only compared with.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agentfactory.rollout.chains.chain_outcomes import commonest_ending
+from agentfactory.rollout.config import EqualRewards, OutcomePolicy, RolloutConfig
+from agentfactory.rollout.trajectory import Trajectory
+
+MAX_LOST_IN_A_ROW = 64
+"""Consecutive lost groups before the run stops: so many cannot be chance."""
+MAX_EQUAL_IN_A_ROW = 256
+"""Consecutive groups with equal rewards before the run stops. The limit is higher because such groups are common with
+hard tasks: if one chain in a hundred succeeds, 23 of 25 groups of 8 have equal rewards."""
+
+
+class Worth(StrEnum):
+    """Whether a group teaches something."""
+
+    TEACHES = "teaches"
+    EQUAL = "equal"
+    """All its chains have the same rewards, including those of their turns, so comparing them teaches nothing."""
+    LOST = "lost"
+    """Fewer than two of its chains count (fewer than one, if groups have one chain), or none is trained."""
+
+
+def counted(chains: Sequence[Trajectory], config: RolloutConfig) -> list[Trajectory]:
+    """Return the chains that baselines include: those that are scored and whose outcome `rollout.on_outcome` keeps or
+    masks."""
+    return [chain for chain in chains if chain.reward is not None and config.outcome_policy(chain.outcome).scored]
+
+
+def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
+    """Judge a group of these chains."""
+    counting = counted(chains, config)
+    trained = any(config.outcome_policy(chain.outcome) is OutcomePolicy.KEEP for chain in counting)
+    if len(counting) < min(2, config.group_size) or not trained:
+        return Worth.LOST
+    differ = len({(chain.reward, *(chain.turn_rewards or ())) for chain in counting}) > 1
+    return Worth.TEACHES if differ else Worth.EQUAL
+
+
+@dataclass
+class GroupFilter:
+    """Judges complete groups by the recipe, counts those that are left out, and detects when further groups are
+    hopeless.
+
+    `at_once` is the number of groups that may be open at a time: groups with equal rewards are often the first to end.
+    """
+
+    config: RolloutConfig
+    at_once: int
+    _lost: int = 0
+    _equal: Counter[float] = field(default_factory=Counter)
+    """Reward -> consecutive groups whose chains all had this reward."""
+    _figures: Counter[str] = field(default_factory=Counter)
+    _endings: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(Outcome, error) -> number of untrained chains in the consecutive lost groups that ended this way."""
+    _chains: int = 0
+    """Total number of chains in these groups."""
+
+    def judge(self, chains: Sequence[Trajectory]) -> Worth:
+        """Judge a complete group: TEACHES if it is to be trained, LOST, or EQUAL if `rollout.equal_rewards` leaves it
+        out."""
+        found = worth(chains, self.config)
+        if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
+            found = Worth.TEACHES
+        match found:
+            case Worth.LOST:
+                self._note_lost(chains)
+            case Worth.EQUAL:
+                self._forget_lost()
+                self._figures["filtered/groups"] += 1
+                reward = counted(chains, self.config)[0].reward
+                assert reward is not None
+                self._equal[reward] += 1
+            case Worth.TEACHES:
+                self._forget_lost()
+                self._equal.clear()
+        return found
+
+    def _note_lost(self, chains: Sequence[Trajectory]) -> None:
+        self._lost += 1
+        self._chains += len(chains)
+        self._endings.update(
+            (chain.outcome.value, chain.error or "")
+            for chain in chains
+            if chain.reward is None or self.config.outcome_policy(chain.outcome) is not OutcomePolicy.KEEP
+        )
+
+    def _forget_lost(self) -> None:
+        self._lost = self._chains = 0
+        self._endings.clear()
+
+    def ended(self, chain: Trajectory) -> None:
+        """Note that a chain of a group ended."""
+        self._figures["chains"] += 1
+        if not counted([chain], self.config):
+            self._figures[f"filtered/{chain.outcome}"] += 1
+
+    def no_hope(self) -> str | None:
+        """Return why further groups cannot be expected to teach anything; None while they can."""
+        if self._lost >= MAX_LOST_IN_A_ROW:
+            return (
+                f"{self._lost} groups in a row had fewer than two chains that count, or none that may be trained "
+                f"(rollout.on_outcome); {commonest_ending(self._endings, self._chains)}"
+            )
+        equal = self._equal.total()
+        if equal >= max(MAX_EQUAL_IN_A_ROW, 4 * self.at_once):
+            most = ", ".join(f"{count} groups of reward {reward:g}" for reward, count in self._equal.most_common(3))
+            return (
+                f"{equal} groups in a row had chains of equal rewards ({most}): the tasks are too easy or too hard, or "
+                "the reward does not tell chains apart; change data or rewards, or set rollout.equal_rewards=keep"
+            )
+        return None
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the counts since the last call, by metric name."""
+        metrics = {"filtered/groups": 0.0, **{name: float(count) for name, count in sorted(self._figures.items())}}
+        self._figures.clear()
+        return metrics

@@ -1,0 +1,301 @@
+"""Produces batches: starts groups as admission allows, saves their trajectories, and delivers the chosen groups."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError, begin
+from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
+from agentfactory.rollout.data import WHOLE, Place, Share, Task, TaskOrder
+from agentfactory.rollout.groups.curriculum import Curriculum, successes
+from agentfactory.rollout.groups.group_files import Delivered, EncodedGroup, append_group, encode_group
+from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted, worth
+from agentfactory.rollout.groups.resumed_groups import Resumed
+from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
+from agentfactory.rollout.inference.weight_versions import Cancellations, Published
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _OpenGroup:
+    """A started group that no batch has taken yet; `running` are the indices of the `chains` that have not ended."""
+
+    place: Place
+    task: Task
+    version: int
+    chains: list[Trajectory]
+    running: set[int]
+    oldest: int | None = None
+    """Version of the newest weights when the first turn of any chain was requested: no token is older."""
+    complete: bool = False
+    """Whether all chains have ended and are saved."""
+    closed: bool = False
+    """Whether a batch took the group or it was cancelled, so that its running chains must end. (A tool that fails
+    during the cancellation replaces it with its own error.)"""
+    runs: asyncio.Task[None] | None = None
+    saved: EncodedGroup | None = None
+    """Its bytes in the files, if this run has saved it."""
+
+    @property
+    def ended(self) -> list[Trajectory]:
+        return [chain for index, chain in enumerate(self.chains) if index not in self.running]
+
+    def group(self, chains: list[Trajectory]) -> Group:
+        return Group(self.place.group_id, self.task, chains, self.version)
+
+
+class GroupProducer:
+    """Runs groups until admission's total is delivered.
+
+    `deliver` receives the groups of each batch, and the counts since the last batch. Every
+    group is appended to `trajectories` first, including its failed and cancelled chains. `resumed` is the state that an
+    earlier run left in that file. Only positions of `share` are run.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        runner: ChainRunner,
+        order: TaskOrder,
+        admission: Admission,
+        published: Published,
+        trajectories: Path,
+        deliver: Callable[[list[Delivered], dict[str, float]], Awaitable[None]],
+        resumed: Resumed | None = None,
+        share: Share = WHOLE,
+    ):
+        self.config = config
+        self.runner = runner
+        self.order = order
+        self.admission = admission
+        self.batches = BatchChoice(
+            admission.batch_size, admission.max_staleness, admission.version, chosen=admission.version
+        )
+        self.cancellations = Cancellations()
+        self.filter = GroupFilter(config, at_once=admission.batch_size * (admission.max_staleness + 1))
+        self.curriculum = None if config.curriculum is None else Curriculum(config.curriculum, order.seed)
+        self.published = published
+        self.trajectories = trajectories
+        self.deliver = deliver
+        self._wake = asyncio.Event()
+        self._share = share
+        self._next_position = share.number
+        self._begun: frozenset[int] = frozenset()
+        """Positions that an earlier run started; their state is known."""
+        self._again: deque[Place] = deque()
+        self._open: dict[str, _OpenGroup] = {}
+        if resumed is not None:
+            self._resume(resumed)
+
+    def _resume(self, resumed: Resumed) -> None:
+        self._begun = resumed.done | set(resumed.again) | {pending.place.position for pending in resumed.pending}
+        self._again += (Place(position, attempt=1) for position in resumed.again)
+        for pending in resumed.pending:
+            group, place = pending.group, pending.place
+            self._open[group.id] = _OpenGroup(
+                place, group.task, group.version, group.trajectories, set(), pending.oldest, complete=True
+            )
+        self.admission.resume(len(resumed.pending))
+        if self.curriculum is not None:
+            for position, seen in resumed.observed:
+                self.curriculum.observe(self.order.row(position), seen)
+
+    def publish(self, published: Published) -> None:
+        """Note that new weights are live: turns that begin from now on use them, and more groups may start."""
+        self.published = published
+        self.admission.publish(published.version)
+        self.batches.publish(published.version)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Start groups as long as the trainer may want one, and deliver batches. Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                while self.admission.may_start():
+                    self.admission.start()
+                    group = self._begin_group()
+                    group.runs = tasks.create_task(self._run_group(group))
+                    # thousands of chains that begin in one turn of the event loop would hold it for seconds
+                    await asyncio.sleep(0)
+                choice = self._choose()
+                if choice is None:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    continue
+                batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
+                for group_id in choice.cancel:
+                    self._cancel(self._open.pop(group_id))
+                await self.deliver(batch, await self._take_figures())
+
+    def _choose(self) -> Choice | None:
+        """Choose the next batch; None if it is not due."""
+        # judging hundreds of groups each time that one of them ends would hold the event loop
+        if not self.batches.is_due(sum(group.complete for group in self._open.values())):
+            return None
+        return self.batches.choose([self._candidate(group) for group in self._open.values()])
+
+    def _candidate(self, group: _OpenGroup) -> Candidate:
+        # rewards that compare the chains of a group exist only once it is complete
+        ended = [] if self._lacks_group_rewards(group) else group.ended
+        teaches = worth(ended, self.config) is Worth.TEACHES
+        return Candidate(group.place.group_id, group.oldest, group.complete, len(counted(ended, self.config)), teaches)
+
+    def _lacks_group_rewards(self, group: _OpenGroup) -> bool:
+        return self.runner.rewards.has_group_rewards and not group.complete
+
+    async def _take_figures(self) -> dict[str, float]:
+        curriculum = {} if self.curriculum is None else self.curriculum.take_figures()
+        gauges = await self.runner.toolset.gauges()
+        return {**self.cancellations.take_figures(), **self.filter.take_figures(), **curriculum, **gauges}
+
+    def _take_place(self) -> Place:
+        if self._again:
+            return self._again.popleft()
+        while self._passes_over(self._next_position):
+            self._next_position += self._share.of
+        position = self._next_position
+        self._next_position += self._share.of
+        return Place(position)
+
+    def _passes_over(self, position: int) -> bool:
+        if position in self._begun:
+            return True
+        return self.curriculum is not None and self.curriculum.passes_over(position, self.order.row(position))
+
+    def _begin_group(self) -> _OpenGroup:
+        place = self._take_place()
+        size = self.config.group_size
+        chains = [begin(f"{place.group_id}.{index}") for index in range(size)]
+        group = _OpenGroup(place, self.order[place.position], self.published.version, chains, set(range(size)))
+        self._open[place.group_id] = group
+        return group
+
+    async def _run_group(self, group: _OpenGroup) -> None:
+        group.task = await self.runner.take(group.task, row=self.order.row(group.place.position) + 1)
+        async with asyncio.TaskGroup() as chains:
+            for index in range(len(group.chains)):
+                chains.create_task(self._run_chain(group, index))
+        if self.runner.rewards.has_group_rewards:
+            await self._score_group(group)
+        self._save(group)
+        group.complete = True
+        found = self.filter.judge(group.chains)
+        if reason := self.filter.no_hope():
+            raise RolloutStoppedError(f"{reason}; the outcomes, rewards and errors are in {self.trajectories}")
+        if found is Worth.LOST:
+            logger.warning("group %s is dropped: too few of its chains can be trained", group.place.group_id)
+            del self._open[group.place.group_id]
+            self._replace(group.place)
+        elif found is Worth.EQUAL:
+            del self._open[group.place.group_id]
+            if self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty():
+                self.admission.dropped()
+        self._wake.set()
+
+    async def _score_group(self, group: _OpenGroup) -> None:
+        """Add the rewards that compare the group's chains, all of which have ended."""
+        before = [chain.outcome for chain in group.chains]
+        await self.runner.score_group(group.chains, group.task)
+        for chain, outcome in zip(group.chains, before, strict=True):
+            if chain.outcome is not outcome:
+                logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
+                self.filter.ended(chain)
+
+    async def _run_chain(self, group: _OpenGroup, index: int) -> None:
+        await self._play(group, index)
+        if group.closed:
+            return
+        chain = group.chains[index]
+        if chain.outcome.failed:
+            logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
+        self.filter.ended(chain)
+        if self.config.outcome_policy(chain.outcome) is OutcomePolicy.RETRY:
+            group.chains[index] = begin(f"{chain.id}.retry")
+            await self._play(group, index)
+            if group.closed:
+                return
+            self.filter.ended(group.chains[index])
+        group.running.discard(index)
+
+    async def _play(self, group: _OpenGroup, index: int) -> None:
+        def newest_model() -> str:
+            if group.oldest is None:
+                group.oldest = self.published.version
+            return self.published.model
+
+        chain = group.chains[index]
+        sampling = Sampling(newest_model, self.config.temperature, chain.id, self.cache_salt())
+        await self.runner.play(chain, group.task, sampling, self.config.scored)
+
+    def cache_salt(self) -> str | None:
+        """Return the salt for a chain that begins now: with `inflight: keep`, it must not find caches of older
+        weights."""
+        keeps = self.config.inflight is Inflight.KEEP and self.runner.setup.recipe.model.lora is None
+        return self.published.label if keeps else None
+
+    def _save(self, group: _OpenGroup) -> None:
+        group.saved = append_group(self.trajectories, group.group(group.chains))
+        if self.curriculum is not None:
+            row = self.order.row(group.place.position)
+            self.curriculum.observe(row, successes(counted(group.chains, self.config)))
+
+    def _take(self, group: _OpenGroup) -> Delivered:
+        """Return `group` for a batch, with the ended chains that count, and cancel those that still run."""
+        self.cancellations.trained(self.order.row(group.place.position))
+        taken = counted(group.ended, self.config)
+        self._end_running(group)
+        saved = group.saved or encode_group(group.group(group.chains))
+        return Delivered(saved, [chain.id for chain in taken])
+
+    def _cancel(self, group: _OpenGroup) -> None:
+        """Cancel a group that is too old for any later batch and has too few ended chains for this one; another group
+        takes its place."""
+        self._end_running(group)
+        row = self.order.row(group.place.position)
+        if self.cancellations.cancelled(row):
+            logger.warning(
+                "task %d was cancelled each time, with chains of %s tokens: its chains take longer than "
+                "rollout.max_staleness=%d updates; raise it, or make the task shorter",
+                row,
+                self.cancellations.lengths[row],
+                self.admission.max_staleness,
+            )
+        self._replace(group.place)
+
+    def _end_running(self, group: _OpenGroup) -> None:
+        if group.complete:
+            return
+        chains = [group.chains[i] for i in sorted(group.running)]
+        row = self.order.row(group.place.position)
+        lengths = self.cancellations.ended(row, chains)
+        logger.info(
+            "group %s (task %d) was too old to wait for %d of its chains, of %s tokens",
+            group.place.group_id,
+            row,
+            len(chains),
+            lengths,
+        )
+        for chain in chains:
+            chain.outcome = Outcome.CANCELLED
+            chain.error = f"its group reached rollout.max_staleness={self.admission.max_staleness}"
+        if self._lacks_group_rewards(group):
+            for chain in group.chains:
+                # without the part that compares the chains, their rewards are incomplete
+                chain.reward = chain.turn_rewards = None
+        self._save(group)
+        group.closed = True
+        assert group.runs is not None
+        group.runs.cancel()
+
+    def _replace(self, place: Place) -> None:
+        """Start another group in place of one that was not delivered; the first replacement runs the same task
+        again."""
+        self.admission.dropped()
+        if place.attempt == 0:
+            self._again.append(Place(place.position, attempt=1))

@@ -1,0 +1,1 @@
+"""Inference servers: their client and connections, and the servers themselves."""

@@ -1,0 +1,451 @@
+"""A continuous-batching decode loop over one preallocated KV cache, for any transformers model whose layers attend.
+
+Every step flattens the new tokens of all running requests (one per decoding request, many per new prompt) into one row
+of shape [1, tokens]. The model's linear layers see only that row; attention is replaced by `Engine._attention`, which
+writes keys and values into the cache and lets each request attend to its own slot. A slot keeps its tokens after its
+request has ended: the next request that begins with them computes only the rest.
+"""
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from agentfactory.rollout.inference.embedded.adapters import AdapterLayers, Segment, segments
+from agentfactory.rollout.inference.embedded.allocator import give_back_freed
+from agentfactory.rollout.inference.embedded.eviction import Evictable
+from agentfactory.rollout.inference.embedded.graphs import StaticDecoder
+from agentfactory.rollout.inference.embedded.linear import drop_packed, use_onednn
+from agentfactory.rollout.inference.embedded.paged_attention import attend
+from agentfactory.rollout.inference.embedded.proof import proofs
+from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.shape import head_width, sliding_window
+from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner
+from agentfactory.rollout.inference.embedded.token_sampling import sample
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder
+
+PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for prompts
+MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
+SHARE_TOKENS = 16  # a request waits a step for a prompt being computed when that spares it more tokens than this
+_engines = itertools.count()
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Decodes requests with `model`. The caller drives it: `add`, then `step` while `busy`.
+
+    The cache size is fixed by `max_model_len` tokens (prompt and sampled) per sequence and `max_num_seqs` sequences at
+    a time. `static_decode`: steps without new prompts have fixed shapes, and on a GPU run as CUDA graphs; null enables
+    it only on a GPU. With an `encoder`, prompts may contain images. Raises UnsupportedModel if the model cannot be
+    decoded exactly this way. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        weight_version: str = "default",
+        static_decode: bool | None = None,
+        encoder: "ImageEncoder | None" = None,
+    ) -> None:
+        config = model.config.get_text_config()
+        window = sliding_window(config)
+        if not model._supports_attention_backend:
+            raise UnsupportedModel(f"{type(model).__name__} does not use transformers' attention interface")
+        self.model = model.eval()
+        self.encoder = encoder
+        self.device = model.device
+        self.adapters = AdapterLayers(model)
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size: int = config.vocab_size
+        self.weight_version = weight_version
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.computed_tokens = 0
+        """Tokens of prompts that were computed so far."""
+        self.cached_tokens = 0
+        """Tokens of prompts that were found in the cache so far."""
+        self.generation_tokens = 0
+        """Tokens that were sampled so far."""
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
+        self._head_dim = head_width(config)
+        self._length = -(-max_model_len // 16) * 16  # key lengths aligned for GPU attention kernels
+        self.cache_shape = (config.num_hidden_layers, 2, max_num_seqs, self._kv_heads, self._length, self._head_dim)
+        # Per slot: its token ids, the number of known ids and of those with keys and values in the cache, the hash of
+        # the adapter and cache salt that computed them, the time of the last use, and whether a request occupies the
+        # slot.
+        self._ids = np.zeros((max_num_seqs, self._length), np.int64)
+        self._known = np.zeros(max_num_seqs, np.int64)
+        self._computed = np.zeros(max_num_seqs, np.int64)
+        self._shared_by = np.zeros(max_num_seqs, np.int64)
+        self._used = np.zeros(max_num_seqs, np.int64)
+        self._held = np.zeros(max_num_seqs, bool)
+        self._shift = np.zeros(max_num_seqs, np.int64)
+        """Per slot: the rotary positions of a sampled token minus its index."""
+        self._clock = 0
+        self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device, window)
+        self._plan: Plan | None = None
+        self._weights: Evictable | None = None
+        self._evicted: list[Evictable] = []
+        self.cache: Tensor | None = None
+        self.allocate_cache()
+        self._attention_name = f"agentfactory_embedded_{next(_engines)}"
+        ALL_ATTENTION_FUNCTIONS.register(self._attention_name, self._attention)
+        use_onednn(model)
+        self.static: StaticDecoder | None = None
+        self._prove()
+        cuda = self.device.type == "cuda"
+        if cuda if static_decode is None else static_decode:
+            self.static = StaticDecoder(self._forward, self._planner, max_num_seqs, capture=cuda)
+            self._prove_static()
+
+    # ---- requests
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.running or self.waiting)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache that running requests fill."""
+        return float(self._known[self._held].sum()) / self._ids.size
+
+    def requests(self) -> list[Request]:
+        """All unfinished requests."""
+        return self.running + self.waiting
+
+    def add(self, request: Request) -> None:
+        """Queue a request. The caller must have checked the ids and 0 < len(prompt) < max_model_len."""
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request with the tokens sampled so far; does nothing if it has already ended."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            return
+        request.finish_reason = "abort"
+        request.on_finish(request)
+
+    def _release(self, request: Request) -> None:
+        self._clock += 1
+        self._used[request.slot] = self._clock
+        self._held[request.slot] = False
+        if request.finish_reason == "error" and self.cache is not None:
+            # a NaN would spoil the slot's next sequence, which reads the NaN's position masked
+            self.cache[:, :, request.slot] = 0
+            self._known[request.slot] = self._computed[request.slot] = 0
+
+    # ---- cache
+
+    def allocate_cache(self) -> None:
+        """Allocate the cache, with empty slots. Raises MemoryError if there is too little memory."""
+        self._forget(np.ones_like(self._held))
+        gib = np.prod(self.cache_shape) * self.model.dtype.itemsize / 2**30
+        cuda = self.device.type == "cuda"
+        free = (torch.cuda.mem_get_info(self.device)[0] if cuda else psutil.virtual_memory().available) / 2**30
+        if gib > free:
+            raise MemoryError(
+                f"the KV cache of {self.max_num_seqs} x {self.max_model_len} tokens needs {gib:.1f} GiB and "
+                f"{free:.1f} GiB are free: lower max_num_seqs or max_model_len"
+            )
+        try:
+            # zeros, not empty: a masked position must not hold a NaN
+            self.cache = torch.zeros(self.cache_shape, dtype=self.model.dtype, device=self.device)
+        except RuntimeError as error:  # what torch's allocators raise
+            raise MemoryError(f"the KV cache needs {gib:.1f} GiB: {error}") from error
+        # each layer's keys and values as rows [slots * kv_heads * length, head_dim], which a step's tokens overwrite
+        self._rows = [[kv.view(-1, self._head_dim) for kv in layer] for layer in self.cache]
+
+    def sleep(self) -> None:
+        """Free the memory of the cache; on a GPU, also move weights and adapters to host memory.
+
+        Running requests recompute their cache after waking. Raises MemoryError if the host lacks room; the engine is
+        then unchanged.
+        """
+        if self.device.type == "cuda" and not self._evicted:
+            self._weights = self._weights or Evictable([*self.model.parameters(), *self.model.buffers()], pin=True)
+            factors = Evictable(self.adapters.tensors(), pin=False)
+            factors.evict()
+            try:
+                self._weights.evict()
+            except MemoryError:
+                factors.restore()
+                raise
+            self._evicted = [self._weights, factors]
+        self.cache, self._rows, self._plan, self.adapters.segments = None, [], None, []
+        if self.static is not None:
+            self.static.clear()
+        drop_packed(self.model)
+        self.reset_encoder_cache()
+        self._give_back()
+
+    def wake(self, weights: bool, cache: bool) -> None:
+        """Undo `sleep` for the given parts. Raises MemoryError if there is too little memory; the engine is then
+        unchanged."""
+        restored: list[Evictable] = []
+        try:
+            for evictable in self._evicted if weights else []:
+                evictable.restore()
+                restored.append(evictable)
+            if cache and self.cache is None:
+                self.allocate_cache()
+        except MemoryError:
+            for evictable in restored:
+                evictable.evict()
+            self._give_back()
+            raise
+        if weights:
+            self._evicted = []
+
+    def _give_back(self) -> None:
+        """Return cached free memory to the system, and to other processes on the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        give_back_freed()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all keys and values. While requests run, do nothing and return False, unless `reset_running_requests`
+        makes them recompute their keys and values from their tokens with the present weights in the next steps."""
+        if self.running and not reset_running_requests:
+            return False
+        self._forget(np.ones_like(self._held))
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        """Forget what the vision tower made of images, which the next prompts that show them then compute again."""
+        if self.encoder is not None:
+            self.encoder.clear()
+
+    def _forget(self, slots: np.ndarray) -> None:
+        self._computed[slots] = 0
+        self._used[slots & ~self._held] = 0
+
+    # ---- admission
+
+    def _admit(self) -> None:
+        """Give waiting requests a slot in order of arrival, skipping those that a running prompt will save work."""
+        free = len(self._held) - len(self.running)
+        kept: list[Request] = []
+        for index, request in enumerate(self.waiting):
+            if not free:
+                kept += self.waiting[index:]
+                break
+            if self._place(request):
+                self.running.append(request)
+                free -= 1
+            else:
+                kept.append(request)
+        self.waiting = kept
+
+    def _place(self, request: Request) -> bool:
+        """Find the slot in which `request` has the least to compute. Return False if it should wait for a shared
+        prompt."""
+        prompt, size = request.prompt, len(request.prompt)
+        shared_by = hash((request.adapter.serial if request.adapter else 0, request.cache_salt))
+        same = self._ids[:, : size - 1] == prompt[:-1]  # always compute the last token: its logits are needed
+        shared = np.where(same.all(1), size - 1, same.argmin(1) if size > 1 else 0)
+        sharing = (self._shared_by == shared_by) & (not request.fresh)
+        shared = np.where(sharing, np.minimum(shared, self._known), 0)
+        usable = np.minimum(shared, self._computed)
+        best = int(usable.argmax())
+        if (shared[self._held] > usable[best] + SHARE_TOKENS).any():
+            return False
+        # Continue in place if that loses nothing; otherwise copy the shared prefix to the slot that was idle longest.
+        extends = ~self._held & (usable == self._computed) & (usable == usable[best])
+        slot = int(extends.argmax()) if usable[best] and extends.any() else self._oldest_idle()
+        prefix = int(usable[best])
+        if slot != best and usable[slot] < prefix:
+            assert self.cache is not None
+            self.cache[:, :, slot, :, :prefix] = self.cache[:, :, best, :, :prefix]
+        self._ids[slot, :size] = prompt
+        self._known[slot], self._computed[slot], self._shared_by[slot] = size, prefix, shared_by
+        self._held[slot] = True
+        self._shift[slot] = request.images.shift if request.images else 0
+        request.slot = slot
+        self.cached_tokens += prefix
+        return True
+
+    def _oldest_idle(self) -> int:
+        return int(np.where(self._held, np.iinfo(np.int64).max, self._used).argmin())
+
+    # ---- one step
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Compute up to PREFILL_TOKENS new prompt tokens, and one more token of every decoding request."""
+        self._admit()
+        if not self.running:
+            return
+        requests = sorted(self.running, key=lambda r: (r.adapter.serial if r.adapter else 0, r.slot))
+        slots = np.array([r.slot for r in requests])
+        start, known = self._computed[slots], self._known[slots]
+        count = known - start
+        budget = min(PREFILL_TOKENS, MASK_ELEMENTS // int(known.max()))
+        prompts = np.where(count > 1, count, 0)
+        spent = prompts.cumsum() - prompts
+        count = np.where(count > 1, np.clip(budget - spent, 0, count), count)
+        if not count.all():
+            kept = count > 0
+            requests = [r for r, keep in zip(requests, kept, strict=True) if keep]
+            slots, start, known, count = slots[kept], start[kept], known[kept], count[kept]
+        end = start + count
+        after = count.cumsum()
+        position = np.arange(after[-1]) + np.repeat(end - after, count)
+        slot_of = np.repeat(slots, count)
+        sampled = np.flatnonzero(end == known)
+
+        ids, rotary = self._ids[slot_of, position], position + self._shift[slot_of]
+        adapters, tensor = [request.adapter for request in requests], self._planner.tensor
+        # a prompt's last token alone may be an image's
+        if self.static is not None and len(sampled) == len(ids) and ids.min() >= 0:
+            logits = self.static.decode(slots, ids, position, rotary, adapters, self._computed)
+        else:
+            more: dict[str, Any] = {}
+            if self.encoder is not None:
+                ids, rotary, more = self.encoder.prepare(requests, ids, rotary, start, after)
+            logits = self._forward(
+                self._planner.plan(slots, start, count, position),
+                segments(adapters, after),
+                tensor(ids),
+                tensor(rotary),
+                keep=tensor(after[sampled] - 1),
+                **more,
+            )
+            self._plan = None  # frees its masks before the sampler and the next step need memory
+        self._computed[slots] = end
+        self.computed_tokens += int(count[count > 1].sum())
+        if len(sampled):
+            self._extend([requests[i] for i in sampled], slots[sampled], logits)
+
+    def _forward(
+        self,
+        plan: Plan,
+        segments: list[Segment],
+        ids: Tensor,
+        rotary: Tensor,
+        keep: Tensor | None = None,
+        **more: Any,
+    ) -> Float[Tensor, "n vocabulary"]:
+        """Return the logits of the step's tokens, or of those at the indices `keep`. `rotary` [tokens], or [3, tokens],
+        are their positions, and `more` the model's further arguments."""
+        self._plan, self.adapters.segments = plan, segments
+        logits: Tensor = self.model(
+            input_ids=ids[None],
+            position_ids=rotary.unsqueeze(-2),
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+            **more,
+        ).logits
+        return logits[0]
+
+    def _attention(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention function that the model's attention modules call through transformers' attention interface."""
+        for name in ("softcap", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise UnsupportedModel(f"attention with {name}")
+        window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+        if window is not None and window != self._planner.window:
+            raise UnsupportedModel(f"layers with a sliding window of {window} beside {self._planner.window}")
+        assert self._plan is not None
+        assert self.cache is not None
+        layer, width = module.layer_idx, value.shape[-1]
+        assert isinstance(layer, int)
+        for rows, new in zip(self._rows[layer], (key, value), strict=True):
+            if short := self._head_dim - new.shape[-1]:
+                new = F.pad(new, (0, short))  # values may be narrower than keys
+            rows.index_copy_(0, self._plan.rows, new[0].transpose(0, 1).reshape(-1, self._head_dim))
+        scale = scaling or query.shape[-1] ** -0.5
+        return attend(self._plan, self.cache[layer], query, scale, window is not None, sinks)[..., :width], None
+
+    # ---- sampling
+
+    def _extend(self, requests: list[Request], slots: np.ndarray, logits: Float[Tensor, "n vocabulary"]) -> None:
+        """Sample the next token of each request, and end the requests that are complete."""
+        tokens, distribution = sample(logits, requests)
+        logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
+        self._ids[slots, self._known[slots]] = tokens
+        self._known[slots] += 1
+        self.generation_tokens += len(tokens)
+        finished = False
+        for row, request in enumerate(requests):
+            if request.candidates:
+                request.candidate_logprobs.append(distribution[row, request.candidates].tolist())
+        for request, token, logprob, known in zip(requests, tokens, logprobs, self._known[slots].tolist(), strict=True):
+            if logprob != logprob:
+                request.finish_reason = "error"  # NaN: the weights or the adapter have diverged
+            else:
+                label = request.adapter.name if request.adapter else self.weight_version
+                if not request.versions or request.versions[-1][0] != label:
+                    request.versions.append((label, len(request.tokens)))
+                request.tokens.append(token)
+                request.logprobs.append(logprob)
+                if token in request.stop:
+                    request.finish_reason = "stop"
+                elif request.watch and (stop_string := request.watch.completed(request.tokens)):
+                    request.finish_reason, request.stop_string = "stop", stop_string
+                elif len(request.tokens) >= request.max_tokens or known >= self.max_model_len:
+                    request.finish_reason = "length"
+            if request.finish_reason:
+                finished = True
+                self._release(request)
+                request.on_finish(request)
+        if finished:
+            self.running = [r for r in self.running if not r.finish_reason]
+
+    # ---- proof
+
+    def _prove(self) -> None:
+        """Decode a few tokens and compare with the model's own attention, to reject unknown model features."""
+        language = self.model.get_decoder()
+        own = "sdpa" if self.model._supports_sdpa else "eager"
+        for proof in proofs(self.encoder, self.vocab_size, self.max_model_len, self._planner.window):
+            language.set_attn_implementation(self._attention_name)
+            self.add(proof.request)
+            while self.busy:
+                self.step()
+            self.reset_prefix_cache()
+            language.set_attn_implementation(own)
+            proof.check(self.model)
+        language.set_attn_implementation(self._attention_name)
+
+    def _prove_static(self) -> None:
+        """Make the same comparison with static steps. If they cannot be captured, warn and decode without them."""
+        try:
+            self._prove()
+        except (RuntimeError, UnsupportedModel) as error:
+            if self.device.type != "cuda":
+                raise
+            self.static = None
+            for request in self.requests():
+                self.abort(request)
+            self.model.get_decoder().set_attn_implementation(self._attention_name)
+            self.reset_prefix_cache()
+            logger.warning("decoding goes without CUDA graphs, which makes it slower: %s", error)

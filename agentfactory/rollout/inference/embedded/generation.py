@@ -1,0 +1,206 @@
+"""Request and answer of vLLM's generate route: from JSON to the engine's request, and from its samples back to JSON."""
+
+import math
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentfactory.rollout.inference.embedded.adapters import Adapter
+from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.text.stop_strings import Decode, StopWatch
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.inference.embedded.request_images import HeldImage
+
+Json = dict[str, Any]
+
+# Supported sampling parameters, and those that are accepted only with the value that has no effect.
+_SAMPLING = {
+    *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
+    *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop"),
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "prompt_logprobs": (None,),
+}
+_REQUEST = {
+    *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),
+    *("content_parts", "return_token_ids"),
+}
+
+
+class ApiError(Exception):
+    """An error answer in vLLM's shape."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def make_request(
+    body: Json,
+    adapter: Adapter | None,
+    engine: Engine,
+    eos_token_ids: frozenset[int],
+    on_finish: Callable[[Request], None],
+    held: Sequence["HeldImage"] = (),
+    decode: Decode | None = None,
+) -> Request:
+    """Create the request for `engine`, with the images of its content parts; `decode` gives the text of ids, if the
+    model has a tokenizer. Raises ApiError if the body asks for something that the engine does not support."""
+    if unknown := body.keys() - _REQUEST:
+        raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
+    if body.get("stream"):
+        raise ApiError(400, "stream: not supported by the embedded engine")
+    prompt, limit = _token_ids(body.get("token_ids"), "token_ids"), engine.max_model_len
+    if not len(prompt):
+        raise ApiError(400, "token_ids: must hold at least one token")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= engine.vocab_size:
+        raise ApiError(400, f"token_ids: must be from 0 to {engine.vocab_size - 1}")
+    images = None
+    if engine.encoder is not None:
+        try:
+            prompt, images = engine.encoder.images.place(prompt.tolist(), held)
+        except ValueError as error:
+            raise ApiError(400, f"content_parts: {error}") from error
+    if len(prompt) >= limit:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} "
+            "input tokens, which leaves no room for output tokens. Please reduce the length of the input prompt.",
+        )
+    params = body.get("sampling_params")
+    if not isinstance(params, dict):
+        raise ApiError(400, "sampling_params: must be an object")
+    for key, value in params.items():
+        if key not in _SAMPLING and value not in _NEUTRAL.get(key, ()):
+            only = f"; only {_NEUTRAL[key][0]} is" if key in _NEUTRAL else ""
+            raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
+    temperature = params.get("temperature", 1.0)
+    if not _is_number(temperature) or not 0 <= temperature < float("inf"):
+        raise ApiError(400, f"sampling_params.temperature: {temperature!r} is not a number of at least 0")
+    max_tokens = params.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ApiError(400, f"sampling_params.max_tokens: {max_tokens!r} is not an integer of at least 1")
+    candidates = _token_ids(params.get("logprob_token_ids") or [], "sampling_params.logprob_token_ids").tolist()
+    if any(not 0 <= token < engine.vocab_size for token in candidates):
+        raise ApiError(400, f"sampling_params.logprob_token_ids: must be from 0 to {engine.vocab_size - 1}")
+    if params.get("logprobs") not in (None, len(candidates)):
+        raise ApiError(
+            400,
+            "sampling_params.logprobs: only 0 (the sampled token's), or as many as logprob_token_ids has, is supported",
+        )
+    salt = body.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ApiError(400, f"cache_salt: {salt!r} is not a text of at least one character")
+    seed = params.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise ApiError(400, f"sampling_params.seed: {seed!r} is not an integer")
+    stop = frozenset(_token_ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids").tolist())
+    return Request(
+        prompt=prompt,
+        max_tokens=max_tokens or limit,
+        on_finish=on_finish,
+        temperature=float(temperature),
+        watch=_stop_watch(params.get("stop"), decode),
+        stop=stop if params.get("ignore_eos") else stop | eos_token_ids,
+        generator=random.Random(seed),
+        adapter=adapter,
+        candidates=candidates,
+        logit_bias=_logit_bias(params.get("logit_bias"), engine.vocab_size),
+        images=images,
+        fresh=bool(params.get("skip_reading_prefix_cache")),
+        cache_salt=salt,
+    )
+
+
+def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
+    """Create the answer to `body`, whose `request` has ended."""
+    tokens = request.tokens
+    logprobs = None
+    if body["sampling_params"].get("logprobs") is not None:
+        content: list[Json] = [
+            {"token_id": token, "logprob": logprob} for token, logprob in zip(tokens, request.logprobs, strict=True)
+        ]
+        logprobs = {"content": content}
+        for entry, candidates in zip(content, request.candidate_logprobs, strict=False):
+            entry["top_logprobs"] = _top_logprobs(entry, request.candidates, candidates)
+    ends = [start for _, start in request.versions[1:]] + [len(tokens)]
+    stopped = request.finish_reason == "stop" and request.stop_string is None and tokens[-1] not in eos_token_ids
+    choice = {
+        "index": 0,
+        "finish_reason": request.finish_reason,
+        "stop_reason": tokens[-1] if stopped else request.stop_string,
+        "token_ids": tokens,
+        "logprobs": logprobs,
+        "weight_versions": [
+            {"version": version, "start": start, "end": end}
+            # a request that was ended before its first token has no version
+            for (version, start), end in zip(request.versions, ends, strict=False)
+        ],
+    }
+    answered = {"request_id": body.get("request_id") or uuid.uuid4().hex, "choices": [choice]}
+    if body.get("return_token_ids"):
+        spans = request.images.spans if request.images else []
+        places = [{"offset": span.offset, "length": span.length} for span in spans]
+        answered |= {"prompt_token_ids": request.token_ids, "mm_placeholders": {"image": places} if places else None}
+    return answered
+
+
+def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
+    """List the candidates as vLLM does: after the sampled token, each once, no more than requested."""
+    listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
+    return [{"token_id": token, "logprob": logprob} for token, logprob in listed.items()][: len(candidates)]
+
+
+def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
+    """Convert JSON's {"token id": bias}. Raises ApiError."""
+    try:
+        bias = {int(token): added for token, added in (value or {}).items()}
+        valid = all(
+            0 <= token < vocab_size and _is_number(added) and math.isfinite(added) for token, added in bias.items()
+        )
+    except (AttributeError, ValueError):
+        valid = False
+    if not valid:
+        raise ApiError(400, f"sampling_params.logit_bias: must map tokens from 0 to {vocab_size - 1} to finite numbers")
+    return bias
+
+
+def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
+    """Convert a text, or a list of texts. Raises ApiError."""
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ApiError(400, f"sampling_params.stop: {value!r} is not a list of texts of at least one character")
+    if stops and decode is None:
+        raise ApiError(400, "sampling_params.stop: the model's folder has no tokenizer, which stop strings need")
+    return StopWatch(stops, decode) if stops and decode else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _token_ids(value: Any, name: str) -> np.ndarray:
+    """Convert a JSON list to int64. Raises ApiError unless it contains only integers."""
+    if isinstance(value, list):
+        if not value:
+            return np.empty(0, np.int64)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # nested lists of different lengths
+            array = np.empty((0, 0))
+        if array.ndim == 1 and array.dtype.kind == "i":
+            return array
+    raise ApiError(400, f"{name}: must be a list of integers")

@@ -1,0 +1,168 @@
+"""Decoding steps with a few fixed shapes on tensors at fixed addresses. On a GPU each shape is captured once as a CUDA
+graph and then replayed, so that a step costs one launch instead of a thousand.
+
+A step computes one token in each of its slots. Slots without a request compute an unused token, which is written to the
+first unused place of the slot; there is always one, because a sequence's last token is never computed.
+
+Capturing and replaying are untested on a GPU so far; the steps themselves are tested on the CPU.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from agentfactory.rollout.inference.embedded.adapters import Adapter, Factors, Segment
+from agentfactory.rollout.inference.embedded.step_plan import Group, Plan, Planner
+
+SLOTS, KEYS = 8, 256
+"""Smallest increments to which the numbers of slots and keys are rounded up; above four increments there are two sizes
+per octave."""
+MAX_GRAPHS = 64
+"""Maximum number of graphs; a new one replaces the least recently used."""
+
+Forward = Callable[[Plan, list[Segment], Tensor, Tensor], Float[Tensor, "tokens vocabulary"]]
+"""Returns a step's logits from its plan, its adapters, token ids [tokens] and rotary positions [tokens]."""
+
+
+class Shape(NamedTuple):
+    """The fixed properties of a captured step: slots and keys, whether the slots are the first ones or copied out,
+    where its adapters' factors are stored, and whether tokens have different adapters or none."""
+
+    slots: int
+    keys: int
+    viewed: bool
+    adapters: tuple[int, ...]
+    mixed: bool
+
+
+class StaticStep:
+    """A step of one shape. `inputs` [5, slots] are the ids, indices in the slot, rotary positions, slots and adapters
+    (0 is none) of its tokens."""
+
+    def __init__(self, forward: Forward, planner: Planner, shape: Shape, factors: Sequence[Factors]) -> None:
+        self._forward, self._planner, self._shape, self._factors = forward, planner, shape, list(factors)
+        self.inputs = torch.zeros(5, shape.slots, dtype=torch.int64, device=planner.device)
+
+    def run(self) -> Float[Tensor, "slots vocabulary"]:
+        """Return the logits without a host read."""
+        shape, planner = self._shape, self._planner
+        ids, position, rotary, slots, owner = self.inputs
+        heads = torch.arange(planner.kv_heads, device=planner.device)
+        rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
+        mask, window_mask = planner.masks(position[:, None], shape.keys)
+        group = Group(
+            queries=1,
+            keys=shape.keys,
+            mask=mask,
+            window_mask=window_mask,
+            gather=None,
+            tokens=None,
+            pick=None,
+            first=0,
+            end=shape.slots,
+            slots=None if shape.viewed else slots,
+        )
+        segments = [
+            Segment(factors, 0, shape.slots, (owner != index)[:, None] if shape.mixed else None)
+            for index, factors in enumerate(self._factors, 1)
+        ]
+        return self._forward(Plan(rows.flatten(), [group]), segments, ids, rotary)
+
+
+class StaticDecoder:
+    """Decodes one token per request with static steps, captured if `capture` is set, else run directly."""
+
+    def __init__(self, forward: Forward, planner: Planner, slots: int, *, capture: bool) -> None:
+        """`slots` is the number of slots in the cache."""
+        self._forward, self._planner, self._slots, self._capture = forward, planner, slots, capture
+        self._steps: OrderedDict[Shape, tuple[StaticStep, torch.cuda.CUDAGraph | None]] = OrderedDict()
+        self._logits: Tensor | None = None
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes that are currently stored."""
+        return list(self._steps)
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory, because the tensors that they read and write are about to move."""
+        self._steps.clear()
+        self._logits = None
+
+    def decode(
+        self,
+        slots: np.ndarray,
+        ids: np.ndarray,
+        position: np.ndarray,
+        rotary: np.ndarray,
+        adapters: Sequence[Adapter | None],
+        computed: np.ndarray,
+    ) -> Float[Tensor, "requests vocabulary"]:
+        """Return the logits of the requests in `slots`, whose tokens `ids` come at `position` in their slot, with
+        the rotary positions `rotary`; `computed` [all slots] is the number of places in use in each slot."""
+        whole = _rounded(int(slots.max()) + 1, SLOTS, self._slots)
+        viewed = whole <= 2 * len(slots)
+        count = whole if viewed else _rounded(len(slots), SLOTS, self._slots)
+        if viewed:
+            rows, place = np.arange(count), slots
+        else:
+            idle = np.setdiff1d(np.arange(self._slots), slots)
+            rows, place = np.concatenate([slots, idle[: count - len(slots)]]), np.arange(len(slots))
+        distinct = list(dict.fromkeys(adapter for adapter in adapters if adapter))
+        shape = Shape(
+            slots=count,
+            keys=_rounded(int(position.max()) + 1, KEYS, self._planner.length),
+            viewed=viewed,
+            adapters=tuple(id(adapter.factors) for adapter in distinct),
+            mixed=len(set(adapters)) > 1,
+        )
+        unused = np.zeros(count, np.int64)
+        inputs = np.stack([unused, computed[rows], unused, rows, unused])
+        inputs[:3, place] = ids, position, rotary
+        inputs[4, place] = [distinct.index(adapter) + 1 if adapter else 0 for adapter in adapters]
+        logits = self._run(shape, [adapter.factors for adapter in distinct], inputs)
+        return logits[self._planner.tensor(place)]
+
+    def _run(self, shape: Shape, factors: list[Factors], inputs: np.ndarray) -> Tensor:
+        if shape not in self._steps:
+            if len(self._steps) >= MAX_GRAPHS:
+                self._steps.popitem(last=False)
+            step = StaticStep(self._forward, self._planner, shape, factors)
+            step.inputs.copy_(torch.from_numpy(inputs))
+            self._steps[shape] = step, self._captured(step) if self._capture else None
+        self._steps.move_to_end(shape)
+        step, graph = self._steps[shape]
+        step.inputs.copy_(torch.from_numpy(inputs))
+        if graph is None:
+            return step.run()
+        graph.replay()
+        assert self._logits is not None
+        return self._logits[: shape.slots]
+
+    def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph:
+        """Capture a graph that writes the step's logits to `_logits`. Steps may run more than once: they write the same
+        values again."""
+        device = self._planner.device
+        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            logits = step.run()  # libraries allocate their workspaces at the first call, which must precede the capture
+        current.wait_stream(stream)
+        if self._logits is None:
+            self._logits = torch.empty(self._slots, logits.shape[1], dtype=logits.dtype, device=device)
+        graph = torch.cuda.CUDAGraph()
+        # graphs run one after another, so they can share memory
+        others = [other for _, other in self._steps.values() if other is not None]
+        with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
+            self._logits[: logits.shape[0]].copy_(step.run())
+        return graph
+
+
+def _rounded(number: int, least: int, most: int) -> int:
+    """Round `number` up so that few different values occur."""
+    step = max(least, 2 ** (int(np.ceil(np.log2(number))) - 2))
+    return min(-(-number // step) * step, most)

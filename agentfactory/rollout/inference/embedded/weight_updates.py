@@ -1,0 +1,174 @@
+"""Updates a model's full weights in place, from safetensors files or shared memory, and computes their checksums."""
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from agentfactory.rollout.inference.embedded.shared_memory import SharedBuffers, SharedMemoryError
+from agentfactory.rollout.inference.weight_digest import memory_threads, weight_digest
+
+_PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
+"""Lists that describe one part sent through shared memory, with an entry per tensor."""
+
+
+class WeightsError(ValueError):
+    """Weights that do not fit the model, cannot be read, or are incomplete."""
+
+
+class WeightUpdate:
+    """One update of all weights: from files, or in parts through shared memory."""
+
+    def __init__(self, model: nn.Module, overwritten: bool = False) -> None:
+        """`model` must stay on its device until the update ends; set `overwritten` if an earlier update was not
+        completed."""
+        self.overwritten = overwritten
+        """Whether weights have been overwritten. The model then matches no version until an update has replaced all of
+        them."""
+        self._state = model.state_dict()
+        self._tied = _tied(self._state)
+        self._given: set[str] = set()
+        self._buffers = SharedBuffers(next(model.parameters()).device)
+
+    def load(self, info: Any) -> None:
+        """Load all weights from {"path": PATH}, a safetensors file or a folder of such files, or some from one packed
+        part as in vLLM's `ipc` backend: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in
+        bytes), and `ipc_handles_pickled`, the handle of the buffer that contains these tensors one after the other.
+        Names are those of `model.state_dict()`; one name of tied tensors is enough. Each tensor is converted to the
+        model's dtype.
+
+        The files or a part are checked before anything is copied into the model. Raises WeightsError.
+        """
+        match info:
+            case {"path": str(path), **rest} if not rest:
+                self._load_files(Path(path))
+            case {"ipc_handles_pickled": str(), **lists} if lists.keys() == set(_PACKED):
+                self._load_packed(info)
+            case _:
+                raise WeightsError(
+                    'update_info: the file backend takes {"path": "<safetensors file, or folder of such files>"}, the '
+                    f"ipc backend {{{', '.join(_PACKED)}, ipc_handles_pickled}}"
+                )
+
+    def check_whole(self) -> None:
+        """Raise WeightsError unless every weight was loaded."""
+        if not self._given:
+            raise WeightsError("no weights were updated; POST /update_weights first")
+        if missing := [names[0] for names in self._tied if not self._given.intersection(names)]:
+            raise WeightsError(f"the update lacks the tensor {_some(missing)}")
+
+    def close(self) -> None:
+        """Release the sender's memory."""
+        self._buffers.close()
+
+    def _load_files(self, path: Path) -> None:
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not files[0].is_file():
+            raise WeightsError(f"{path}: no such file" if files else f"{path}: has no *.safetensors")
+        try:
+            with ExitStack() as stack:
+                opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+                self._load_opened(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+
+    def _load_opened(self, path: Path, holders: Mapping[str, Any]) -> None:
+        """Load from opened files; `holders` has the file of each tensor."""
+        given = set(holders)
+        if unknown := sorted(given - self._state.keys()):
+            raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
+        if missing := [names[0] for names in self._tied if not given.intersection(names)]:
+            raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
+        for name, file in holders.items():
+            shape, needed = tuple(file.get_slice(name).get_shape()), self._state[name].shape
+            if shape != needed:
+                raise WeightsError(f"{path}: {name} has shape {shape}, the model needs {tuple(needed)}")
+        for names in self._tied:
+            first, *others = given.intersection(names)
+            read = holders[first].get_tensor(first)
+            if any(not torch.equal(read, holders[other].get_tensor(other)) for other in others):
+                raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
+        self.overwritten = True
+
+        @torch.no_grad()
+        def copy(name: str) -> None:
+            self._state[name].copy_(holders[name].get_tensor(name))
+
+        # most of the time goes into mapping the file's pages, one at a time in each thread
+        with ThreadPoolExecutor(memory_threads()) as pool:
+            list(pool.map(copy, holders))
+        self._given = given
+
+    def _load_packed(self, info: Mapping[str, Any]) -> None:
+        lists = [info[key] for key in _PACKED]
+        if any(not isinstance(entries, list) or len(entries) != len(lists[0]) for entries in lists):
+            raise WeightsError(f"update_info: {', '.join(_PACKED)} must be lists of one length")
+        try:
+            buffer = self._buffers.open(info["ipc_handles_pickled"])
+        except SharedMemoryError as error:
+            raise WeightsError(str(error)) from error
+        part: dict[str, Tensor] = {}
+        start = 0
+        for name, dtype_name, shape, size in zip(*lists, strict=True):
+            part[name] = self._unpacked(buffer[start:], name, dtype_name, shape, size)
+            start += size
+        for names in self._tied:
+            new = [part[name] for name in names if name in part]
+            given = new + [self._state[name] for name in names if name in self._given]
+            if new and any(not torch.equal(new[0], other) for other in given[1:]):
+                raise WeightsError(f"update_info: {', '.join(sorted(names))} are tied but differ")
+        self.overwritten = True
+        with torch.no_grad():
+            for name, value in part.items():
+                self._state[name].copy_(value)
+        if buffer.is_cuda:
+            # the sender overwrites the buffer after the answer
+            torch.cuda.synchronize(buffer.device)
+        self._given |= part.keys()
+
+    def _unpacked(self, rest: Tensor, name: Any, dtype_name: Any, shape: Any, size: Any) -> Tensor:
+        """Return the tensor at the beginning of `rest`, with the model's dtype."""
+        if name not in self._state:
+            raise WeightsError(f"update_info: the model has no tensor {name}")
+        needed = self._state[name].shape
+        if tuple(shape) != needed:
+            raise WeightsError(f"update_info: {name} has shape {tuple(shape)}, the model needs {tuple(needed)}")
+        dtype = getattr(torch, str(dtype_name), None)
+        if not isinstance(dtype, torch.dtype):
+            raise WeightsError(f"update_info: {name} is of {dtype_name!r}, which is no dtype")
+        if size != math.prod(shape) * dtype.itemsize or size > len(rest):
+            raise WeightsError(
+                f"update_info: {name} takes {math.prod(shape) * dtype.itemsize} bytes; tensor_sizes has {size}, and "
+                f"{len(rest)} are left of the buffer"
+            )
+        flat = rest[:size]
+        # a tensor that follows one of a smaller dtype may be unaligned
+        aligned = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
+        return aligned.view(dtype).view(shape).to(self._state[name])
+
+
+def checksums(model: nn.Module) -> dict[str, str]:
+    """The `weight_digest` of each weight, by name: parameters, and buffers that a checkpoint has, such as DeepSeek's
+    correction of the router. Tied weights appear once, by their first name."""
+    state = model.state_dict()
+    weights = {names[0]: state[names[0]] for names in _tied(state)}
+    with ThreadPoolExecutor(memory_threads()) as pool:
+        return dict(zip(weights, pool.map(weight_digest, weights.values()), strict=True))
+
+
+def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return groups of names, one group per tensor; most contain one name."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(tensor.data_ptr(), []).append(name)
+    return list(names.values())
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,343 @@
+"""The inference client: token ids in, sampled token ids out, over the HTTP routes of one or several servers."""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from agentfactory.rollout.inference.connection import (
+    Connection,
+    ContextOverflowError,
+    InferenceError,
+    LostError,
+    ServerUnreachableError,
+    refusal,
+)
+from agentfactory.rollout.inference.recovery import Recovery
+from agentfactory.rollout.inference.routing import Router, ServerState
+from agentfactory.rollout.inference.server_metrics import Load, combined
+from agentfactory.rollout.inference.stalls import StallWatch
+from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.trajectory import Span
+from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.retries import Retries
+from agentfactory.tools.http.server_keys import pinned
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.images.image_requests import RequestImages, SentImages
+
+logger = logging.getLogger(__name__)
+
+GENERATE = "/inference/v1/generate"
+NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
+LOAD_SECONDS = 10.0
+"""Time for a server's metrics."""
+_PAGE = "docs/servers.md"
+_ROUNDING = 1e-3
+"""How far above 0 half precision may round a log-probability."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One turn: its ids, their log-probabilities after temperature, and the weights that sampled them.
+
+    `cut` is true if a token limit ended the turn, not the model. `mask` is 1 for a sampled token and 0 for an inserted
+    one, such as a forced beginning: an inserted token is context, with log-probability 0.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[Span]
+    cut: bool
+    mask: list[int]
+    stop: str | None = None
+    """The stop string at which the server ended the turn."""
+
+    def beginning(self, count: int) -> "Completion":
+        """Return the turn as if it had ended after its first `count` tokens."""
+        spans = [replace(span, end=min(span.end, count)) for span in self.versions if span.start < count]
+        return Completion(self.token_ids[:count], self.logprobs[:count], spans, False, self.mask[:count])
+
+
+class EncodedIds:
+    """The JSON of a row's ids, which grows with the row: encoding 16 thousand ids at each turn would take 0.2 ms."""
+
+    def __init__(self) -> None:
+        self._json = bytearray()
+        self._count = 0
+
+    def of(self, ids: Sequence[int]) -> bytearray:
+        """Return the JSON of `ids` without its brackets. `ids` begin with those of the last call."""
+        if len(ids) < self._count:
+            raise ValueError(f"the row had {self._count} tokens, and now has {len(ids)}")
+        if new := ids[self._count :]:
+            self._json += b"," * (self._count > 0) + msgspec.json.encode(new)[1:-1]
+            self._count = len(ids)
+        return self._json
+
+
+def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
+    """Return the problem with the server at `url`, and the fix; None if all routes in `needed` are among `described`,
+    the routes in its /openapi.json."""
+    missing = [route for route in needed if route not in described]
+    if not missing:
+        return None
+    switches = {
+        "/inference": "--enable-scale-out",
+        "/v1/load_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
+        "/v1/unload_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
+    }
+    ways = []
+    for route in missing:
+        # a route for neither generation nor adapters, and not of OpenAI's API, is a development route
+        way = next((way for start, way in switches.items() if route.startswith(start)), "VLLM_SERVER_DEV_MODE=1")
+        if route not in ("/health", "/v1/models") and way not in ways:
+            ways.append(way)
+    fix = f"start vLLM >= 0.32 with {', '.join(ways)}" if ways else "is it an inference server?"
+    return f"server {url} lacks {', '.join(missing)}", fix
+
+
+class InferenceClient:
+    """Sends turns to the servers; use it as an async context manager.
+
+    `Connection` makes the requests, `Router` chooses the replica, `Recovery` brings back a server that is lost or has
+    other weights than the published ones, and `StallWatch` notices one that gives no token.
+    """
+
+    def __init__(self, urls: str | Sequence[str], api_key_env: str | None = None, retry_seconds: float = 300.0):
+        """Recoverable failures are retried for `retry_seconds`."""
+        self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
+        self._limit = retry_seconds
+        self._router = Router(self.urls)
+        self._connection = Connection(api_key_env)
+        self._recovery = Recovery(self._connection, self._router, retry_seconds)
+        self._stalls = StallWatch(self._connection, retry_seconds)
+        self._sent: dict[tuple[str, int | None], SentImages] = {}
+        """Server and replica -> the images that it has."""
+
+    async def __aenter__(self) -> Self:
+        await self._connection.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stalls.close()
+        await self._recovery.close()
+        await self._connection.__aexit__(*exception)
+
+    def restore_by(self, restore: Callable[[str], Awaitable[bool]]) -> None:
+        """Let `restore` load the current weights into a server that lacks them; it returns false if the server went
+        away meanwhile."""
+        self._recovery.restore = restore
+
+    def published(self, published: Published) -> None:
+        """Note which weights are live: turns requested from now on come from these weights or newer ones, and tokens
+        that a server samples from others are discarded."""
+        self._recovery.published = published
+
+    async def models(self, url: str) -> list[dict[str, Any]]:
+        """Return the cards of a server's models and adapters."""
+        return await self._connection.models(url)
+
+    async def check_routes(self) -> None:
+        """Check that each server's description has the routes that rollouts need. Raises ServerUnreachableError."""
+        for url in self.urls:
+            try:
+                status, text = await self._connection.request("GET", url + "/openapi.json")
+                if status == 401:
+                    raise ServerUnreachableError(f"server {url} answered 401: {self._connection.lacking_key(url)}")
+                if status != 200:
+                    raise ServerUnreachableError(
+                        f"server {url} answered {status} to /openapi.json; is it an inference server?"
+                    )
+                problem = missing_routes(url, _paths(text), NEEDED_ROUTES)
+                if problem:
+                    raise ServerUnreachableError("; ".join(problem))
+                self._recovery.base_models |= {
+                    card["id"] for card in await self._connection.models(url) if not card.get("parent")
+                }
+                if not await self._connection.is_guarded(url):
+                    text = f"server {url} takes requests without a key: whoever reaches it can change its weights"
+                    tell(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
+                await self._count_replicas(url)
+            except LostError as error:
+                raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
+            except ValueError as error:
+                raise ServerUnreachableError(f"server {url} describes itself in no JSON: {error}") from error
+
+    async def _count_replicas(self, url: str) -> None:
+        try:
+            await self._recovery.count_replicas(url)
+        except ValueError as error:
+            text = f"server {url} does not report its load ({error}): a stalled one goes unnoticed, and so do replicas"
+            tell(logger, f"{url} reports no load", f"{text}; start it without --disable-log-stats", see=_PAGE)
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        model: str,
+        sampling: dict[str, Any],
+        cache_salt: str | None = None,
+        chain: str = "",
+        images: "RequestImages | None" = None,
+        encoded: EncodedIds | None = None,
+    ) -> Completion:
+        """Sample one turn of `chain` after `token_ids` with the weights called `model`; requests with different
+        `cache_salt` share no cache. `images` are those in `token_ids`; `encoded` is what earlier requests with the
+        beginning of `token_ids` have encoded.
+
+        If an answer is lost, the turn is sampled again from the same ids, on another server if necessary. If a paused
+        or sleeping server refuses or aborts the request, the client waits until the server continues. Raises
+        ContextOverflowError or InferenceError for a refused request, ServerUnreachableError if no server has answered
+        for `retry_seconds`. A server that gives no token for as long counts as lost.
+        """
+        request: dict[str, Any] = {"model": model, "sampling_params": {"logprobs": 0, **sampling}}
+        if cache_salt is not None:
+            request["cache_salt"] = cache_salt
+        if images is not None:
+            request |= {"token_ids": images.collapsed(), "return_token_ids": True}
+        else:
+            ids = (encoded or EncodedIds()).of(token_ids)
+            body = b"".join((b'{"token_ids":[', ids, b"],", msgspec.json.encode(request)[1:]))
+        oldest = self._recovery.published
+        retries = Retries(self._limit)
+        failed_at = set[str]()
+        while True:
+            replica = await self._recovery.take(chain, token_ids, failed_at)
+            url = replica.url
+            if images is not None:
+                parts = await images.parts(self._sent_to(url, replica.rank))
+                body = msgspec.json.encode({**request, "content_parts": parts})
+            self._router.started(replica)
+            lost = None
+            try:
+                async with self._stalls.request(replica):
+                    status, text = await self._connection.request("POST", url + GENERATE, body, replica=replica.rank)
+            except LostError as error:
+                lost = str(error)
+            finally:
+                self._router.ended(replica)
+            if lost is not None:
+                self._recovery.lose(url, lost)
+                # a server that is healthy but drops every turn counts as back at once
+                await self._wait_to_retry(retries, url, lost)
+                continue
+            completion = None
+            if status == 200:
+                self._router.succeeded(time.monotonic())
+                completion = _completion(text)
+                if images is not None:
+                    self._sent_to(url, replica.rank).note(images.spans)
+                    if completion and (fault := images.fault(_decoded(text).get("prompt_token_ids"))):
+                        raise InferenceError(fault)
+            if (status == 503 or (status == 200 and completion is None)) and await self._recovery.held_back(url):
+                # waiting is not a failure, however long it took
+                retries = Retries(self._limit)
+                continue
+            if status == 200:
+                if completion is None:
+                    problem = "the server aborted the request"
+                elif self._recovery.is_current(completion.versions, model, oldest):
+                    return completion
+                else:
+                    problem = f"it sampled with {completion.versions[0].version}, not with {oldest and oldest.label}"
+                    self._recovery.distrust(url, problem)
+            elif status == 404 and self._recovery.is_published(model):
+                problem = f"it does not know {model}"
+                self._recovery.distrust(url, problem)
+            elif status == 429 or status >= 500:
+                problem = f"the server answered {status}: {text[:500]}"
+                failed_at.add(url)
+            else:
+                if status == 401:
+                    raise InferenceError(f"the server answered 401: {self._connection.lacking_key(url)}")
+                refused = refusal(status, text)
+                # a server that was started again, or has seen many images since, has forgotten some
+                if images is None or isinstance(refused, ContextOverflowError) or all(p["url"] for p in parts):
+                    raise refused
+                self._sent_to(url, replica.rank).forget(images.spans)
+                continue
+            await self._wait_to_retry(retries, url, problem)
+
+    def _sent_to(self, url: str, rank: int | None) -> "SentImages":
+        from agentfactory.rollout.images.image_requests import SentImages
+
+        return self._sent.setdefault((url, rank), SentImages())
+
+    async def load(self) -> Load:
+        """Return the combined load of the servers that are serving. Raises InferenceError if one does not report it."""
+        loads = []
+        for url, state in self._router.states.items():
+            if state is ServerState.SERVING:
+                try:
+                    loads += await self._connection.loads(url, LOAD_SECONDS)
+                except (LostError, ValueError) as error:
+                    raise InferenceError(f"the load of {url}: {error}") from error
+        if not loads:
+            raise InferenceError("no server serves")
+        return combined(loads)
+
+    async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
+        delay = retries.delay(time.monotonic(), asked=asked)
+        if delay is not None:
+            logger.info("%s: %s; trying again in %.1f s", url, problem, delay)
+            await asyncio.sleep(delay)
+            return
+        successful = self._router.last_success
+        if successful is None or successful < (retries.failing_since or 0.0):
+            raise ServerUnreachableError(f"no server completed a request for {self._limit:g} s; {url}: {problem}")
+        raise InferenceError(f"{problem} (for {self._limit:g} s)")
+
+
+def _paths(text: str) -> list[str]:
+    """Return the routes in a server's description of itself. Raises ValueError for anything else."""
+    described = json.loads(text)
+    if not isinstance(described, dict) or not isinstance(described.get("paths", {}), dict):
+        raise ValueError(f"no description: {text[:200]}")
+    return list(described.get("paths", {}))
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        # a server written in Python may send NaN, which is refused by name
+        return json.loads(text)
+
+
+def _completion(text: str) -> Completion | None:
+    """Return the turn in a server's answer; None if the server aborted it. Raises InferenceError for an answer that
+    cannot be trained on."""
+    try:
+        choice = _decoded(text)["choices"][0]
+        if choice["finish_reason"] == "abort":
+            return None
+        token_ids = choice["token_ids"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        # vLLM returns no span for a turn without tokens
+        versions = [Span(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+        count = len(token_ids)
+        reason = choice.get("stop_reason")  # of a stop token, it is the token
+        stop = reason if isinstance(reason, str) else None
+    except json.JSONDecodeError as error:
+        raise InferenceError(f"the server's answer is no JSON: {error}: {text[:200]}") from error
+    except (KeyError, TypeError, IndexError) as error:
+        raise InferenceError(f"the server's answer is no completion ({error!r}): {text[:200]}") from error
+    if count != len(logprobs):
+        raise InferenceError(f"the server sent {count} tokens with {len(logprobs)} log-probabilities")
+    for token, logprob in zip(token_ids, logprobs, strict=True):
+        if type(token) is not int or token < 0:
+            raise InferenceError(f"the server sent {token!r} as a token id")
+        # one such number would make every weight of the policy NaN
+        if type(logprob) not in (int, float) or not -math.inf < logprob <= _ROUNDING:
+            raise InferenceError(f"the server sent {logprob!r} as the log-probability of token {token}")
+    for span in versions:
+        edges = (0, span.start, span.end, count)
+        if type(span.version) is not str or any(type(edge) is not int for edge in edges) or sorted(edges) != [*edges]:
+            raise InferenceError(f"the server sent {span} as the weights of {count} tokens")
+    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count, stop)

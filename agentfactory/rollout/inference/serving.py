@@ -1,0 +1,191 @@
+"""Starts an inference server: builds the engine's command line, and reads its log for progress and for a one-line
+error."""
+
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference.vllm.vllm_arguments import vllm_arguments
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.import_path import own_python
+
+
+def server_command(
+    recipe: RolloutRecipe,
+    adapters: Mapping[str, Path] | None = None,
+    weight_transfer: str | None = None,
+    sleeps: bool = False,
+) -> list[str]:
+    """Return the command that serves `recipe.model` (or `server.model` instead), and prints `ready URL` once it
+    answers.
+
+    `adapters` are loaded at the start, by name; `weight_transfer` is the backend for full weights. `sleeps`: the server
+    will be sent to sleep, for which vLLM keeps its memory in separate pools.
+    """
+    server, adapters = recipe.server, adapters or {}
+    module = (
+        "agentfactory.rollout.inference.vllm.vllm_server"
+        if server.engine == "vllm"
+        else "agentfactory.rollout.inference.embedded"
+    )
+    command = own_python("-m", module, server.model or recipe.model.path, executable=server.python)
+    command += ["--host", server.host, "--port", str(server.port), "--dtype", recipe.model.dtype]
+    command += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(server.max_num_seqs)]
+    if server.api_key_env:
+        command += ["--api-key-env", server.api_key_env]
+    if server.engine == "vllm":
+        sleep = ["--enable-sleep-mode"] if sleeps else []
+        return [*command, *vllm_arguments(recipe, adapters, weight_transfer), *sleep]
+    command += ["--max-loras", str(server.max_loras)]
+    if server.quantization is not None:
+        command += ["--quantization", server.quantization]
+    for name, path in adapters.items():
+        command += ["--adapter", f"{name}={path}"]
+    return command
+
+
+def missing_from(python: str | None) -> str | None:
+    """Return what `python` (None: the current one) lacks to run vLLM: "vllm", "agentfactory", or None. Imports
+    neither."""
+    code = (
+        "from importlib.util import find_spec\n"
+        "print('vllm' if not find_spec('vllm') else '' if find_spec('agentfactory') else 'agentfactory')"
+    )
+    done = subprocess.run(own_python("-c", code, executable=python), capture_output=True, text=True, check=True)
+    return done.stdout.strip() or None
+
+
+def ready_url(log: Sequence[str]) -> str | None:
+    """Return the server's address once it answers."""
+    return next((line.split()[1] for line in log if line.startswith("ready http")), None)
+
+
+def address_fault(recipe: RolloutRecipe) -> SettingError | None:
+    """Return why a server started here could not listen; None if it could."""
+    host, port = recipe.server.host, recipe.server.port
+    if (problem := _listening_problem(host, port)) is None:
+        return None
+    field, fix = ("port", "server.port=0 takes a free one") if port else ("host", "server.host=127.0.0.1")
+    return SettingError(f"server.{field}", problem, fix)
+
+
+def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
+    """Return why programs elsewhere, as agents, could not ask for their tasks here; None if they could, or there are
+    none."""
+    agent = recipe.rollout.agent
+    if agent is None or agent.outside is None:
+        return None
+    if (problem := _listening_problem("127.0.0.1", agent.outside.port)) is None:
+        return None
+    return SettingError("rollout.agent.outside.port", problem, "name a free port, and tell the programs")
+
+
+def chat_fault(port: int) -> SettingError | None:
+    """Return why chat requests could not be answered at this port; None if they could."""
+    if (problem := _listening_problem("127.0.0.1", port)) is None:
+        return None
+    return SettingError("--chat", problem, "name a free port, or none")
+
+
+def _listening_problem(host: str, port: int) -> str | None:
+    if not 0 <= port <= 65535:  # getaddrinfo would take another one
+        return f"nothing can listen on {host}:{port}: ports are numbers up to 65535"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return f"nothing can listen on {host}:{port}: {error.strerror}"
+    return None
+
+
+_STAGES = (
+    ("starting", ""),
+    ("loading the model", "Starting to load model"),
+    ("making the cache", "Loading weights took"),
+    ("opening its routes", "init engine"),
+    ("warming up", "Application startup complete"),
+)
+
+
+def stage(log: Sequence[str]) -> str:
+    """Return what a starting server is doing."""
+    return next(name for name, mark in reversed(_STAGES) if any(mark in line for line in log) or not mark)
+
+
+_MEMORY = "fix: lower server.gpu_memory_utilization, server.max_num_seqs or server.max_model_len, or free memory"
+_FAILURES: tuple[tuple[str, str], ...] = (
+    (
+        r"cannot listen on (\S+): .*Address already in use",
+        "the address {0} is taken; fix: server.port=0 takes a free port",
+    ),
+    (
+        r"operator torchvision::nms does not exist",
+        "torchvision is built for another torch, and vLLM imports it; fix: install torch's own build of it, which a "
+        "model that sees needs (without a GPU: docs/servers.md, Images); for a model of text it is enough to pip "
+        "uninstall torchvision torchaudio torchcodec",
+    ),
+    (
+        r"No module named 'torchvision'|requires the Torchvision library",
+        "torchvision is not installed where vLLM is, and a model that sees needs it; fix: install torch's own build of "
+        "it (without a GPU: docs/servers.md, Images)",
+    ),
+    (
+        r"vLLM cannot be imported by (\S+): (.*)",
+        "vLLM cannot be imported by {0} ({1}); fix: name the Python that has it, as server.python",
+    ),
+    (
+        r"(?:No module named|find module specification for) '?rollout",
+        "AgentFactory is not installed where vLLM is; fix: run `pip install --no-deps .` with that Python",
+    ),
+    (
+        r"Invalid weight transfer backend: (\w+)",
+        "vLLM does not know the weight-transfer backend {0}, which AgentFactory adds as a plugin; fix: install "
+        "AgentFactory where vLLM is (`pip install --no-deps .`), and let VLLM_PLUGINS be unset or hold agentfactory",
+    ),
+    (
+        r"max_model_len \((\d+)\) is greater than the derived max_model_len \(([^)]*)\)",
+        "server.max_model_len={0} is more than the model takes ({1}); fix: lower it",
+    ),
+    (
+        r"max seq len \((\d+)\), \(?([\d.]+ \w+) KV cache is needed, which is larger than the available KV cache "
+        r"memory \(([\d.]+ \w+)\)",
+        "a chain of server.max_model_len={0} tokens needs {1} of cache, and there are {2}; fix: lower it, or give more "
+        "memory: server.gpu_memory_utilization",
+    ),
+    (r"No available memory for the cache blocks", f"the weights leave no memory for the cache; {_MEMORY}"),
+    (r"(?:Available|Free) memory on (.*?) on startup is less than desired", f"too little memory on {{0}}; {_MEMORY}"),
+    (r"(CUDA out of memory|OutOfMemoryError|can't allocate memory|MemoryError)", f"out of memory ({{0}}); {_MEMORY}"),
+    (
+        r"(?:Repo id must be|Cannot find an appropriate cached snapshot|is not a local folder and is not a valid model|"
+        r"Repository Not Found|We couldn't connect to|Invalid repository ID|"
+        r"does not appear to have a file named config)",
+        "the model is neither a folder here nor can it be fetched from the hub; fix: name another model.path",
+    ),
+    (r"((?:Worker|Engine core) proc\w* \S+) died unexpectedly", f"vLLM's {{0}} was killed: out of memory?; {_MEMORY}"),
+    (
+        r"Unknown quantization method: bitsandbytes",
+        "bitsandbytes is no more part of vLLM; fix: pip install vllm-bnb-plugin where vLLM is, or use "
+        "server.quantization=fp8",
+    ),
+    (r"(Unknown quantization method: \w+)", "{0}; fix: name one that vLLM has as server.quantization, such as fp8"),
+    (r"(Model architectures .*? are not supported)", "{0}; fix: choose a model that vLLM can serve"),
+)
+_ERROR = re.compile(r"(\w+(?:Error|Exception): .+)")
+_FOLLOWS = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|pydantic|ValidationError")
+
+
+def explain(log: Sequence[str]) -> str | None:
+    """Explain in one line, with the fix, why a server ended; if the error is unknown, return vLLM's own first error."""
+    for pattern, message in _FAILURES:
+        for line in log:
+            if found := re.search(pattern, line):
+                return message.format(*found.groups())
+    # a warning may quote an error that was survived
+    lines = (line for line in log if " WARNING " not in line and not _FOLLOWS.search(line))
+    errors = (found[1] for line in lines if (found := _ERROR.search(line)))
+    return next(errors, None)

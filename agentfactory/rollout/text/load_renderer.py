@@ -1,0 +1,138 @@
+"""The renderer of a model: its template and its tool-call format, chosen by probes."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
+from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
+from agentfactory.rollout.text.template_choice import Reasoning, Use, choose_template, recognise
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.templates import RenderError
+from agentfactory.rollout.text.tokenizer import generation_eos, load_tokenizer
+from agentfactory.tools.errors import SettingError
+
+if TYPE_CHECKING:  # chains of text need no image library
+    from agentfactory.rollout.images.image_intake import Sight
+
+Log = Callable[[dict[str, Any]], None]
+
+
+def make_renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    *,
+    parser: str = AUTO,
+    reasoning: str = Reasoning.AUTO,
+    tools: bool = True,
+    eos_token_ids: Sequence[int] = (),
+    base: Path = Path(),
+    log: Log | None = None,
+    sight: "Sight | None" = None,
+) -> TemplateRenderer:
+    """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
+    template.
+
+    `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `reasoning`
+    is `rollout.reasoning`. `tools`: the chains call tools; without them the template need not render any.
+    `eos_token_ids` end a turn in addition to the template's and the tokenizer's own tokens. `log` gets one record,
+    `{"renderer": info}`. `sight` is how the model sees; None: it gets images as text. Raises RenderError (a ValueError)
+    if the template cannot be used.
+    """
+    origin = "tokenizer" if chat_template is None else "model.chat_template"
+    if chat_template is None and tokenizer.chat_template is None:
+        raise RenderError("the tokenizer has no chat template: set model.chat_template to a file with one")
+    named = None if parser == AUTO else load_parser(parser, base)
+    native = named is None or named.native
+    source = tokenizer.get_chat_template(chat_template, tools=[] if tools and native else None)
+    reasons = []
+    if named is None:
+        parser, named, why = _recognised(tokenizer, source)
+        reasons.append(why)
+    image = None if sight is None else str(tokenizer.convert_ids_to_tokens(sight.vision.image_token_id))
+    choice = choose_template(tokenizer, source, tools, named, image, Reasoning(reasoning))
+    info: dict[str, Any] = {
+        "choice": str(choice.use),
+        "reasons": [*reasons, *choice.reasons, *choice.behaviour.notes],
+        "rows": choice.trained,
+        "template": origin if choice.variant is None else choice.variant,
+        "template_sha256": hashlib.sha256(choice.template.source.encode()).hexdigest(),
+        "parser": parser,
+    }
+    if sight is not None:
+        sight.shows = choice.behaviour.images
+    renderer = TemplateRenderer(
+        tokenizer, choice.template, choice.behaviour, named, info, eos_token_ids, sight, choice.use
+    )
+    info = renderer.info
+    if not choice.behaviour.end:
+        info["reasons"].append("closes turns with plain text: a turn ends with the tokenizer's end-of-sequence token")
+    appends = choice.use in (Use.APPEND, Use.TRAINING_VARIANT)
+    if appends and not renderer.tokens_agree(PROBE_TOOLS if tools else []):
+        info["reasons"].append("tokens merge across the turn boundary: the boundary is tokenised apart")
+    if log:
+        log({"renderer": info})
+    return renderer
+
+
+def _recognised(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Parser, str]:
+    """Return the name of the tool-call format that a template writes, its parser, and the reason."""
+    found = recognise(tokenizer, source)
+    if found is None:  # the probes say what is wrong, if there are tools
+        return "hermes", load_parser("hermes"), "no native tool-call format is recognised: hermes"
+    name, parser = found
+    return name, parser, f"rollout.parser=auto: {name} reads the calls that the template writes"
+
+
+def load_renderer(
+    model: ModelConfig,
+    parser: str,
+    log: Log | None = None,
+    *,
+    reasoning: str = Reasoning.AUTO,
+    tools: bool = True,
+    base: Path = Path(),
+    images: Path | None = None,
+) -> TemplateRenderer:
+    """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder. `images` is
+    the folder for the images of the run, for a model that sees; None: they become text.
+
+    Raises ValueError if a file is missing or the template cannot be used.
+    """
+    source = None
+    if model.chat_template is not None:
+        file = Path(model.chat_template)
+        if not file.is_file():
+            raise SettingError("model.chat_template", f"there is no file {file}", "name a Jinja file")
+        source = file.read_text(encoding="utf-8")
+    return make_renderer(
+        load_tokenizer(model.path),
+        source,
+        parser=parser,
+        reasoning=reasoning,
+        tools=tools,
+        base=base,
+        eos_token_ids=generation_eos(model.path),
+        log=log,
+        sight=None if images is None else load_sight(model, images),
+    )
+
+
+def load_sight(model: ModelConfig, images: Path) -> "Sight | None":
+    """Return how a recipe's model sees, with `images` as the folder of the run's images; None if it reads only text.
+    Raises SettingError if the limits on pixels cannot be kept."""
+    file = cached_file(model.path, "config.json", _raise_exceptions_for_missing_entries=False)
+    if file is None or "vision_config" not in json.loads(Path(file).read_text(encoding="utf-8")):
+        return None
+    from agentfactory.rollout.images.families import load_vision
+    from agentfactory.rollout.images.image_intake import Sight
+    from agentfactory.rollout.images.store import ImageStore
+
+    vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
+    return None if vision is None else Sight(vision, ImageStore(images))

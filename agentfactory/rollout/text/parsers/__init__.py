@@ -1,0 +1,52 @@
+"""Tool-call formats: parse the calls that a model writes in its text, and write calls as text."""
+
+from pathlib import Path
+
+from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Parser, Reading
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.loading import UserCodeError, load_object
+
+__all__ = ["AUTO", "PARSERS", "Arguments", "Call", "FormatError", "NativeParser", "Parser", "Reading", "load_parser"]
+
+AUTO = "auto"
+"""`rollout.parser`: the native format that the chat template writes."""
+PARSERS = {
+    "hermes": "agentfactory.rollout.text.parsers.formats.hermes:Hermes",
+    "qwen3_coder": "agentfactory.rollout.text.parsers.formats.qwen3_coder:Qwen3Coder",
+    "llama3_json": "agentfactory.rollout.text.parsers.formats.llama3_json:Llama3Json",
+    "pythonic": "agentfactory.rollout.text.parsers.formats.pythonic:Pythonic",
+    "deepseek_v3": "agentfactory.rollout.text.parsers.formats.deepseek:DeepSeekV3",
+    "deepseek_v31": "agentfactory.rollout.text.parsers.formats.deepseek:DeepSeekV31",
+    "deepseek_v32": "agentfactory.rollout.text.parsers.formats.invoke:DeepSeekV32",
+    "deepseek_v4": "agentfactory.rollout.text.parsers.formats.invoke:DeepSeekV4",
+    "functiongemma": "agentfactory.rollout.text.parsers.formats.gemma:FunctionGemma",
+    "gemma4": "agentfactory.rollout.text.parsers.formats.gemma:Gemma4",
+    "glm": "agentfactory.rollout.text.parsers.formats.glm:Glm",
+    "granite": "agentfactory.rollout.text.parsers.formats.granite:Granite",
+    "harmony": "agentfactory.rollout.text.parsers.formats.harmony:Harmony",
+    "hunyuan": "agentfactory.rollout.text.parsers.formats.hunyuan:Hunyuan",
+    "hy3": "agentfactory.rollout.text.parsers.formats.hunyuan:Hy3",
+    "kimi": "agentfactory.rollout.text.parsers.formats.kimi:Kimi",
+    "minimax": "agentfactory.rollout.text.parsers.formats.invoke:MiniMax",
+    "mistral": "agentfactory.rollout.text.parsers.formats.mistral:Mistral",
+    "mistral_v3": "agentfactory.rollout.text.parsers.formats.mistral:MistralV3",
+    "nemotron": "agentfactory.rollout.text.parsers.formats.nemotron:Nemotron",
+    "phi4": "agentfactory.rollout.text.parsers.formats.phi4:Phi4",
+    "phi4_mini": "agentfactory.rollout.text.parsers.formats.phi4:Phi4Mini",
+    "react": "agentfactory.rollout.text.parsers.formats.react:React",
+    "code_block": "agentfactory.rollout.text.parsers.formats.code_block:CodeBlock",
+    "tags": "agentfactory.rollout.text.parsers.formats.tags:Tags",
+}
+"""Name in `rollout.parser` -> `package.module:NAME` of its class."""
+
+
+def load_parser(reference: str, base: Path = Path()) -> Parser:
+    """Load the parser that `rollout.parser` names: one of PARSERS, or `FILE.py:NAME` of a Parser class, the path
+    relative to `base`. Raises SettingError if there is none."""
+    try:
+        parser = load_object(reference, base, PARSERS)
+    except UserCodeError as error:
+        raise SettingError("rollout.parser", f"unknown: {error.problem}", error.fix) from error
+    if not (isinstance(parser, type) and issubclass(parser, Parser)):
+        raise SettingError("rollout.parser", f"{reference} is no class derived from agentfactory.Parser", "name one")
+    return parser()

@@ -1,0 +1,103 @@
+"""What the formats with opening and closing tags share: finding the calls, and JSON between tags."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, NativeParser, Reading
+from agentfactory.rollout.text.parsers.values import KINDS, read_json, skip_space
+from agentfactory.tools.messages import ToolSpec
+
+
+def read_blocks(
+    text: str, opening: str, closing: str, read_block: Callable[[int], tuple[list[Call], int]], ids: Sequence[str] = ()
+) -> Reading:
+    """Read the calls between tags, and the words outside.
+
+    `read_block` gets the position after an opening tag. It returns the calls there, and the position after the closing
+    tag; it raises ValueError, with a message for the model. `ids`: a list that it may fill. Raises FormatError.
+    """
+    outside: list[str] = []
+    calls: list[Call] = []
+    position = 0
+    while (start := text.find(opening, position)) >= 0:
+        outside.append(text[position:start])
+        try:
+            found, position = read_block(start + len(opening))
+        except ValueError as error:
+            raise FormatError(f"Malformed tool call {len(calls) + 1}: {error}") from error
+        calls += found
+    outside.append(text[position:])
+    if closing and any(closing in part for part in outside):
+        raise FormatError(f"Malformed tool call: {closing} without {opening} before it")
+    return Reading("\n".join(part.strip() for part in outside if part.strip()), calls, ids=list(ids))
+
+
+def expect(text: str, position: int, tag: str, after: str) -> int:
+    """Return the position behind `tag`, which has to come next, white space aside. Raises ValueError."""
+    position = skip_space(text, position)
+    if not text.startswith(tag, position):
+        raise ValueError(f"no {tag} after {after}")
+    return position + len(tag)
+
+
+def read_object(text: str, position: int) -> tuple[dict[str, object], int]:
+    """Return the JSON object with a call's arguments, and where it ends. Raises ValueError."""
+    value, end = read_json(text, skip_space(text, position))
+    if not isinstance(value, dict):
+        raise ValueError(f"the arguments must be a JSON object, not {KINDS[type(value)]}")
+    return value, end
+
+
+def read_call_object(call: object, *keys: str) -> Call:
+    """Read a call from a JSON object with its arguments under one of `keys`. Raises ValueError with a message for the
+    model."""
+    if not isinstance(call, dict):
+        raise ValueError(f"expected a JSON object, not {KINDS[type(call)]}")
+    name = call.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError('"name" is missing' if "name" not in call else '"name" must be a non-empty string')
+    key = next((key for key in keys if key in call), keys[0])
+    if key not in call and len(call) > 1:
+        others = ", ".join(json.dumps(other) for other in call if other != "name")
+        raise ValueError(f'"{key}" is missing, but there is {others}')
+    # a tool without parameters needs no arguments; if a required argument is missing, the tool's own check reports it
+    arguments = call.get(key, {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f'"{key}" must be a JSON object, not {KINDS[type(arguments)]}')
+    return name, arguments
+
+
+class JsonList(NativeParser):
+    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list. A format
+    sets the two tags; `CLOSE` may be empty."""
+
+    OPEN: ClassVar[str]
+    CLOSE: ClassVar[str]
+    LONE: ClassVar[bool] = False
+    """Whether a call may be without the list."""
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser."""
+
+        def read_list(position: int) -> tuple[list[Call], int]:
+            value, end = read_json(text, skip_space(text, position))
+            if self.LONE and isinstance(value, dict):
+                value = [value]
+            if not isinstance(value, list):
+                raise ValueError(f"expected a JSON list of calls, not {KINDS[type(value)]}")
+            if not value:
+                raise ValueError("the list of calls is empty")
+            calls = [read_call_object(call, "arguments", "parameters") for call in value]
+            return calls, expect(text, end, self.CLOSE, "the list of calls") if self.CLOSE else end
+
+        return read_blocks(text, self.OPEN, self.CLOSE, read_list)
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        return f"{self.OPEN}{json.dumps(objects, ensure_ascii=False)}{self.CLOSE}"
+
+    def form(self, specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        return f'Write the calls as {self.OPEN}[{{"name": "tool_name", "arguments": {{...}}}}]{self.CLOSE}'

@@ -1,0 +1,1 @@
+"""Tool-call formats, a module for each family of models."""

@@ -1,0 +1,81 @@
+"""Code as action (Wang et al., 2024, arXiv:2402.01030): the recipe's code tool runs a turn's Python blocks."""
+
+import re
+from collections.abc import Sequence
+
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, parameters, tell
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+
+CODE = "code"
+_FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+
+
+class CodeBlock(Parser):
+    """A block that begins with a line of three backquotes and `python`, and ends with a line of three backquotes.
+
+    Several blocks in one turn run as one program, in their order. A turn without a block is the final answer.
+    """
+
+    stops = ("```\nOutput:\n", "```\n\nOutput:\n")
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser. Blocks in other languages are ordinary text."""
+        outside: list[str] = []
+        blocks: list[str] = []
+        position = 0
+        opened: re.Match[str] | None = None
+        for fence in _FENCE.finditer(text):
+            language = fence[2].lower()
+            if opened is None:
+                opened = fence
+            elif not language and len(fence[1]) >= len(opened[1]):
+                if opened[2].lower() in ("python", "py"):
+                    outside.append(text[position : opened.start()])
+                    blocks.append(text[opened.end() + 1 : max(opened.end() + 1, fence.start() - 1)])
+                    position = fence.end()
+                opened = None
+        if opened is not None and opened[2].lower() in ("python", "py"):
+            raise FormatError("The turn has a Python block without its closing line ```")
+        outside.append(text[position:])
+        words = "\n".join(part.strip() for part in outside if part.strip())
+        return Reading(words, [(_code_tool(specs), {CODE: "\n\n".join(blocks)})] if blocks else [])
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See Parser. Raises ValueError for anything but one call of the code tool."""
+        name = _code_tool(specs)
+        if len(calls) != 1 or calls[0][0] != name or list(calls[0][1]) != [CODE]:
+            raise ValueError(f"code_block has one call of {name}({CODE}) a turn, not {list(calls)}")
+        return f"```python\n{calls[0][1][CODE]}\n```"
+
+    def form(self, specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        return "To run code, write\n```python\nprint(6 * 7)\n```"
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """See Parser. Raises ValueError if no tool runs code."""
+        if not specs:
+            return None
+        name = _code_tool(specs)
+        about = next(spec.description for spec in specs if spec.name == name)
+        return (
+            f"You can run Python. {about}\n\n{self.form(specs)}\nThen wait: you are told its output. A turn without "
+            "such a block is your last word."
+        )
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """See Parser: `Output:` and the code's output."""
+        return [tell([("Output:\n", result, "") for result in results])]
+
+
+def _code_tool(specs: Sequence[ToolSpec]) -> str:
+    """Return the tool that runs code: the only one with a parameter `code` and no other required parameter."""
+    fit = [s.name for s in specs if CODE in parameters(s) and set(s.parameters.get("required") or []) <= {CODE}]
+    if specs and len(fit) != 1:
+        among = f"{', '.join(fit) if fit else 'none'} among {', '.join(spec.name for spec in specs)}"
+        raise SettingError(
+            "rollout.parser",
+            f"code_block needs one tool with a parameter `{CODE}`, and the recipe has {among}",
+            "use tools: [code_interpreter], or another format",
+        )
+    return fit[0] if fit else "python"

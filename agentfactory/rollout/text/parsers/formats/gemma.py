@@ -1,0 +1,135 @@
+"""Gemma: `call:name{key:value}` between tags. Gemma 4 and FunctionGemma have different tags and quotes.
+
+Keys have no quotes. Values are JSON with strings between quotes of the format's own, so that text needs no escapes.
+Gemma 3's chat template has no tools: use a text format.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
+from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
+from agentfactory.rollout.text.parsers.values import MAX_DEPTH, skip_space
+from agentfactory.tools.messages import ToolSpec
+
+_NAME = re.compile(r"\s*call:([^\s{}:]+)\s*(?=\{)")
+_KEY = re.compile(r"\s*([^\s:,{}\[\]]+)\s*:")
+_PLAIN = re.compile(r"[^\s,{}\[\]]+")
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+
+
+class Gemma4(NativeParser):
+    """`<|tool_call>call:search{query:<|"|>rain<|"|>,limit:3}<tool_call|>`, once per call."""
+
+    OPEN: ClassVar[str] = "<|tool_call>"
+    CLOSE: ClassVar[str] = "<tool_call|>"
+    QUOTE: ClassVar[str] = '<|"|>'
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser."""
+
+        def read_call(position: int) -> tuple[list[Call], int]:
+            name = _NAME.match(text, position)
+            if name is None:
+                raise ValueError(f"no call:tool_name{{...}} after {self.OPEN}")
+            arguments, end = self._mapping(text, name.end(), 0)
+            return [(name[1], arguments)], expect(text, end, self.CLOSE, "the arguments")
+
+        return read_blocks(text, self.OPEN, self.CLOSE, read_call)
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        return "".join(f"{self.OPEN}call:{name}{self._write(arguments)}{self.CLOSE}" for name, arguments in calls)
+
+    def form(self, specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        return f"Write each call as {self.write([('tool_name', {'argument_name': 'value'})], specs)}"
+
+    def _write(self, value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{self._write(inner)}" for key, inner in sorted(value.items())) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(self._write, value)) + "]"
+        if isinstance(value, str):
+            if self.QUOTE in value:
+                raise ValueError(f"a string with {self.QUOTE} cannot be written")
+            return f"{self.QUOTE}{value}{self.QUOTE}"
+        return json.dumps(value)
+
+    def _mapping(self, text: str, position: int, depth: int) -> tuple[Arguments, int]:
+        found: Arguments = {}
+        position = skip_space(text, position + 1)
+        while not text.startswith("}", position):
+            key = self._string(text, position) if text.startswith(self.QUOTE, position) else None
+            if key is None:
+                bare = _KEY.match(text, position)
+                if bare is None:
+                    raise ValueError(f"expected key:value at {text[position : position + 20]!r}")
+                name, position = bare[1], bare.end()
+            else:
+                name, position = key[0], expect(text, key[1], ":", "a key")
+            if name in found:
+                raise ValueError(f"the key {name} is given twice")
+            found[name], position = self._value(text, position, depth + 1)
+            position = self._next(text, position, "}")
+        return found, position + 1
+
+    def _value(self, text: str, position: int, depth: int) -> tuple[Any, int]:
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        position = skip_space(text, position)
+        if text.startswith(self.QUOTE, position):
+            return self._string(text, position)
+        if text.startswith("{", position):
+            return self._mapping(text, position, depth)
+        if text.startswith("[", position):
+            items: list[Any] = []
+            position = skip_space(text, position + 1)
+            while not text.startswith("]", position):
+                item, position = self._value(text, position, depth + 1)
+                items.append(item)
+                position = self._next(text, position, "]")
+            return items, position + 1
+        found = _PLAIN.match(text, position)
+        if found is None:
+            raise ValueError(f"expected a value at {text[position : position + 20]!r}")
+        return _WORDS[found[0]] if found[0] in _WORDS else _number(found[0], self.QUOTE), found.end()
+
+    def _string(self, text: str, position: int) -> tuple[str, int]:
+        start = position + len(self.QUOTE)
+        end = text.find(self.QUOTE, start)
+        if end < 0:
+            raise ValueError(f"no {self.QUOTE} at the end of a string")
+        return text[start:end], end + len(self.QUOTE)
+
+    def _next(self, text: str, position: int, closing: str) -> int:
+        """Return the position of the next item, or of the closing bracket."""
+        position = skip_space(text, position)
+        if text.startswith(",", position):
+            return skip_space(text, position + 1)
+        if not text.startswith(closing, position):
+            raise ValueError(f"expected , or {closing} at {text[position : position + 20]!r}")
+        return position
+
+
+class FunctionGemma(Gemma4):
+    """`<start_function_call>call:search{query:<escape>rain<escape>,limit:3}<end_function_call>`, once per call."""
+
+    OPEN, CLOSE, QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
+
+
+def _number(text: str, quote: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]!r} is no number; text stands between {quote}")
+    return value

@@ -1,0 +1,103 @@
+"""ReAct (Yao et al., 2022, arXiv:2210.03629): `Thought:`, `Action:`, `Action Input:`, and finally `Final Answer:`."""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+from agentfactory.rollout.text.parsers.parser import (
+    Arguments,
+    Call,
+    FormatError,
+    Parser,
+    Reading,
+    describe,
+    find_spec,
+    parameters,
+    sole_parameter,
+    tell,
+)
+from agentfactory.rollout.text.parsers.values import convert, read_json
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+
+_LABEL = re.compile(r"^[ \t]*+(Thought|Action Input|Action|Observation|Final Answer)[ \t]*+:", re.MULTILINE)
+_ANSWER_FORM = "Thought: ...\nFinal Answer: the answer"
+
+
+class React(Parser):
+    """One action per turn: `Action: search` and `Action Input: {"query": "rain"}` on separate lines."""
+
+    stops = ("\nObservation:",)
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser. An input that is not a JSON object is the value of the tool's only parameter, or its only
+        required one."""
+        found = list(_LABEL.finditer(text))
+        labels = [match[1] for match in found]
+        bodies = [text[a.end() : b.start()].strip() for a, b in pairwise(found)]
+        bodies += [text[match.end() :].strip() for match in found[-1:]]
+        words = [text[: found[0].start()].strip()] if found else [text.strip()]
+        words += [body for label, body in zip(labels, bodies, strict=True) if label == "Thought"]
+        content = "\n".join(part for part in words if part)
+        if "Observation" in labels:
+            raise FormatError("The turn has an Observation: those come from the tools, after the turn")
+        if "Final Answer" in labels:
+            if "Action" in labels or "Action Input" in labels:
+                raise FormatError("The turn has an Action and a Final Answer: write one of them")
+            # an answer may contain lines that look like a label
+            answer = text[found[labels.index("Final Answer")].end() :].strip()
+            return Reading(content, answer=answer)
+        acting = [label for label in labels if label != "Thought"]
+        if not acting:
+            raise FormatError("The turn has neither an Action nor a Final Answer")
+        if acting != ["Action", "Action Input"] or labels[-1] != "Action Input":
+            raise FormatError("The turn has to end with one Action and its Action Input")
+        name = bodies[labels.index("Action")]
+        if not name or "\n" in name:
+            raise FormatError("Action has to be the name of one tool, on one line")
+        return Reading(content, [(name, _arguments(name, bodies[-1], specs))])
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See Parser. Raises ValueError for several calls."""
+        if len(calls) != 1:
+            raise ValueError(f"react has one action a turn, not {len(calls)}")
+        name, arguments = calls[0]
+        return f"Action: {name}\nAction Input: {json.dumps(arguments, ensure_ascii=False)}"
+
+    def write_answer(self, text: str) -> str:
+        """See Parser."""
+        return f"Final Answer: {text.strip()}"
+
+    def form(self, specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        call = 'Thought: ...\nAction: tool_name\nAction Input: {"argument": "value"}'
+        return f"Write either\n{call}\nor\n{_ANSWER_FORM}" if specs else f"Write\n{_ANSWER_FORM}"
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """See Parser."""
+        if not specs:
+            return self.form(specs)
+        return f"{describe(specs)}\n\n{self.form(specs)}\nAfter an action you are told its result as Observation: ..."
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """See Parser: `Observation: ...`."""
+        return [tell([("Observation: ", result, "") for result in results])]
+
+
+def _arguments(name: str, text: str, specs: Sequence[ToolSpec]) -> Arguments:
+    spec = find_spec(name, specs)
+    sole = None if spec is None else sole_parameter(spec)
+    problem = "expected a JSON object"
+    if text.startswith("{"):
+        try:
+            value, end = read_json(text)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            if end == len(text):
+                assert isinstance(value, dict)
+                return value
+            problem = f"text follows the JSON object at character {end}"
+    if spec is None or sole is None:
+        raise FormatError(f"Action Input of {name}: {problem}")
+    return {sole: convert(text, parameters(spec).get(sole, {}), spec.parameters)}

@@ -1,0 +1,125 @@
+"""Tags, as in Search-R1 (Jin et al., 2025, arXiv:2503.09516): `<search>query</search>` calls the tool search with its
+single argument; `<answer>...</answer>` is the final answer."""
+
+import json
+import re
+from collections.abc import Sequence
+
+from agentfactory.rollout.text.parsers.parser import (
+    Arguments,
+    Call,
+    FormatError,
+    Parser,
+    Reading,
+    describe,
+    find_spec,
+    parameters,
+    sole_parameter,
+    tell,
+)
+from agentfactory.rollout.text.parsers.values import convert, read_json
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+
+ANSWER, RESULT = "answer", "information"
+
+
+class Tags(Parser):
+    """Uses a tool's name as the tag. The body is the only argument, or a JSON object of all arguments."""
+
+    stops = (f"<{RESULT}>",)
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser. Tags other than those of tools, the answer and results are ordinary text."""
+        by_name = {spec.name: spec for spec in specs}
+        names = "|".join(map(re.escape, sorted([*by_name, ANSWER, RESULT], key=len, reverse=True)))
+        tag = re.compile(f"<(/?)({names})>")
+        outside: list[str] = []
+        calls: list[Call] = []
+        answer: str | None = None
+        position = 0
+        while found := tag.search(text, position):
+            closing, name = found.groups()
+            outside.append(text[position : found.start()])
+            if name == RESULT:
+                raise FormatError(f"The turn has <{closing}{RESULT}>: results come from the tools, after the turn")
+            if closing:
+                raise FormatError(f"The turn has </{name}> without <{name}> before it")
+            end = text.find(f"</{name}>", found.end())
+            if end < 0:
+                raise FormatError(f"The turn has no </{name}> after <{name}>")
+            body = text[found.end() : end]
+            if name == ANSWER:
+                answer = body.strip()
+            else:
+                calls.append((name, _arguments(body, by_name[name])))
+            position = end + len(f"</{name}>")
+        outside.append(text[position:])
+        if calls and answer is not None:
+            raise FormatError(f"The turn has a call and an <{ANSWER}>: write one of them")
+        if not calls and answer is None:
+            raise FormatError(f"The turn has neither a call nor an <{ANSWER}>")
+        return Reading("\n".join(part.strip() for part in outside if part.strip()), calls, answer=answer)
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        return "\n".join(f"<{name}>{_body(arguments, find_spec(name, specs))}</{name}>" for name, arguments in calls)
+
+    def write_answer(self, text: str) -> str:
+        """See Parser."""
+        return f"<{ANSWER}>{text.strip()}</{ANSWER}>"
+
+    def form(self, specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        given: list[Call] = [(spec.name, {name: "..." for name in parameters(spec)}) for spec in specs]
+        tags = [self.write([call], specs) for call in given] + [self.write_answer("the final answer")]
+        return f"Write {' or '.join(tags)}"
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """See Parser. Raises ValueError for a tool whose name the format reserves."""
+        if taken := [spec.name for spec in specs if spec.name in (ANSWER, RESULT)]:
+            raise SettingError(
+                "rollout.parser", f"tags has <{taken[0]}> for itself", f"give the tool {taken[0]} another name"
+            )
+        if not specs:
+            return self.form(specs)
+        return f"{describe(specs)}\n\n{self.form(specs)}\nAfter a call you are told its result in <{RESULT}>."
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """See Parser: each result in `<information>`."""
+        return [tell([(f"<{RESULT}>", result, f"</{RESULT}>") for result in results])]
+
+
+def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
+    """Return the only argument unchanged, if it can be read back; otherwise JSON without closing tags."""
+    if spec is not None and len(arguments) == 1:
+        (value,) = arguments.values()
+        try:
+            if isinstance(value, str) and f"</{spec.name}>" not in value and _arguments(value, spec) == arguments:
+                return value
+        except FormatError:
+            pass
+    return json.dumps(arguments, ensure_ascii=False).replace("</", "<\\/") if arguments else ""
+
+
+def _arguments(body: str, spec: ToolSpec) -> Arguments:
+    """Parse the arguments of a call with this body."""
+    known = parameters(spec)
+    sole = sole_parameter(spec)
+    body = body.strip()
+    problem = "expected a JSON object"
+    if body.startswith("{"):
+        try:
+            value, end = read_json(body)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            # an object that does not match the tool's arguments is itself the single argument
+            if end == len(body) and (sole is None or value.keys() <= known.keys()):
+                assert isinstance(value, dict)
+                return value
+    elif not body and not known:
+        return {}
+    if sole is None:
+        raise FormatError(f"<{spec.name}>: {problem} with {', '.join(known) or 'no arguments'}")
+    return {sole: convert(body, known.get(sole, {}), spec.parameters)}

@@ -1,0 +1,179 @@
+"""The interface of tool-call formats: read a turn's calls, write calls, and describe tools and results to the model."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec
+
+Arguments = dict[str, Any]
+Call = tuple[str, Arguments]
+"""A call's name and arguments."""
+MAX_REASON = 300
+"""Maximum length of a parse error shown to the model, in characters, without the sentence on the correct form."""
+
+
+class FormatError(ValueError):
+    """A turn is not in the format. The message, written for the model, says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The contents of a turn: the text outside the calls, the calls, and the final answer if the format marks one.
+
+    `error`, written for the model, says what is wrong with the turn. `calls` is then empty and `content` is the whole
+    text: a turn is executed completely or not at all.
+    """
+
+    content: str
+    calls: list[Call] = field(default_factory=list)
+    error: str | None = None
+    answer: str | None = None
+    ids: list[str] = field(default_factory=list)
+    """The calls' ids, if the format writes them."""
+
+
+class Parser:
+    """A tool-call format in plain text: the chat template is rendered without tools.
+
+    A custom parser implements `read` and `write`. It must not hold state: one object serves all chains.
+    """
+
+    native: ClassVar[bool] = False
+    """Whether the chat template shows the tools and writes calls and results; `read` then parses the template's
+    format."""
+    stops: ClassVar[tuple[str, ...]] = ()
+    """Texts that end a turn, outside its reasoning: what follows is not the model's to write. `read` gets the text
+    before them."""
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """Read a turn in time linear in its length. Whatever the text, the only error to raise is FormatError, if the
+        turn is not in the format."""
+        raise NotImplementedError(f"{type(self).__name__} has to define read(text, specs)")
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """Write calls as text that `read` parses back. Raises ValueError if the format cannot express them."""
+        raise NotImplementedError(f"{type(self).__name__} has to define write(calls, specs)")
+
+    def write_answer(self, text: str) -> str:
+        """Write a final answer as the format marks it."""
+        return text
+
+    def split(self, text: str, opened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
+        """Split a turn into the reasoning, the text that wrote it, and the text after it, which `read` gets. `opened`:
+        the turn begins inside the reasoning; `tags` are those of the chat template."""
+        return split_reasoning(text, opened, tags)
+
+    def call_id(self, name: str, number: int) -> str:
+        """Return the id of a chain's call; `number` counts the chain's calls from 0."""
+        return f"call_{number}"
+
+    def parse(self, text: str, specs: Sequence[ToolSpec] = ()) -> Reading:
+        """Call `read`, and turn a FormatError into the reading's error, followed by the correct form."""
+        try:
+            return self.read(text, specs)
+        except FormatError as error:
+            reason = str(error).rstrip(".")
+            if len(reason) > MAX_REASON:  # it may quote a name of any length
+                reason = reason[:MAX_REASON] + "..."
+            return Reading(text.strip(), error=f"{reason}. {self.form(specs)}".strip())
+
+    def form(self, specs: Sequence[ToolSpec]) -> str:
+        """Return one sentence that shows how to write a call; it ends the message about a malformed turn."""
+        if not specs:
+            return ""
+        names = parameters(specs[0])
+        return f"Write a call as\n{self.write([(specs[0].name, {name: '...' for name in names})], specs)}"
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """Return the system message's description of the tools and of how to call them; None for no description.
+
+        Raises ValueError if the format cannot call these tools.
+        """
+        return f"{describe(specs)}\n\n{self.form(specs)}" if specs else None
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """Return the results as one user message."""
+        told = [(f"Result of {call.name}:\n", result, "") for call, result in zip(calls, results, strict=True)]
+        return [tell(told)]
+
+    def complaint(self, text: str) -> list[Message]:
+        """Return the message about a malformed turn."""
+        return [{"role": "user", "content": text}]
+
+
+class NativeParser(Parser):
+    """A tool-call format that the chat template supports: the template shows the tools, and writes calls and
+    results."""
+
+    native = True
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Tokens of a format that some templates do not write: they describe the tools, and calls are the model's own text.
+    The format is recognised by these tokens of the tokenizer, and a call in history is put into the content."""
+
+    def write_as_content(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """Write calls with their tokens, where the template does not."""
+        return self.write(calls, specs)
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """Return None: the chat template describes the tools."""
+        return None
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """Return one tool message per call."""
+        return [result.to_message(call) for call, result in zip(calls, results, strict=True)]
+
+    def complaint(self, text: str) -> list[Message]:
+        """Return a tool message that answers no call; the renderer makes it a user message if it has to."""
+        return [{"role": "tool", "content": text}]
+
+
+def parameters(spec: ToolSpec) -> dict[str, Any]:
+    """Return the schemas of a tool's parameters by name."""
+    properties = spec.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def parameter_schema(spec: ToolSpec, key: str) -> dict[str, Any]:
+    """Return the schema of a tool's parameter; that of text if the tool has no such parameter."""
+    rest = spec.parameters.get("additionalProperties")
+    schema: dict[str, Any] = parameters(spec).get(key, rest if isinstance(rest, dict) else {"type": "string"})
+    return schema
+
+
+def sole_parameter(spec: ToolSpec) -> str | None:
+    """Return the parameter that a call may give without naming it: the only required one, or the only one."""
+    required = spec.parameters.get("required") or []
+    names = list(required) if len(required) == 1 else list(parameters(spec))
+    return names[0] if len(names) == 1 else None
+
+
+def find_spec(name: str, specs: Sequence[ToolSpec]) -> ToolSpec | None:
+    """Return the tool called `name`."""
+    return next((spec for spec in specs if spec.name == name), None)
+
+
+def describe(specs: Sequence[ToolSpec]) -> str:
+    """Describe the tools, one per paragraph: name, description, and the schema of the arguments."""
+    told = [f"{s.name}: {s.description}\nArguments: {json.dumps(s.parameters, ensure_ascii=False)}" for s in specs]
+    return "You have these tools.\n\n" + "\n\n".join(told)
+
+
+def tell(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
+    """Join several results into one user message, each between two texts. Images remain parts, in their places."""
+    message: Message = {"role": "user", "content": _join([(a, result.content, b) for a, result, b in told])}
+    if info := {key: value for _, result, _ in told for key, value in result.info.items()}:
+        message["info"] = info
+    return message
+
+
+def _join(told: list[tuple[str, Content, str]]) -> Content:
+    if all(isinstance(content, str) for _, content, _ in told):
+        return "\n".join(f"{before}{content}{after}" for before, content, after in told)
+    parts: list[dict[str, Any]] = []
+    for before, content, after in told:
+        middle = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts += [{"type": "text", "text": before}, *middle, {"type": "text", "text": after}]
+    return [part for part in parts if part.get("text") != ""]

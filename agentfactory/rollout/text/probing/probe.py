@@ -1,0 +1,180 @@
+"""Judges a chat template by its renders of the probe conversations."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from agentfactory.rollout.images.parts import for_template
+from agentfactory.rollout.text.parsers import Parser
+from agentfactory.rollout.text.parsers.reasoning_tags import reasoning_tags
+from agentfactory.rollout.text.probing.behaviour import Behaviour
+from agentfactory.rollout.text.probing.conversations import (
+    PROBE_TOOLS,
+    long_conversations,
+    make_call,
+    short_conversations,
+)
+from agentfactory.rollout.text.probing.tool_probe import check_tools, fit_tools, shows_tools
+from agentfactory.rollout.text.probing.turn_probe import closing_of_words, find_reasoning, shows, turn_start
+from agentfactory.rollout.text.templates import ChatTemplate, Closings, RenderError, Tools, shared_length
+from agentfactory.tools.messages import Message
+
+_RENDERS = 5
+"""How often one conversation is rendered to see whether the text changes."""
+
+
+def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None = None) -> Behaviour:
+    """Judge a template by its renders of the probe conversations.
+
+    `tools`: the chains call tools, in the format of `parser`; the template must support them only if the format is
+    native. `image` is the token that stands for an image; None: the model sees none. Raises RenderError with the reason
+    if the template cannot be used.
+    """
+    tools = tools and parser.native
+    specs: Tools = [spec.to_openai() for spec in PROBE_TOOLS] if tools else None
+    question: list[Message] = [{"role": "user", "content": "wordask"}]
+    answer: Message = {"role": "assistant", "content": "wordanswer"}
+
+    def rendered(messages: list[Message], prompt: bool = False) -> str:
+        return template.render(messages, specs, prompt)
+
+    closed = _steady(template, [*question, answer], specs)
+    if tools and not shows_tools(closed) and fit_tools(template, question, specs):
+        closed = rendered([*question, answer])
+    before, opened = rendered(question), rendered(question, prompt=True)
+    for word in ("wordask", "wordanswer"):
+        if word not in closed:
+            raise RenderError(f"the chat template drops text from a message ({word!r} is not in {closed!r})")
+    header = closed[len(before) :].split("wordanswer")[0] if closed.startswith(before) else ""
+    if opened == before and header.strip():
+        raise RenderError("the chat template has no generation prompt: it ignores add_generation_prompt")
+    reasoned = find_reasoning(template, [*question, answer], specs)
+    words = closing_of_words(template, closed, specs)
+    behaviour = Behaviour(
+        Closings(words, words),
+        generation_prompt=opened[len(before) :] if opened.startswith(before) else "",
+        reasoning=reasoned is not None,
+        tags=reasoning_tags(template.source if reasoned is None else reasoned),
+        system=shows(template, [{"role": "system", "content": "wordsystem"}, *question], specs, "wordsystem"),
+        frame=_frame(template, [*question, answer, *question], specs),
+        turns=closed[turn_start(opened, closed) :] + (reasoned or closed)[turn_start(opened, closed) :],
+    )
+    behaviour.whole_frame = behaviour.frame
+    if _writes_clock(template, question, specs):
+        behaviour.notes.append("writes the date or the time: all prompts of this process have those of its start")
+    if template.tools_in_system:
+        behaviour.notes.append("takes the tools in the system message's field `tools`")
+    if not behaviour.system:
+        behaviour.notes.append("has no system messages: a conversation with one is refused")
+    if tools:
+        check_tools(template, opened, behaviour, parser, specs)
+    if image is not None:
+        _probe_images(rendered, behaviour, image, parser if tools else None)
+    behaviour.conversations = short_conversations(behaviour, parser if tools else None)
+    if shows(template, [*question, {"role": "user", "content": "wordagain"}], specs, "wordagain"):
+        behaviour.conversations.append([*question, answer, *question, {"role": "user", "content": "wordagain"}, answer])
+    else:
+        behaviour.notes.append("refuses two user messages in a row")
+    behaviour.conversations += long_conversations(behaviour, parser if tools else None)
+    for conversation in behaviour.conversations:
+        behaviour.rewrites = behaviour.rewrites or _rewrites(
+            template, behaviour.closings, for_template(conversation), specs
+        )
+    return behaviour
+
+
+def _steady(template: ChatTemplate, messages: list[Message], specs: Tools) -> str:
+    """Return a conversation's text. Raises RenderError if it is another one each time."""
+    text = template.render(messages, specs)
+    for _ in range(_RENDERS):
+        if (other := template.render(messages, specs)) != text:
+            at = max(0, shared_length(text, other) - 20)
+            raise RenderError(
+                "the chat template gives another text each time it renders a conversation: "
+                f"{text[at : at + 60]!r}, then {other[at : at + 60]!r}"
+            )
+    return text
+
+
+def _frame(template: ChatTemplate, messages: list[Message], specs: Tools) -> str:
+    """Return text with all that the template writes around turns, and without its description of the tools."""
+    try:
+        return template.render(messages, prompt=True)
+    except RenderError:
+        if specs is None:
+            raise
+        # Hermes 2's cannot do without tools: they are described before the first turn
+        return template.render(messages, specs, prompt=True).partition("wordask")[2]
+
+
+def _writes_clock(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
+    """Return whether the text depends on the date or the time."""
+    text, clock = template.render(messages, specs), template.clock
+    template.clock = clock + timedelta(days=399, hours=5, minutes=7, seconds=11)
+    try:
+        return template.render(messages, specs) != text
+    finally:
+        template.clock = clock
+
+
+def _probe_images(
+    rendered: Callable[[list[Message]], str], behaviour: Behaviour, image: str, parser: Parser | None
+) -> None:
+    """Find out whether the template renders images of people and of tools, each as one token."""
+    parts = [{"type": "text", "text": "wordbefore"}, {"type": "image"}, {"type": "text", "text": "wordafter"}]
+
+    def shows(*messages: Message) -> bool:
+        try:
+            text = rendered(list(messages))
+        except RenderError:
+            return False
+        before, _, after = text.partition(image)
+        return text.count(image) == 1 and "wordbefore" in before and "wordafter" in after
+
+    behaviour.images = shows({"role": "user", "content": parts})
+    if not behaviour.images:
+        behaviour.notes.append("has no images: the model gets them as text")
+    elif parser is not None:
+        turn: Message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [make_call(parser, "probelook", zeta="z", alpha=3)],
+        }
+        told: Message = {
+            "role": "tool",
+            "name": "probelook",
+            "tool_call_id": parser.call_id("probelook", 0),
+            "content": parts,
+        }
+        behaviour.images_of_tools = shows({"role": "user", "content": "wordask"}, turn, told)
+        if not behaviour.images_of_tools:
+            behaviour.notes.append("has no images in tool messages: they follow in a user message")
+
+
+def _rewrites(template: ChatTemplate, closings: Closings, conversation: list[Message], specs: Tools) -> str | None:
+    """Return how the template breaks an append-only chain on this conversation; None if it does not."""
+    turns = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
+    prompts = {i: template.render(conversation[:i], specs, prompt=True) for i in turns}
+    whole = template.render(conversation, specs)
+    for i, following in zip(turns, [*turns[1:], None], strict=True):
+        ended = template.render(conversation[: i + 1], specs)
+        ended = ended.removesuffix(closings.of(conversation[i].get("tool_calls")).after)
+        if not ended.startswith(prompts[i]):
+            return f"rewrites history: an assistant turn does not begin with the generation prompt {prompts[i][-40:]!r}"
+        turn = conversation[i]
+        said = [word for word in dict.fromkeys(turn["content"].split()) if word.startswith("word")] + [
+            turn.get("reasoning_content")
+        ]
+        if lost := [word for word in said if word and word not in ended[len(prompts[i]) :]]:
+            return f"rewrites history: drops {lost[0]!r} (reasoning) from an assistant turn"
+        for later in (*(prompts[j] for j in turns if j > i), whole):
+            if not later.startswith(ended):
+                at = shared_length(ended, later)
+                return (
+                    f"rewrites history: {ended[at : at + 40]!r} of an assistant turn becomes {later[at : at + 40]!r} "
+                    "once messages follow"
+                )
+        if following is not None:
+            new = conversation[i + 1 : following]
+            if template.continuation(new, specs, closings) != prompts[following][len(ended) :]:
+                return "rewrites history: what follows a turn depends on the turns before it"
+    return None

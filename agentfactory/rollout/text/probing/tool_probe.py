@@ -1,0 +1,209 @@
+"""Probes of tools: whether a template shows them, and how it writes calls and their results."""
+
+import json
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from agentfactory.rollout.text.parsers import PARSERS, Call, NativeParser, Parser, load_parser
+from agentfactory.rollout.text.parsers.reasoning_tags import reasoning_tags
+from agentfactory.rollout.text.probing.behaviour import Behaviour
+from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS, probe_calls, results_of
+from agentfactory.rollout.text.probing.turn_probe import (
+    closing_of_calls,
+    closing_of_words,
+    find_reasoning,
+    said,
+    shows,
+    turn_start,
+)
+from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError, Tools
+from agentfactory.tools.messages import Message
+
+
+def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parser: Parser, specs: Tools) -> None:
+    """Raise RenderError if the template cannot show calls or results, or writes calls that the parser cannot read."""
+
+    def reads(text: str, closing: Closing, expected: list[Call]) -> bool:
+        found = parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS)
+        return found.calls == expected and not found.content
+
+    def reads_call_at(closing: Closing) -> bool:
+        return parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS).calls == expected
+
+    ignores = not shows_tools(opened)
+    unseen = RenderError(f"the chat template ignores `tools`: the model would not know of them; {_plain_text()}")
+    messages, expected = probe_calls(parser, 1)
+    try:
+        text = fit_calls(template, parser, specs)
+    except RenderError as error:
+        fit = _fitting_formats(template)
+        named = RenderError(f"{error}; {_use(fit)}") if fit else error
+        raise (unseen if ignores else named) from error
+    turn = text.rpartition("wordask")[2]
+    words = behaviour.closings.words
+    if not any(reads_call_at(closing) for closing in (words, Closing(end=template.trailing_token(text)))):
+        if ignores:
+            raise unseen
+        raise RenderError(
+            f"the chat template writes tool calls in a format that rollout.parser does not read: {turn!r}; "
+            f"{_formats_that_read(template)}"
+        )
+    told = results_of(messages[1]["tool_calls"])
+    try:
+        after = template.render([*messages, *told], specs)
+    except RenderError as error:
+        raise RenderError(f"the chat template cannot render a tool message: {error}") from error
+    if "wordresult0" not in after:
+        raise RenderError("the chat template cannot render a tool message: it leaves them out")
+    closing = closing_of_calls(template, text, after, words, lambda ending: reads(text, ending, expected))
+    behaviour.closings = Closings(words, closing)
+    behaviour.turns += text[turn_start(opened, text) :].removesuffix(closing.text)
+    behaviour.whole_frame += after[len(text) :] if after.startswith(text) else ""
+    behaviour.questions_after_results = shows(template, [*messages, *told, messages[0]], specs, "wordresult0")
+    if template.write_calls is not None:
+        behaviour.notes.append("leaves out tool calls: they are in the content, as the tokenizer's tokens mark them")
+    if ignores:
+        behaviour.shows_tools = False
+        behaviour.notes.append("ignores `tools`: the system message describes them")
+    _probe_two_calls(template, behaviour, parser, specs, reads)
+    if parser.write(expected[:1], PROBE_TOOLS) not in text:
+        behaviour.notes.append("re-serialises tool calls: sampled ids are kept")
+    beside, _ = probe_calls(parser, 1, "wordbeside")
+    try:
+        shown = said(template.render(beside, specs), opened, behaviour.tags, parser, closing)
+        found = parser.parse(shown, PROBE_TOOLS)
+    except RenderError:
+        found = None
+    if found is None or found.calls != expected or "wordbeside" not in found.content:
+        behaviour.words_with_calls = False
+        behaviour.notes.append("has no words beside a tool call")
+    if not behaviour.closings.calls.opens_next and closing.end != words.end:
+        behaviour.complains_as_tool = False
+    else:
+        turn_of_words: Message = {"role": "assistant", "content": "wordtwo"}
+        told = [messages[0], turn_of_words, {"role": "tool", "content": "wordthree"}]
+        behaviour.complains_as_tool = all(
+            shows(template, conversation, specs, "wordthree") for conversation in (told, [*told, turn_of_words])
+        )
+    if not behaviour.complains_as_tool:
+        behaviour.notes.append("has no tool message without a call: a user message tells of a malformed call")
+
+
+def shows_tools(text: str) -> bool:
+    """Return whether a conversation's text describes the tools of the probes."""
+    return all(spec.name in text for spec in PROBE_TOOLS)
+
+
+def fit_tools(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
+    """Find out whether a template that ignores `tools` takes them in the system message."""
+    template.tools_in_system = True
+    template.tools_in_system = all(shows(template, messages, specs, spec.name) for spec in PROBE_TOOLS)
+    return template.tools_in_system
+
+
+def _probe_two_calls(
+    template: ChatTemplate,
+    behaviour: Behaviour,
+    parser: Parser,
+    specs: Tools,
+    reads: Callable[[str, Closing, list[Call]], bool],
+) -> None:
+    """Find out whether a turn may have two calls. Raises RenderError if their results cannot be shown."""
+    messages, expected = probe_calls(parser, 2)
+    try:
+        text = template.render(messages, specs)
+    except RenderError:  # many say so: "This model only supports single tool-calls at once!"
+        behaviour.parallel_calls = False
+        behaviour.notes.append("refuses two tool calls in one turn: a turn with several is malformed")
+        return
+    if not reads(text, behaviour.closings.calls, expected):
+        behaviour.parallel_calls = False
+        behaviour.notes.append("writes only one tool call in one turn: a turn with several is malformed")
+        return
+    try:
+        after = template.render([*messages, *results_of(messages[1]["tool_calls"])], specs)
+    except RenderError as error:
+        raise RenderError(f"the chat template cannot render two tool messages in a row: {error}") from error
+    if not all(f"wordresult{n}" in after for n in range(2)):
+        raise RenderError("the chat template cannot render two tool messages in a row: it leaves them out")
+
+
+def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
+    """Find the form in which the template takes calls, and return a turn with one. Raises RenderError."""
+    messages, expected = probe_calls(parser, 1)
+    reason = None
+    for as_text, null in product((False, True), (False, True)):
+        template.arguments_as_text, template.null_content = as_text, null
+        try:
+            text = template.render(messages, specs)
+        except RenderError as error:
+            reason = reason or error
+            continue
+        # a template that writes Python's way, with single quotes, wants the arguments as JSON text
+        if expected[0][0] in text.rpartition("wordask")[2] and "{'zeta'" not in text:
+            return text
+        reason = reason or RenderError("it leaves them out")
+    template.arguments_as_text = template.null_content = False
+    if isinstance(parser, NativeParser) and parser.marks and _has(template, parser.marks):
+        template.write_calls = lambda calls: parser.write_as_content([_as_call(call) for call in calls], PROBE_TOOLS)
+        return template.render(messages, specs)
+    if str(reason) == "it leaves them out":
+        raise RenderError("the chat template cannot render a tool call: it leaves them out")
+    raise RenderError(f"the chat template cannot render a tool call: {reason}") from reason
+
+
+def _has(template: ChatTemplate, tokens: tuple[str, ...]) -> bool:
+    """Return whether the tokenizer has all of these tokens."""
+    added = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
+    return added.issuperset(tokens)
+
+
+def _as_call(call: dict[str, Any]) -> Call:
+    arguments = call["function"]["arguments"]
+    return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]] | None:
+    """Return a turn with a call as the template writes it, and the call, if `parser` reads it; otherwise None."""
+    specs: Tools = [spec.to_openai() for spec in PROBE_TOOLS]
+    question: list[Message] = [{"role": "user", "content": "wordask"}]
+    answer: Message = {"role": "assistant", "content": "wordanswer"}
+    _, expected = probe_calls(parser, 1)
+    try:
+        opened = template.render(question, specs, prompt=True)
+        words = closing_of_words(template, template.render([*question, answer], specs), specs)
+        text = fit_calls(template, parser, specs)
+    except RenderError:
+        return None
+    tags = reasoning_tags(find_reasoning(template, [*question, answer], specs) or template.source)
+    for closing in (words, Closing(end=template.trailing_token(text))):
+        if parser.parse(said(text, opened, tags, parser, closing), PROBE_TOOLS).calls == expected:
+            return text, expected
+    return None
+
+
+def _formats_that_read(template: ChatTemplate) -> str:
+    """Suggest formats for a template whose calls the chosen parser cannot read."""
+    fit = _fitting_formats(template)
+    return _use(fit) if fit else f"none of {', '.join(_native())} does; {_plain_text()}"
+
+
+def _fitting_formats(template: ChatTemplate) -> list[str]:
+    """Return the native formats that read a call as the template writes it."""
+    return [
+        n for n, parser in _native().items() if reads_call(ChatTemplate(template.tokenizer, template.source), parser)
+    ]
+
+
+def _native() -> dict[str, Parser]:
+    return {name: parser for name in PARSERS if (parser := load_parser(name)).native}
+
+
+def _use(formats: list[str]) -> str:
+    return f"use rollout.parser={' or '.join(formats)}"
+
+
+def _plain_text() -> str:
+    """Suggest plain-text formats for a template that supports no native one."""
+    return f"act in plain text: rollout.parser={' or '.join(n for n in PARSERS if not load_parser(n).native)}"

@@ -1,0 +1,1 @@
+"""The rollout worker process, and its connection to the trainer."""

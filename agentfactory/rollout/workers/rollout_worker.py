@@ -1,0 +1,286 @@
+"""The rollout worker: `python -m agentfactory.rollout.workers.rollout_worker DESCRIPTOR`, started by rank 0, without
+CUDA."""
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
+from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner
+from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read_groups, train_file, train_files
+from agentfactory.rollout.groups.producer import GroupProducer
+from agentfactory.rollout.groups.resumed_groups import Resumed
+from agentfactory.rollout.groups.staleness import Admission
+from agentfactory.rollout.inference.concurrency import ConcurrencyControl
+from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
+from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, connect, encode, encode_delivered, receive
+from agentfactory.tools.calls.notices import notice_of, tell
+from agentfactory.tools.files.disk import append
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import append_folders
+
+# named as the module, which runs as __main__: its notices are forwarded like those of the others
+logger = logging.getLogger("agentfactory.rollout.workers.rollout_worker")
+
+LOAD_SECONDS = 1.0
+"""Seconds between two measurements of the server's load, if it sets the number of chains."""
+
+
+class TrainerGoneError(Exception):
+    """Rank 0 closed its end, so there is nothing left to do."""
+
+
+class Worker:
+    """Answers rank 0's messages while groups are produced."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, start: dict[str, Any]):
+        self.reader = reader
+        self.writer = writer
+        self.share = Share(*start["share"])
+        self.recipe = _part(RolloutRecipe(**start["recipe"]), self.share)
+        append_folders(self.recipe.import_path)
+        self.base = Path(start["base"])
+        self.urls: list[str] = start["urls"]
+        self._restored: dict[str, asyncio.Future[bool]] = {}
+        self.trajectories = Path(start["trajectories"])
+        self.images = Path(start["images"])
+        self.batch_size: int = start["batch_size"]
+        self.total: int = start["total"]
+        self.trained: list[str] = start["trained"]
+        self.versions: dict[str, int] = start["versions"]
+        if self.recipe.data is None:
+            raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
+        self.order = TaskOrder(load_tasks(self.recipe.data), self.recipe.seed, self.recipe.data.shuffle)
+        self.held_out = load_tasks(self.recipe.eval.data, "eval.data") if self.recipe.eval.data else []
+
+    async def run(self) -> None:
+        """Serve until rank 0 is gone."""
+        opened = open_runner(self.recipe, self.base, self.urls, processes=self.share.of, images=self.images)
+        async with opened as runner:
+            if self.held_out:
+                await runner.check(self.held_out, "eval.data")
+            await runner.check(self.order.tasks)
+            await self._send("ready", renderer=runner.setup.renderer.info)
+            collect_rarely()
+            messages = self._messages()
+            first = await anext(messages, None)
+            if first is None:
+                raise TrainerGoneError
+            published = _published(first)
+            version = published.version
+            saved = self.trajectories / train_file(self.share.number)
+            # before the first line: a checkpoint that takes the sizes of both files finds them
+            arrays_file(saved).touch()
+            # batches that a version has consumed are gone: a resumed run continues after them
+            admission = Admission(
+                self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
+            )
+            runner.client.restore_by(self._restore)
+            runner.client.published(published)
+            producer = GroupProducer(
+                self.recipe.rollout,
+                runner,
+                self.order,
+                admission,
+                published,
+                saved,
+                partial(self._deliver, runner),
+                self._resume(version),
+                self.share,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(producer.run())
+                tasks.create_task(self._live())
+                if self.recipe.rollout.concurrency == "auto":
+                    tasks.create_task(self._follow_load(runner))
+                async for message in messages:
+                    match message["kind"]:
+                        case "published":
+                            published = _published(message)
+                            runner.client.published(published)
+                            producer.publish(published)
+                        case "evaluate":
+                            tasks.create_task(self._evaluate(runner, producer.published, producer.cache_salt()))
+                        case "restored":
+                            self._restored.pop(message["url"]).set_result(message["proven"])
+                        case "acknowledge":
+                            self._note_acknowledged(message["groups"])
+                        case kind:
+                            raise ValueError(f"unknown message {kind!r} from the trainer")
+                raise TrainerGoneError
+
+    async def _messages(self) -> AsyncIterator[dict[str, Any]]:
+        while (message := await receive(self.reader)) is not None:
+            yield message
+
+    def _resume(self, version: int) -> Resumed | None:
+        """Return the state that an earlier attempt, whose workers may have been more or fewer, had reached in this
+        share by the checkpoint of `version`; None if there was none."""
+        files = train_files(self.trajectories)
+        if not files:
+            return None
+        if self.share.number == 0:
+            # groups may have been acknowledged by checkpoints that the run no longer continues from
+            (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
+            self._note_acknowledged(self.trained)
+        saved = (group for file in files for group in read_groups(file) if Place.of(group.id).position in self.share)
+        trained = {group_id for group_id in self.trained if Place.of(group_id).position in self.share}
+        resumed = Resumed.from_saved(saved, trained, self.versions, version, self.recipe.rollout)
+        logger.info(
+            "goes on after version %d: %d groups are trained, %d wait to be",
+            version,
+            len(trained),
+            len(resumed.pending),
+        )
+        return resumed
+
+    def _note_acknowledged(self, groups: list[str]) -> None:
+        append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
+
+    async def _live(self) -> None:
+        while True:
+            await self._send("alive")
+            await asyncio.sleep(ALIVE_SECONDS)
+
+    async def _follow_load(self, runner: ChainRunner) -> None:
+        places = runner.places
+        control = ConcurrencyControl(places.limit, step=self.recipe.rollout.group_size)
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            try:
+                load = await runner.client.load()
+            except (InferenceError, ServerUnreachableError) as error:
+                # the chains will find out themselves if it matters to them
+                logger.warning("the server's load is not known: %s", error)
+                continue
+            before = places.limit
+            places.resize(control.observe(load, places.taken))
+            if places.limit != before:
+                logger.info("%d chains may be alive, after %d: %s", places.limit, before, load)
+
+    async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
+        name, folder = f"{published.version:06d}", self.trajectories / "eval"
+        metrics, failures = await evaluate(
+            runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
+        )
+        for mode, failure in failures.items():
+            tell(logger, f"held-out tasks, {mode}", failure)
+        await self._send("evaluation", figures=metrics)
+
+    async def _restore(self, url: str) -> bool:
+        """Ask rank 0 to load the published weights into the server at `url`; return whether it has proven that it has
+        them."""
+        restored = self._restored[url] = asyncio.get_running_loop().create_future()
+        await self._send("restore", url=url)
+        return await restored
+
+    async def _deliver(self, runner: ChainRunner, batch: list[Delivered], figures: dict[str, float]) -> None:
+        runner.setup.tool_errors.report()
+        for delivered in batch:
+            for part in encode_delivered(delivered):
+                self.writer.write(part)
+            await self.writer.drain()
+        await self._send("batch", figures=figures)
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        self.writer.write(encode(kind, **fields))
+        await self.writer.drain()
+
+
+def _part(recipe: RolloutRecipe, share: Share) -> RolloutRecipe:
+    """Return the recipe for one of several workers: its limits on chains, instances and calls are for all together."""
+    rollout, server, limits = recipe.rollout, recipe.server, recipe.limits
+    most = rollout.concurrency if rollout.concurrency == "auto" else share.part(rollout.concurrency)
+    rates = {tool: rate / share.of for tool, rate in limits.calls_per_second.items()}
+    servers = {}
+    for name, config in recipe.mcp_servers.items():
+        capacity = config.pool.capacity and share.part(config.pool.capacity)
+        servers[name] = config.model_copy(update={"pool": config.pool.model_copy(update={"capacity": capacity})})
+    return recipe.model_copy(
+        update={
+            "rollout": rollout.model_copy(update={"concurrency": most}),
+            "server": server.model_copy(update={"max_num_seqs": share.part(server.max_num_seqs)}),
+            "limits": limits.model_copy(update={"calls_per_second": rates}),
+            "mcp_servers": servers,
+        }
+    )
+
+
+def _published(message: dict[str, Any]) -> Published:
+    return Published(message["version"], message["model"], message["label"])
+
+
+class _Forward(logging.Handler):
+    """Sends the notices of this process to rank 0, where a person sees them."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        super().__init__(logging.INFO)
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (notice := notice_of(record)) is None:
+            return
+        message = encode("notice", **asdict(notice))
+        if threading.current_thread() is threading.main_thread():
+            self._writer.write(message)
+        else:  # a tool or a reward, in a thread of its own
+            self._loop.call_soon_threadsafe(self._writer.write, message)
+
+
+EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError, ValueError, OSError)
+"""Errors from a wrong recipe or a dead peer, reported in one line. Anything else is a bug and shows its traceback."""
+
+
+async def main(descriptor: int) -> int:
+    """Connect to rank 0 by its socket, work, and report to it why work cannot continue. Returns the exit status."""
+    parent_watch.follow_parent()
+    reader, writer = await connect(descriptor)
+    logging.getLogger("agentfactory").addHandler(_Forward(writer))
+    # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    current = asyncio.current_task()
+    assert current is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
+    start = await receive(reader)
+    if start is None:
+        return 0
+    try:
+        await Worker(reader, writer, start).run()
+    except asyncio.CancelledError:
+        return 0
+    except Exception as error:
+        cause = _first(error)
+        if isinstance(cause, TrainerGoneError):
+            return 0
+        logger.error("stopped", exc_info=error)
+        reason = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause} (a bug; see the log)"
+        writer.write(encode("stopped", reason=f"rollouts stopped: {reason}"))
+        await writer.drain()
+        return 1
+    return 0
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the innermost first error of nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with asyncio.Runner(loop_factory=event_loop) as loop:
+        sys.exit(loop.run(main(int(sys.argv[1]))))

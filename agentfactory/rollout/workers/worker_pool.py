@@ -1,0 +1,113 @@
+"""All rollout workers of a run, as one source of groups for the training loop."""
+
+import logging
+import math
+import select
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.data import Share
+from agentfactory.rollout.inference.stalls import STALL_SECONDS
+from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
+from agentfactory.tools.calls.notices import tell
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorkers:
+    """Starts `rollout.workers` processes, each of which produces an equal share of every batch.
+
+    Its methods block, and raise WorkerDiedError if a worker ends. For `restore` see WorkerProcess. Logs are
+    `worker.log`, `worker-1.log`, ... in `logs`.
+    """
+
+    def __init__(self, job: Job, logs: Path, restore: Callable[[str], bool]) -> None:
+        count = job.recipe.rollout.workers
+        self._evaluates = job.recipe.eval.data is not None
+        self._figures: dict[str, float] = {}
+        self._workers: list[WorkerProcess] = []
+        with ExitStack() as failure:
+            failure.callback(self.close)
+            for number in range(count):
+                log = logs / (f"worker-{number}.log" if number else "worker.log")
+                self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
+            renderers = [worker.wait_until_ready() for worker in self._workers]
+            failure.pop_all()
+        self.renderer_info: dict[str, Any] = renderers[0]
+        """The renderer that the workers chose, the reason, and the template's hash."""
+
+    def next_batch(self, groups: int) -> list[Group]:
+        """Wait for the batch that the published weights will train: `groups` groups, or fewer if the recipe drops
+        groups with equal rewards."""
+        self._hear_until(lambda: all(worker.has_batch for worker in self._workers))
+        batch: list[Group] = []
+        figures: Counter[str] = Counter()
+        for worker in self._workers:
+            own, counted = worker.take_batch(groups // len(self._workers))
+            batch += own
+            figures.update(counted)
+        self._figures = dict(figures)
+        return batch
+
+    def figures(self) -> dict[str, float]:
+        """What the workers counted while producing the last batch, by metric name."""
+        return self._figures
+
+    def published(self, published: Published) -> None:
+        """Tell the workers which weights are live; the first call starts generation."""
+        for worker in self._workers:
+            worker.started = True
+            worker.send("published", **asdict(published))
+
+    def acknowledge(self, group_ids: list[str]) -> None:
+        """Note that a durable checkpoint includes the training on these groups."""
+        self._workers[0].send("acknowledge", groups=group_ids)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return metrics of the published weights on the held-out tasks, as `eval/...`; empty if there are none."""
+        if not self._evaluates:
+            return {}
+        first = self._workers[0]
+        first.send("evaluate")
+        self._hear_until(lambda: bool(first.evaluations))
+        return {f"eval/{name}": value for name, value in first.evaluations.popleft().items()}
+
+    def close(self) -> None:
+        """End the workers after they have processed all messages."""
+        for worker in self._workers:
+            worker.close()
+
+    def _hear_until(self, done: Callable[[], bool]) -> None:
+        """Take messages until `done`. Tell a person of workers that say nothing for STALL_SECONDS."""
+        since = time.monotonic()
+        by_socket = {worker.messages.source.fileno(): worker for worker in self._workers}
+        sockets = select.poll()
+        for number in by_socket:
+            sockets.register(number, select.POLLIN)
+        silent = {worker: since for worker in self._workers if worker.started}
+        """Worker -> time since which it says nothing, if nobody was told."""
+        while not done():
+            spoken = [worker for worker in self._workers if worker.messages.has_message or worker.messages.ended]
+            if spoken:
+                for worker in spoken:
+                    worker.hear()
+                continue
+            left = min(silent.values(), default=math.inf) + STALL_SECONDS - time.monotonic()
+            for number, _ in sockets.poll(1000 * max(left, 0.0) if left < math.inf else None):
+                worker = by_socket[number]
+                worker.messages.receive()
+                if worker.started:
+                    silent[worker] = time.monotonic()
+            for worker, quiet_since in list(silent.items()):
+                if time.monotonic() - quiet_since >= STALL_SECONDS:
+                    del silent[worker]
+                    text = f"the rollout worker has said nothing for {STALL_SECONDS:g} s"
+                    text += ": it is stopped, or its code blocks it"
+                    tell(logger, f"{worker.log_file.name} stands still", text, see=str(worker.log_file))

@@ -1,0 +1,274 @@
+"""Connection between trainer rank 0 and the rollout worker: a socket pair that carries messages.
+
+A message is the lengths of its parts (_LENGTHS) and the parts: JSON, and for a group the bytes that were saved.
+
+Rank 0 starts the worker with one end of the pair, which nobody else can connect to, and sends `start`. The worker
+answers `ready`, then sends the groups of each batch, followed by `batch`. It sends a batch when the weights that will
+train it are live, so that no tokens age in between.
+Each end detects the other's death by the end of the socket.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.config import EqualRewards, RolloutRecipe
+from agentfactory.rollout.data import Share
+from agentfactory.rollout.groups.group_files import Delivered, decode_group
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.calls.notices import Notice, log
+from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code.import_path import own_python
+
+logger = logging.getLogger(__name__)
+
+ALIVE_SECONDS = 5.0
+"""Time between two messages by which the worker says that it runs."""
+_LENGTHS = struct.Struct("<3Q")
+"""Lengths in bytes of a message's parts: its JSON, and the line and the record of its group."""
+_LONGEST = 1 << 36
+"""Bytes. A longer message cannot be a worker's; a group of long chains takes megabytes."""
+
+
+class WorkerDiedError(Exception):
+    """The rollout worker ended or gave up; the message gives the reason or the path of its log."""
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """Encode a message without a group."""
+    return _begin(kind, fields, 0, 0)
+
+
+def encode_delivered(delivered: Delivered) -> list[bytes]:
+    """Return the parts of the message that carries a group. Nothing may be sent between them."""
+    line, record = delivered.group.line, delivered.group.record
+    return [_begin("group", {"chains": delivered.chains}, len(line), len(record)), line, record]
+
+
+def _begin(kind: str, fields: dict[str, Any], line: int, record: int) -> bytes:
+    # lone surrogates are replaced, as in the line of a group
+    head = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode("utf-8", "replace")
+    return _LENGTHS.pack(len(head), line, record) + head
+
+
+def _decode(head: bytes, line: bytes, record: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(head)
+    if message["kind"] == "group":
+        group, counting = decode_group(line, record), set(message["chains"])
+        group.trajectories = [chain for chain in group.trajectories if chain.id in counting]
+        message["group"] = group
+    return message
+
+
+class Messages:
+    """Messages that arrive on a socket."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self.source = source
+        self.ended = False
+        """Whether the other end is gone."""
+        self._expect(_LENGTHS.size)
+
+    def _expect(self, size: int, lengths: tuple[int, ...] = ()) -> None:
+        """Wait for the parts of a message, of these lengths, or for the lengths."""
+        self._lengths = lengths
+        self._buffer = bytearray(size)
+        self._filled = 0
+
+    def receive(self) -> None:
+        """Wait for the next piece of a message, or for the end. Call it only if no message waits to be taken. Raises
+        WorkerDiedError if the other end is no worker."""
+        try:
+            count = self.source.recv_into(memoryview(self._buffer)[self._filled :])
+        except ConnectionError:
+            count = 0
+        self.ended = count == 0
+        self._filled += count
+        if not self._lengths and self._filled == len(self._buffer):
+            lengths = _LENGTHS.unpack(self._buffer)
+            if not 0 < lengths[0] <= sum(lengths) <= _LONGEST:
+                raise WorkerDiedError("the rollout worker sent no message but other bytes")
+            self._expect(sum(lengths), lengths)
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message has arrived."""
+        return bool(self._lengths) and self._filled == len(self._buffer)
+
+    def take(self) -> dict[str, Any] | None:
+        """Return the next message; None if it has not arrived as a whole. A group is its `group`."""
+        if not self.has_message:
+            return None
+        whole, (head, line, _) = memoryview(self._buffer), self._lengths
+        self._expect(_LENGTHS.size)
+        return _decode(bytes(whole[:head]), bytes(whole[head : head + line]), bytes(whole[head + line :]))
+
+
+async def connect(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open the worker's end of the pair, which rank 0 passed on as this file descriptor."""
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)
+    return await asyncio.open_unix_connection(sock=end)
+
+
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Return rank 0's next message; None if rank 0 is gone."""
+    try:
+        lengths = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+        return _decode(*[await reader.readexactly(length) for length in lengths])
+    except asyncio.IncompleteReadError:
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of a run do. `batch_size` and `total` count groups of all workers. A resumed run has the ids of
+    the groups that it has `trained`, and the `versions` behind the labels in the spans of saved groups."""
+
+    recipe: RolloutRecipe
+    base: Path
+    urls: list[str]
+    trajectories: Path
+    images: Path
+    batch_size: int
+    total: int
+    trained: Collection[str] = ()
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+
+class WorkerProcess:
+    """Rank 0's end of one worker: starts it and receives its groups. Its methods raise WorkerDiedError.
+
+    It does `share` of the job. `restore` loads the published weights into the server at the given address after it came
+    back without them, and returns whether the server has proven that it has them.
+    """
+
+    def __init__(self, job: Job, share: Share, log_file: Path, restore: Callable[[str], bool]) -> None:
+        """Start the process; `wait_until_ready` comes next."""
+        self.log_file = log_file
+        self._restore = restore
+        self._may_be_short = job.recipe.rollout.equal_rewards is EqualRewards.DROP
+        self._delivered = set(job.trained)
+        self.started = False
+        """Whether chains run."""
+        self._groups: list[Group] = []
+        self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
+        self.evaluations: deque[dict[str, float]] = deque()
+        """Results of evaluations that nobody has taken yet."""
+        ours, theirs = socket.socketpair()
+        with theirs, log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                own_python("-m", "agentfactory.rollout.workers.rollout_worker", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **parent_watch.environment(), "CUDA_VISIBLE_DEVICES": ""},
+                # signals that a launcher sends to the trainer's process group must not reach the worker: the trainer
+                # ends it
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        self.messages = Messages(ours)
+        self.send(
+            "start",
+            recipe=job.recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
+            base=str(job.base),
+            urls=job.urls,
+            trajectories=str(job.trajectories),
+            images=str(job.images),
+            batch_size=job.batch_size // share.of,
+            total=job.total // share.of,
+            trained=sorted(job.trained),
+            versions=dict(job.versions),
+            share=[share.number, share.of],
+        )
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Return the renderer that the worker chose, the reason, and the template's hash."""
+        while (message := self._receive())["kind"] != "ready":
+            self._take(message)
+        renderer: dict[str, Any] = message["renderer"]
+        return renderer
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether `take_batch` has a batch to return."""
+        return bool(self._batches)
+
+    def take_batch(self, groups: int) -> tuple[list[Group], dict[str, float]]:
+        """Return the batch that the published weights will train, and what the worker counted while producing it, by
+        metric name: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
+        batch, figures = self._batches.popleft()
+        if len(batch) > groups or len(batch) < (1 if self._may_be_short else groups):
+            raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups where {groups} were due")
+        ids = [group.id for group in batch]
+        if len(set(ids)) < len(ids) or not self._delivered.isdisjoint(ids):
+            raise WorkerDiedError(f"the worker sent groups again that are trained already, among {', '.join(ids)}")
+        self._delivered.update(ids)
+        return batch, figures
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message."""
+        try:
+            self.messages.source.sendall(encode(kind, **fields))
+        except ConnectionError:
+            raise self._death() from None
+
+    def hear(self) -> None:
+        """Take the next message, and wait for it if there is none."""
+        self._take(self._receive())
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "group":
+            self._groups.append(message["group"])
+        elif message["kind"] == "batch":
+            self._batches.append((self._groups, message["figures"]))
+            self._groups = []
+        elif message["kind"] == "restore":
+            # these are the weights published last: rank 0 listens only between updates
+            url = message["url"]
+            self.send("restored", url=url, proven=self._restore(url))
+        elif message["kind"] == "evaluation":
+            self.evaluations.append(message["figures"])
+        elif message["kind"] == "notice":
+            # the worker's own output goes only to its log; ours reaches the person
+            notice = Notice(**{name: value for name, value in message.items() if name != "kind"})
+            log(logger, replace(notice, see=notice.see or str(self.log_file)))
+        elif message["kind"] != "alive":
+            raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
+
+    def close(self) -> None:
+        """End the worker after it has processed all messages."""
+        try:
+            self.messages.source.shutdown(socket.SHUT_WR)
+            self._process.wait(timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self.messages.source.close()
+
+    def _receive(self) -> dict[str, Any]:
+        while (message := self.messages.take()) is None:
+            if self.messages.ended:
+                raise self._death()
+            self.messages.receive()
+        if message["kind"] == "stopped":
+            raise WorkerDiedError(message["reason"])
+        return message
+
+    def _death(self) -> WorkerDiedError:
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return WorkerDiedError(f"the rollout worker closed its socket but lives on; its log: {self.log_file}")
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return WorkerDiedError(f"the rollout worker {how}; its log: {self.log_file}")
