@@ -88,7 +88,7 @@ setup(
         "torch>=2.11,<2.14",
         "transformers>=5.16.1,<5.20",
         "accelerate>=1.15,<2",
-        # bounded because the names of active adapters are not a public API: trainers/adapters.py
+        # bounded because the names of active adapters are not a public API: trainers/networks/lora.py
         "peft>=0.21,<0.22",
         "datasets>=5",
         "trl>=1.16,<1.17",

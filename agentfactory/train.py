@@ -106,8 +106,8 @@ def main() -> int:
     # torch and transformers take seconds to import; report a broken recipe before that
     from agentfactory.launching.trainer_process import train
     from agentfactory.rollout.workers.worker_socket import WorkerDiedError
-    from agentfactory.trainers.accelerator import LaunchError
-    from agentfactory.trainers.server_control import SyncError
+    from agentfactory.trainers.processes.accelerator import LaunchError
+    from agentfactory.trainers.sync.server_control import SyncError
     from agentfactory.trainers.tracking import TrackingError
 
     gc.freeze()

@@ -29,11 +29,11 @@ from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.trainers.accelerator import make_accelerator
-from agentfactory.trainers.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.learner_state import part_of
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import part_of
 
 LAYERS = {True: 2, False: 8}
 """By --quick; with AdamW's state and the model that is served, each takes 150 MB of a checkpoint."""

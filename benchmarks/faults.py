@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from agentfactory.launching.server_process import serve
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.connection import authorization
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.server_control import ServerControl
 
 BROKEN = 4
 """The sync that is broken."""

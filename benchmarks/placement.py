@@ -188,10 +188,10 @@ def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
     from transformers import AutoConfig
     from trl.trainer.utils import adjusted_mfu, compute_flops_per_token, compute_mfu, get_peak_flops
 
-    from agentfactory.trainers.batch import TrainingRow
+    from agentfactory.trainers.batches.batch import TrainingRow
     from agentfactory.trainers.config import TrainRecipe
-    from agentfactory.trainers.learner import Learner
-    from agentfactory.trainers.policy_update import update_policy
+    from agentfactory.trainers.update.learner import Learner
+    from agentfactory.trainers.update.policy_update import update_policy
 
     model = {"path": str(folder / "model"), "dtype": dtype(), "lora": {"rank": 16} if lora else None}
     budget = 16 * size.length

@@ -49,51 +49,63 @@ FAULTS = (
     # trainers
     Fault(
         "mask",
-        "trainers/batch.py",
+        "trainers/batches/batch.py",
         "np.flatnonzero(row.mask)",
         "np.flatnonzero(row.mask) - 1",
         "trainers/test_batch.py",
     ),
     Fault(
         "normaliser",
-        "trainers/learner.py",
+        "trainers/update/learner.py",
         "scale = self.accelerator.num_processes / batch.normaliser",
         "scale = self.accelerator.num_processes",
         "trainers/test_trl.py",
     ),
     Fault(
         "clip-bounds",
-        "trainers/losses.py",
+        "trainers/update/losses.py",
         "low, high = 1 - clip_low, 1 + clip_high",
         "low, high = 1 - clip_high, 1 + clip_low",
         "trainers/test_losses.py",
     ),
     Fault(
-        "leave-one-out", "trainers/advantages.py", "(len(known) - 1) / len(known)", "1.0", "trainers/test_advantages.py"
+        "leave-one-out",
+        "trainers/loop/advantages.py",
+        "(len(known) - 1) / len(known)",
+        "1.0",
+        "trainers/test_advantages.py",
     ),
     Fault(
-        "mismatch-ignored", "trainers/policy_update.py", "terms = terms * correction", "pass", "trainers/test_trl.py"
+        "mismatch-ignored",
+        "trainers/update/policy_update.py",
+        "terms = terms * correction",
+        "pass",
+        "trainers/test_trl.py",
     ),
     Fault(
-        "turn-credit", "trainers/credit.py", "cost[end - 1] += reward", "cost[-1] += reward", "trainers/test_credit.py"
+        "turn-credit",
+        "trainers/loop/credit.py",
+        "cost[end - 1] += reward",
+        "cost[-1] += reward",
+        "trainers/test_credit.py",
     ),
     Fault(
         "tree-positions",
-        "trainers/tree.py",
+        "trainers/batches/prefix_tree.py",
         "positions.append(np.arange(shared, len(row)))",
         "positions.append(np.arange(len(row) - shared))",
         "trainers/test_tree.py",
     ),
     Fault(
         "optimizer-state",
-        "trainers/learner_state.py",
+        "trainers/update/learner_state.py",
         "optimizer.state[trained[name]] = slots",
         "pass",
         "trainers/test_checkpoints.py",
     ),
     Fault(
         "stale-adapter",
-        "trainers/sync/lora.py",
+        "trainers/sync/adapter_sync.py",
         "if self._unfinished != version:",
         "if self._unfinished != version and version != 2:",
         "trainers/test_sync.py",

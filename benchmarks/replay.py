@@ -23,11 +23,11 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.accelerator import make_accelerator
-from agentfactory.trainers.batch import TrainingRow
-from agentfactory.trainers.credit import Credit, needed_scores
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy_update import update_metrics, update_policy
+from agentfactory.trainers.batches.batch import TrainingRow
+from agentfactory.trainers.loop.credit import Credit, needed_scores
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 
 SURE = math.log(0.999)
 

@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.inference.connection import authorization
-from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.policy_update import update_policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_policy
 
 VOCABULARY = 256
 RATES = {False: 1e-5, True: 1e-4}

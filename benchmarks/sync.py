@@ -38,11 +38,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.launching.server_process import serve
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.sync.content import Content
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.ipc import Buffer, IpcSync, parts
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts
+from agentfactory.trainers.sync.server_control import ServerControl
 
 LAYER_BYTES = 4 * (3 * 2048 * 1024 + 2 * 1024 * 1024 + 2 * 512 * 1024)
 SIZES = {True: (64, 256), False: (64, 256, 1024)}

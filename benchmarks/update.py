@@ -10,7 +10,7 @@ The workload is that of an agent with tools: groups of 8 chains on one prompt (3
 descriptions, question); a chain has 1 to 6 turns of 24 to 96 sampled tokens with 32 to 160 tokens of tool results
 between them.
 
-- ours: `Learner.update` on `make_batches(..., "tree")` with the clipped loss of agentfactory.trainers.losses.
+- ours: `Learner.update` on `make_batches(..., "tree")` with the clipped loss of agentfactory.trainers.update.losses.
 - TRL: `GRPOTrainer.train` with its loop, accumulation, loss (dapo, which divides as we do) and optimiser; only the
   generation is replaced by the given tokens. Micro-batches have 8 chains, padded as TRL does: all as wide as the
   batch's longest prompt and completion. On a CPU its head scores every position; on a GPU, where Triton compacts
@@ -250,10 +250,10 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
     """Run Learner.update."""
     from accelerate import Accelerator
 
-    from agentfactory.trainers.batch import MicroBatch, TrainingRow
+    from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow
     from agentfactory.trainers.config import TrainRecipe
-    from agentfactory.trainers.learner import Learner, Targets, Terms
-    from agentfactory.trainers.losses import PolicyLoss
+    from agentfactory.trainers.update.learner import Learner, Targets, Terms
+    from agentfactory.trainers.update.losses import PolicyLoss
 
     train = {"steps": 1, "learning_rate": 1e-6, "batching": batching, "token_budget": budget}
     recipe = TrainRecipe.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "train": train})

@@ -28,14 +28,14 @@ from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.advantages import grpo_advantages
-from agentfactory.trainers.batch import MicroBatch, TrainingRow, make_batches, training_row
-from agentfactory.trainers.losses import clip, negative_log_likelihood
-from agentfactory.trainers.optimizer import make_optimizer, make_schedule
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.server_control import ServerControl
-from agentfactory.trainers.sft import conversation_rows
-from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow, make_batches, training_row
+from agentfactory.trainers.loop.advantages import grpo_advantages
+from agentfactory.trainers.loop.sft import conversation_rows
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.server_control import ServerControl
+from agentfactory.trainers.update.losses import clip, negative_log_likelihood
+from agentfactory.trainers.update.optimizer import make_optimizer, make_schedule
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 Loss = Callable[[MicroBatch, Tensor], Tensor]

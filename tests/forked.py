@@ -29,9 +29,9 @@ IMPORTED = [
         "agentfactory.rollout.inference.embedded.embedded_server",
     ),
     *(
-        "agentfactory.trainers.checkpoints",
-        "agentfactory.trainers.rl",
-        "agentfactory.trainers.sft",
+        "agentfactory.trainers.checkpoints.checkpoint",
+        "agentfactory.trainers.loop.rl",
+        "agentfactory.trainers.loop.sft",
         "agentfactory.trainers.sync.retrying",
     ),
     # the tests' own main module, which multiprocessing imports in each process

@@ -8,9 +8,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.trainers.checkpoint_writer import CheckpointWriter
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.learner_state import TRAINING_STATE, StateReader, settings_in
+from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import TRAINING_STATE, StateReader, settings_in
 
 
 def save_checkpoint(

@@ -19,15 +19,15 @@ from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.rl import train_rl
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.backends import make_sync
-from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.sync.server_control import ServerControl
 from tests.conftest import REPOSITORY, embedded_server
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]

@@ -49,9 +49,9 @@ from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
 from agentfactory.tools.serve import command_line as serve_command_line
 from agentfactory.tools.sessions.toolset import open_toolset
-from agentfactory.trainers.health import Health
+from agentfactory.trainers.loop.health import Health
+from agentfactory.trainers.loop.sft import conversation_rows
 from agentfactory.trainers.metrics import METRICS
-from agentfactory.trainers.sft import conversation_rows
 from agentfactory.trainers.sync.drift import Drift
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY

@@ -308,8 +308,8 @@ def main() -> int:
     import torch.distributed
     from accelerate.utils import gather_object
 
-    from agentfactory.trainers.accelerator import make_accelerator
     from agentfactory.trainers.config import TrainRecipe
+    from agentfactory.trainers.processes.accelerator import make_accelerator
 
     make_accelerator(TrainRecipe.model_validate_json(Path(sys.argv[1]).read_text()))
     gather_object([1])

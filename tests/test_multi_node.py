@@ -16,8 +16,8 @@ import yaml
 
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.trainers.accelerator import launch_command
 from agentfactory.trainers.config import TrainConfig
+from agentfactory.trainers.processes.accelerator import launch_command
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import reserved_port
 

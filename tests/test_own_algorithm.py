@@ -12,9 +12,9 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.advantages import ChainRewards, Estimator
 from agentfactory.trainers.config import AdvantageConfig, LossConfig
-from agentfactory.trainers.losses import PolicyLoss
+from agentfactory.trainers.loop.advantages import ChainRewards, Estimator
+from agentfactory.trainers.update.losses import PolicyLoss
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command
 

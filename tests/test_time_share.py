@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.server_control import ServerControl
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
 

@@ -31,7 +31,7 @@ from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrackConfig
-from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked

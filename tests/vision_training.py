@@ -5,13 +5,13 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.trainers.batch import training_row
+from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy_update import update_policy
-from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven, with_eyes
-from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.server_control import ServerControl
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_policy
 from tests.vision_rows import LEAST, MOST, Album
 
 STEPS = 2

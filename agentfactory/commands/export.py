@@ -90,7 +90,7 @@ def _merge(checkpoint: Path, base: str, output: Path) -> None:
     from transformers import AutoConfig
 
     from agentfactory.rollout.images.families import copy_processor
-    from agentfactory.trainers.network import class_of
+    from agentfactory.trainers.networks.network import class_of
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
     network = class_of(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)

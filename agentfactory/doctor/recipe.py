@@ -239,8 +239,8 @@ def check_servers(recipe: Recipe) -> Iterator[Finding]:
     """Check that each server of `server.url` answers, has the routes that training needs, and accepts chains that are
     long enough."""
     # imported here, because the sync's backends import torch
-    from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
     from agentfactory.trainers.sync.backends import backend_of
+    from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
 
     needed = [*NEEDED_ROUTES, *backend_of(recipe).routes]
     needed += SLEEP_ROUTES if recipe.placement.mode == "time_share" else ()

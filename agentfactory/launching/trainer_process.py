@@ -33,26 +33,26 @@ from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.tools.calls.notices import Notice, Notices, tell
-from agentfactory.trainers.accelerator import check_same_recipe, make_accelerator
-from agentfactory.trainers.best_checkpoint import find_best
+from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.checkpoint_folder import step_of
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints.best_checkpoint import find_best
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.checkpoints.train_state import TrainState
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.health import Finding, Health
-from agentfactory.trainers.images import images_beside
-from agentfactory.trainers.rl import TrainResult, train_rl
-from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
-from agentfactory.trainers.sft import conversation_rows, saved_rows, train_sft
-from agentfactory.trainers.source import GroupSource, SavedGroups
-from agentfactory.trainers.stopping import Stop
+from agentfactory.trainers.loop.group_source import GroupSource, SavedGroups
+from agentfactory.trainers.loop.health import Finding, Health
+from agentfactory.trainers.loop.rl import TrainResult, train_rl
+from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
+from agentfactory.trainers.loop.stopping import Stop
+from agentfactory.trainers.loop.time_share import TimeShare
+from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_eyes
 from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
-from agentfactory.trainers.time_share import TimeShare
+from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.tracking import Tracking
-from agentfactory.trainers.train_state import TrainState
 
 # named as the module: the launcher's terminal shows its messages
 logger = logging.getLogger("agentfactory.train")

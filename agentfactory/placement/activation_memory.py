@@ -18,12 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 
 from agentfactory.placement.meta_model import meta_model, policy_of
-from agentfactory.trainers.backbone import Backbone
-from agentfactory.trainers.batch import Batching, MicroBatch, TrainingRow, make_batches
+from agentfactory.trainers.batches.batch import Batching, MicroBatch, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.critic import ActorCritic, Role
-from agentfactory.trainers.network import decoder_layers
-from agentfactory.trainers.optimizer import make_optimizer
+from agentfactory.trainers.networks.backbone import Backbone
+from agentfactory.trainers.networks.critic import ActorCritic, Role
+from agentfactory.trainers.networks.network import decoder_layers
+from agentfactory.trainers.update.optimizer import make_optimizer
 
 
 @dataclass(frozen=True)

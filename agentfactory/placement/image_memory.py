@@ -13,8 +13,8 @@ from agentfactory.placement.assumed import IMAGE_PIXELS, IMAGE_SHARE, OWN_PIXELS
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.vision_tower import is_rotary, tower_is_trained, tower_of
+from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.networks.vision_tower import is_rotary, tower_is_trained, tower_of
 
 
 def image_memory(recipe: TrainRecipe, policy: Policy) -> int:

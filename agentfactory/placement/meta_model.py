@@ -10,10 +10,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from agentfactory.placement.server_memory import meta_network
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.critic import ActorCritic, make_actor_critic
-from agentfactory.trainers.layout import resolve_batching
-from agentfactory.trainers.policy import Policy, make_policy
-from agentfactory.trainers.vision_tower import sees
+from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
+from agentfactory.trainers.networks.exact_layouts import resolve_batching
+from agentfactory.trainers.networks.policy import Policy, make_policy
+from agentfactory.trainers.networks.vision_tower import sees
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:

@@ -20,8 +20,8 @@ from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFIL
 from agentfactory.rollout.inference.embedded.linear import ROWS, onednn_modules
 from agentfactory.rollout.inference.embedded.shape import has_sliding_window, head_width
 from agentfactory.rollout.inference.vllm.vllm_arguments import LORA_RANKS
-from agentfactory.trainers.sync.nccl import BUFFER_BYTES, BUFFERS
-from agentfactory.trainers.vision_tower import sees
+from agentfactory.trainers.networks.vision_tower import sees
+from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES, BUFFERS
 
 LARGE_DEVICE = 70 * 2**30
 """Larger devices: vLLM 0.32 computes 8192 prompt tokens at a time, otherwise 2048 (EngineArgs.get_batch_defaults)."""

@@ -15,11 +15,11 @@ from agentfactory.placement.assumed import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.placement.image_memory import image_memory
 from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
-from agentfactory.trainers.critic import ActorCritic, Role, role_of
-from agentfactory.trainers.network import decoder_layers
-from agentfactory.trainers.optimizer import make_optimizer
-from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.sync.nccl import BUFFER_BYTES
+from agentfactory.trainers.networks.critic import ActorCritic, Role, role_of
+from agentfactory.trainers.networks.network import decoder_layers
+from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES
+from agentfactory.trainers.update.optimizer import make_optimizer
 
 
 def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, int]:

@@ -10,9 +10,9 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import is_installed
-from agentfactory.trainers.advantages import Estimator
-from agentfactory.trainers.best_checkpoint import AUTO
+from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
 from agentfactory.trainers.config import ALGORITHMS, TrainConfig, owners
+from agentfactory.trainers.loop.advantages import Estimator
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
@@ -218,7 +218,7 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise SettingError("train.loss.kl.place", problem, "use loss, or the estimator reinforce_pp or gae")
     if ".py:" in train.loss.policy:
         # imported here, because it imports torch
-        from agentfactory.trainers.losses import PolicyLoss
+        from agentfactory.trainers.update.losses import PolicyLoss
 
         PolicyLoss(train.loss)
     distance = train.loss.kl

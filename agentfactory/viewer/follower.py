@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.trainers.best_checkpoint import BestCheckpoint
+from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint
 from agentfactory.viewer.index import Index, Line, has_run_version, rows_of
 from agentfactory.viewer.runs import CreditLine, Run, Runs
 from agentfactory.viewer.saved_groups import outline, read_bytes

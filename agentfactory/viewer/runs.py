@@ -17,8 +17,8 @@ from agentfactory.recipe.composition import resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.tools.files.untrusted_files import RefusedFileError, entries_of, open_file, refused
-from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints
+from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.growing_file import GrowingFile
 
 _MOST_PROBLEMS = 20

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from agentfactory.commands.export import ExportError, export
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.update.learner import Learner
 from tests.project import Command
 from tests.saved_checkpoint import save_checkpoint
 from tests.trainers.conftest import accelerator, model_folder, tokenizer  # noqa: F401

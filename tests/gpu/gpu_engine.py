@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.request import Request
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe
 from tests.server_process import serve
 

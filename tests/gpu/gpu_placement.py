@@ -16,10 +16,10 @@ from agentfactory.placement.server_memory import server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.request import Request
-from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import QUICKSTART
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, make_model, needs
 

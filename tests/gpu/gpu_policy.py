@@ -13,11 +13,11 @@ from peft import AutoPeftModelForCausalLM
 from torch import Tensor, nn
 from transformers.models.qwen3 import modeling_qwen3
 
-from agentfactory.trainers.batch import TrainingRow, make_batches
+from agentfactory.trainers.batches.batch import TrainingRow, make_batches
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
-from agentfactory.trainers.network import load_network
-from agentfactory.trainers.optimizer import make_optimizer
-from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.networks.network import load_network
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.update.optimizer import make_optimizer
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, needs, recipe
 
 pytestmark = NEEDS_GPU

@@ -9,10 +9,10 @@ import torch
 from accelerate import Accelerator
 
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.content import Content
-from agentfactory.trainers.sync.ipc import IpcSync
+from agentfactory.trainers.sync.ipc_sync import IpcSync
+from agentfactory.trainers.sync.server_control import ServerControl
 from benchmarks import sabotage
 from benchmarks.sabotage import Run
 from tests.gpu.models import DEVICE, NEEDS_GPU, recipe

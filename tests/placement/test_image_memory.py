@@ -19,7 +19,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import compute_features
 from agentfactory.rollout.inference.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.network import apply_options
+from agentfactory.trainers.networks.network import apply_options
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}

@@ -22,11 +22,11 @@ from transformers import (
 from agentfactory.placement.activation_memory import _trace, fullest, trace
 from agentfactory.placement.meta_model import meta_model
 from agentfactory.placement.trainer_memory import optimizer_state, trainer_memory
-from agentfactory.trainers.batch import Batch
+from agentfactory.trainers.batches.batch import Batch
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner, Terms
-from agentfactory.trainers.network import load_network
-from agentfactory.trainers.optimizer import make_optimizer
+from agentfactory.trainers.networks.network import load_network
+from agentfactory.trainers.update.learner import Learner, Terms
+from agentfactory.trainers.update.optimizer import make_optimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
@@ -117,7 +117,7 @@ def test_planned_is_what_updates_allocate(
 ) -> None:
     config = SHAPES[shape]
     # a few chunks, as with real vocabularies
-    monkeypatch.setattr("agentfactory.trainers.policy.LOGITS_PER_CHUNK", 2**22)
+    monkeypatch.setattr("agentfactory.trainers.networks.policy.LOGITS_PER_CHUNK", 2**22)
     # stored in another dtype than they are loaded in: else weights stay in the file's pages, which nobody allocates;
     # and loaded by this thread, which is the one that is watched
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
@@ -174,7 +174,7 @@ def test_all_layers_take_what_a_few_say(config: PreTrainedConfig, checkpointing:
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd", "adamw_8bit", "lion"])
 def test_state_of_an_optimiser(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # bitsandbytes' optimisers run on a CPU too; the recipe keeps them for GPUs
-    monkeypatch.setattr("agentfactory.trainers.optimizer._need_bitsandbytes", lambda name, device: None)
+    monkeypatch.setattr("agentfactory.trainers.update.optimizer._need_bitsandbytes", lambda name, device: None)
     train = make_recipe(optimizer={"name": name}).train
     model = AutoModelForCausalLM.from_config(SHAPES["llama"], dtype=torch.float32)
     optimizer = make_optimizer(model, train)

@@ -38,9 +38,9 @@ from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
-from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from tests.chat_tokenizers import make_tokenizer
 from tests.server_process import VLLM_PYTHON, busy, serve
 from tests.trainers.test_time_share import (

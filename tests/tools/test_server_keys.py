@@ -13,7 +13,7 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http import server_keys
 from agentfactory.tools.http.server_keys import find_key, key_file, key_folder, pinned, published_key
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.server_control import ServerControl
 from tests.rollout.test_embedded_server import make_model
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.server_control import ServerControl
 from tests.conftest import embedded_server
 
 VOCABULARY = 64

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from agentfactory.trainers.backbone import Backbone
+from agentfactory.trainers.networks.backbone import Backbone
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

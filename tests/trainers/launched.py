@@ -10,8 +10,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from agentfactory.trainers.accelerator import LaunchError, make_accelerator
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.processes.accelerator import LaunchError, make_accelerator
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:
@@ -19,9 +19,9 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, fol
     # seconds that a refusal needs not wait for
     from transformers import AutoTokenizer
 
-    from agentfactory.trainers.checkpoints import Checkpoints
-    from agentfactory.trainers.rl import train_rl
-    from agentfactory.trainers.source import SavedGroups
+    from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+    from agentfactory.trainers.loop.group_source import SavedGroups
+    from agentfactory.trainers.loop.rl import train_rl
     from agentfactory.trainers.sync.canary import Canary, canary_rows
 
     train_rl(

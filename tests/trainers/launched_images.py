@@ -13,11 +13,11 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from agentfactory.trainers.accelerator import make_accelerator
-from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_policy
 
 
 def scores_and_weights(

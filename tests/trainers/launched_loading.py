@@ -14,9 +14,9 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.accelerator import make_accelerator
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.update.learner import Learner
 
 
 def megabytes(name: str) -> float:

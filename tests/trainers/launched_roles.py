@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from agentfactory.trainers.accelerator import make_accelerator
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.critic import Role, make_actor_critic
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.reference import make_reference
-from agentfactory.trainers.sharding import weights_of_rank_0
+from agentfactory.trainers.networks.critic import Role, make_actor_critic
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.networks.reference_policy import make_reference
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.processes.sharding import weights_of_rank_0
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

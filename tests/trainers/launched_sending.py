@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from agentfactory.trainers.accelerator import make_accelerator
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.server_control import ServerControl
-from agentfactory.trainers.sync import content
-from agentfactory.trainers.sync import file as file_sync
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.nccl import NcclSync
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.sync import content, file_sync
+from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.nccl_sync import NcclSync
 from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.sync.server_control import ServerControl
+from agentfactory.trainers.update.learner import Learner
 from tests.trainers.launched_loading import megabytes
 from tests.trainers.test_nccl import GlooGroup
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from agentfactory.tools.files.disk import DiskError
-from agentfactory.trainers.accelerator import make_accelerator
-from agentfactory.trainers.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.learner_state import load_state
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state
 
 ROOM = 1 << 13
 """Bytes that a file may have on a full disk."""

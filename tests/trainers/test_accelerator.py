@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.accelerator import LaunchError, check_launch, make_accelerator
 from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.processes.accelerator import LaunchError, check_launch, make_accelerator
+from agentfactory.trainers.sync.server_control import ServerControl
 from tests.forked import Forked
 from tests.saved_groups import write_groups
 
@@ -231,7 +231,7 @@ def test_what_accelerate_does_not_set_up_is_refused(
 RECIPE_OF_ITS_OWN = """
 import json, os, sys
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.accelerator import LaunchError, check_same_recipe, make_accelerator
+from agentfactory.trainers.processes.accelerator import LaunchError, check_same_recipe, make_accelerator
 
 rank = int(os.environ["RANK"])
 recipe = TrainRecipe.model_validate(json.loads(sys.argv[1 + rank]))

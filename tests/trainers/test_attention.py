@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import flex_attention
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from agentfactory.trainers import attention as attention_module
-from agentfactory.trainers.attention import BLOCK, Runs, attention_by_runs, block_mask, use_ours, whole_blocks
-from agentfactory.trainers.batch import Batching, MicroBatch, TrainingRow, make_batches
+from agentfactory.trainers.batches.batch import Batching, MicroBatch, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.networks import attention as attention_module
+from agentfactory.trainers.networks.attention import BLOCK, Runs, attention_by_runs, block_mask, use_ours, whole_blocks
+from agentfactory.trainers.networks.policy import load_policy
 from tests.trainers.float64 import assert_equal
 
 pytestmark = pytest.mark.numbers

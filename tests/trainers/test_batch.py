@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 
 from agentfactory.rollout.trajectory import Row, Span
-from agentfactory.trainers.batch import Batching, TrainingRow, make_batches, scatter, training_row
+from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches, scatter, training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_policy
 
 pytestmark = pytest.mark.numbers
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync import canary
 from agentfactory.trainers.sync.canary import (
     CANDIDATES,
@@ -22,8 +21,9 @@ from agentfactory.trainers.sync.canary import (
     trainer_scores,
 )
 from agentfactory.trainers.sync.drift import Scores
-from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.protocol import SyncReport
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
 
 pytestmark = pytest.mark.numbers

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoint_path,
@@ -17,7 +16,8 @@ from agentfactory.trainers.checkpoint_folder import (
     verify,
     written_aside,
 )
-from agentfactory.trainers.train_state import TrainState, compact, expand
+from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
+from agentfactory.trainers.checkpoints.train_state import TrainState, compact, expand
 
 
 def best(folder: Path) -> Path | None:

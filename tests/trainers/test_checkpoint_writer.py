@@ -15,15 +15,15 @@ from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.files.disk import DiskError
-from agentfactory.trainers import checkpoint_writer
 from agentfactory.trainers.checkpoint_folder import verify
-from agentfactory.trainers.checkpoint_writer import CheckpointWriter
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints import checkpoint_writer
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.credit import Credit
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.learner_state import load_state
-from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.loop.credit import Credit
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state
+from agentfactory.trainers.update.policy_update import update_policy
 from tests.forked import start_ranks
 from tests.saved_checkpoint import save_checkpoint, training_state
 

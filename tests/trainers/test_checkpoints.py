@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.learner_state import load_state, part_of, write_part
-from agentfactory.trainers.rl import train_rl
-from agentfactory.trainers.sft import train_sft
-from agentfactory.trainers.source import SavedGroups
+from agentfactory.trainers.loop.group_source import SavedGroups
+from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.loop.sft import train_sft
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state, part_of, write_part
 from tests.saved_checkpoint import save_checkpoint, training_state
 from tests.saved_groups import write_groups
 

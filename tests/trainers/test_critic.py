@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from agentfactory.trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER
-from agentfactory.trainers.batch import TrainingRow, make_batches
+from agentfactory.trainers.batches.batch import TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic, role_of
-from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic, role_of
+from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER
+from agentfactory.trainers.networks.policy import load_policy
 from tests.forked import start_ranks
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 from tests.trainers.launched_roles import exercise

@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from agentfactory.trainers.batch import TrainingRow, training_row
+from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.credit import Credit
-from agentfactory.trainers.learner import Learner, Terms
-from agentfactory.trainers.losses import negative_log_likelihood
-from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.loop.credit import Credit
+from agentfactory.trainers.update.learner import Learner, Terms
+from agentfactory.trainers.update.losses import negative_log_likelihood
+from agentfactory.trainers.update.policy_update import update_policy
 
 pytestmark = [pytest.mark.numbers, pytest.mark.extended]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.tools.environments.state_anchors import anchor_text
-from agentfactory.trainers.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
-from agentfactory.trainers.anchors import turn_anchors
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
-from agentfactory.trainers.credit import Credit
+from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
+from agentfactory.trainers.loop.anchors import turn_anchors
+from agentfactory.trainers.loop.credit import Credit
 
 pytestmark = pytest.mark.numbers
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.health import Finding, Health
+from agentfactory.trainers.loop.health import Finding, Health
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.batch import make_batches, training_row
-from agentfactory.trainers.image_check import check_images
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.vision_tower import tower_of
+from agentfactory.trainers.batches.batch import make_batches, training_row
+from agentfactory.trainers.networks.image_check import check_images
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.networks.vision_tower import tower_of
+from agentfactory.trainers.update.learner import Learner
 from tests.trainers.float64 import never_through_float32
 from tests.trainers.test_images import computed, learner_of, recipe_of, rows_of
 from tests.vision_families import FAMILIES, OWN, make_family, params_of

@@ -17,17 +17,17 @@ from agentfactory.rollout.images.families import copy_processor
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.batch import Batch, TrainingRow, make_batches, training_row
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.batches.batch import Batch, TrainingRow, make_batches, training_row
+from agentfactory.trainers.batches.image_batches import images_beside
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.images import images_beside
-from agentfactory.trainers.learner import Learner, Terms
-from agentfactory.trainers.network import load_network
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.rl import train_rl
-from agentfactory.trainers.source import SavedGroups
+from agentfactory.trainers.loop.group_source import SavedGroups
+from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.networks.network import load_network
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.sync.canary import canary_rows, trainer_scores, with_eyes
-from agentfactory.trainers.vision_tower import tower_of
+from agentfactory.trainers.update.learner import Learner, Terms
 from tests.saved_checkpoint import save_checkpoint
 from tests.saved_groups import write_groups
 from tests.trainers.float64 import in_float64, never_through_float32

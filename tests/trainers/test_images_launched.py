@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from agentfactory.trainers.batch import TrainingRow, make_batches, training_row
+from agentfactory.trainers.batches.batch import TrainingRow, make_batches, training_row
 from agentfactory.trainers.config import TrainRecipe
 from tests.forked import start_ranks
 from tests.trainers.launched_images import scores_and_weights

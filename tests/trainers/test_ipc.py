@@ -15,11 +15,11 @@ from agentfactory.rollout.inference.embedded.shared_memory import SharedBuffers,
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.content import Content
-from agentfactory.trainers.sync.ipc import Buffer, IpcSync, parts, update_info
+from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from tests.conftest import embedded_server
 from tests.trainers.test_sync import disturb, sampled, scored
 
@@ -140,7 +140,7 @@ def test_a_part_that_was_left_out_is_found(
     policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
-    monkeypatch.setattr("agentfactory.trainers.sync.ipc.parts", lambda *given: [*parts(*given)][:-1])
+    monkeypatch.setattr("agentfactory.trainers.sync.ipc_sync.parts", lambda *given: [*parts(*given)][:-1])
     with pytest.raises(SyncError, match=r"/finish_weight_update answered 400: .*the update lacks the tensor"):
         sync.push(7, policy, policy.gather())
     monkeypatch.undo()
@@ -181,7 +181,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(
         with pytest.raises(SyncError, match=r"takes weights from a GPU's memory only.* use sync\.backend: file"):
             IpcSync([server], device=torch.device("cpu"))
     # a trainer on a GPU, a server on the CPU
-    monkeypatch.setattr("agentfactory.trainers.sync.ipc.memory_key", lambda _: "GPU-1")
+    monkeypatch.setattr("agentfactory.trainers.sync.ipc_sync.memory_key", lambda _: "GPU-1")
     with pytest.raises(SyncError, match=r"can read the memory of cpu, and the trainer's is GPU-1"):
         IpcSync([server], device=torch.device("cuda"))
 

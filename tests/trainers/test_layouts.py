@@ -8,8 +8,8 @@ from torch import Tensor
 
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.tools.calls.notices import notice_of
-from agentfactory.trainers.server_control import SyncError
 from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.server_control import SyncError
 
 ATTENTION, MLP, HIDDEN = "model.layers.0.self_attn", "model.layers.0.mlp", 16
 Weights = dict[str, Tensor]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from agentfactory.rollout.trajectory import Row, Span
-from agentfactory.trainers.batch import make_batches, training_row
+from agentfactory.trainers.batches.batch import make_batches, training_row
 from agentfactory.trainers.config import LossConfig, MismatchConfig
-from agentfactory.trainers.losses import (
+from agentfactory.trainers.update.losses import (
     PolicyLoss,
     behaviour_kl,
     kl,
@@ -20,7 +20,7 @@ from agentfactory.trainers.losses import (
     token_weights,
     value_loss,
 )
-from agentfactory.trainers.mismatch import mismatch_kl, mismatch_weights
+from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
 
 pytestmark = pytest.mark.numbers
 

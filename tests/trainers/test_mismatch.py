@@ -3,8 +3,8 @@
 import pytest
 
 from agentfactory.rollout.trajectory import Row, Span
-from agentfactory.trainers.batch import training_row
-from agentfactory.trainers.mismatch import mismatch_by_kind
+from agentfactory.trainers.batches.batch import training_row
+from agentfactory.trainers.update.mismatch import mismatch_by_kind
 
 
 def row_of(roles: str) -> Row:

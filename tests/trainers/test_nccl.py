@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.nccl import NcclSync, packed
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.sync.nccl_sync import NcclSync, packed
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
 pytestmark = pytest.mark.processes
 

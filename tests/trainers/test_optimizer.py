@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from transformers import Adafactor, get_scheduler
 
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
-from agentfactory.trainers.critic import Role, make_actor_critic, role_of
-from agentfactory.trainers.optimizer import make_optimizer, make_schedule
-from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.networks.critic import Role, make_actor_critic, role_of
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.update.optimizer import make_optimizer, make_schedule
 
 pytestmark = pytest.mark.numbers
 

@@ -26,11 +26,11 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from agentfactory.trainers import policy as policy_module
-from agentfactory.trainers.attention import BY_RUNS, attention_by_runs, use_ours
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
-from agentfactory.trainers.layout import resolve_batching
-from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.networks import policy as policy_module
+from agentfactory.trainers.networks.attention import BY_RUNS, attention_by_runs, use_ours
+from agentfactory.trainers.networks.exact_layouts import resolve_batching
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.trainers.float64 import assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers

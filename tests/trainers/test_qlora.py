@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from agentfactory.commands.export import export
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.network import load_network
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.rl import train_rl
-from agentfactory.trainers.source import SavedGroups
+from agentfactory.trainers.loop.group_source import SavedGroups
+from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.networks.network import load_network
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.saved_groups import write_groups
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 

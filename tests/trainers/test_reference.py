@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from agentfactory.trainers import policy as policy_module
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.reference import Reference, make_reference
+from agentfactory.trainers.networks import policy as policy_module
+from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.networks.reference_policy import Reference, make_reference
 from tests.trainers.float64 import assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.trainers.rendezvous import PrivacyError, init_method
+from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,18 @@ from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints, read_info
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints.best_checkpoint import find_best
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.group_source import SavedGroups
+from agentfactory.trainers.loop.rl import TrainResult, train_rl
 from agentfactory.trainers.metrics import METRICS
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.rl import TrainResult, train_rl
-from agentfactory.trainers.server_control import ServerControl
-from agentfactory.trainers.source import SavedGroups
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.server_control import ServerControl
 from tests.saved_groups import write_groups
 
 pytestmark = pytest.mark.numbers

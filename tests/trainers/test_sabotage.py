@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.server_control import ServerControl
 from benchmarks import sabotage
 from benchmarks.sabotage import Run, make_model
 from tests.conftest import embedded_server

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.sync.content import Content, served_checksums
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.sync.server_control import ServerControl
 from tests.forked import start_engine, start_ranks
 from tests.trainers.test_nccl import receiving
 from tests.trainers.test_sharding import save_network

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from agentfactory.trainers import server_control
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.sync import server_control
 from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.protocol import SyncReport
 from agentfactory.trainers.sync.retrying import RetryingSync
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
 NOWHERE = ServerControl("http://127.0.0.1:9")
 CANARY = Canary([NOWHERE], [], "float32")

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group, Outcome, Row
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.sft import _shuffled, conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.metrics import METRICS
-from agentfactory.trainers.sft import _shuffled, conversation_rows, saved_rows, train_sft
 from tests.saved_groups import write_groups
 
 pytestmark = pytest.mark.numbers

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.update.learner import Learner
 from tests.forked import start_ranks
 from tests.trainers.launched_loading import loss_and_gradients
 

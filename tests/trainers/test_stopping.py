@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from agentfactory.trainers.stopping import Stop
+from agentfactory.trainers.loop.stopping import Stop
 
 pytestmark = pytest.mark.processes
 

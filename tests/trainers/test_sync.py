@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.policy import Policy, load_policy
-from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.content import Content, file_digest
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.protocol import WeightSync
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
 
@@ -171,7 +171,7 @@ def test_nothing_is_left_of_a_version_that_did_not_arrive(
     sync = FileSync([server], tmp_path)
     full = OSError(errno.ENOSPC, "")
     with (
-        patch("agentfactory.trainers.sync.file.save_file", side_effect=full),
+        patch("agentfactory.trainers.sync.file_sync.save_file", side_effect=full),
         pytest.raises(DiskError, match=r"model-00000\.safetensors cannot be written: No space left"),
     ):
         sync.push(0, policy, policy.gather())

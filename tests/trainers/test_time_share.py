@@ -25,20 +25,20 @@ from transformers import AutoTokenizer
 from agentfactory.rollout.inference.connection import authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers import time_share
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.offload import Offload
-from agentfactory.trainers.policy import load_policy
-from agentfactory.trainers.rl import train_rl
-from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.stopping import Stop
+from agentfactory.trainers.loop import time_share
+from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.loop.stopping import Stop
+from agentfactory.trainers.loop.time_share import TimeShare
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
-from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
-from agentfactory.trainers.time_share import TimeShare
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.update.offload import Offload
 from tests.forked import start_engine
 from tests.server_process import busy
 from tests.trainers.test_rl import LiveSource, unlisted

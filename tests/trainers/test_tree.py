@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.trainers.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
+from agentfactory.trainers.batches.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
+from agentfactory.trainers.batches.prefix_tree import deal, fill, grow, merge
 from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.network import apply_options
-from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.tree import deal, fill, grow, merge
+from agentfactory.trainers.networks.network import apply_options
+from agentfactory.trainers.networks.policy import Policy
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers

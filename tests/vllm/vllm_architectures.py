@@ -28,14 +28,14 @@ from transformers import (
 )
 
 from agentfactory.tools.calls.notices import notice_of
-from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.policy_update import update_policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
 from agentfactory.trainers.sync.content import Content
-from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_policy
 from tests.chat_tokenizers import make_tokenizer
 from tests.server_process import VLLM_PYTHON, serve
 

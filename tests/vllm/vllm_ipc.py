@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.content import Content
-from agentfactory.trainers.sync.ipc import Buffer, IpcSync, parts, update_info
+from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import VLLM_PYTHON, serve
 

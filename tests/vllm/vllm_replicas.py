@@ -16,7 +16,7 @@ import pytest
 
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.server_metrics import Load
-from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from benchmarks.sabotage import Run
 from tests.conftest import REPOSITORY
 from tests.recording_proxy import record

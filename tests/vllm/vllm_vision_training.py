@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from agentfactory.tools.calls.notices import notice_of
-from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.full import FORGET_FEATURES
-from agentfactory.trainers.vision_tower import tower_of
+from agentfactory.trainers.networks.vision_tower import tower_of
+from agentfactory.trainers.sync.full_sync import FORGET_FEATURES
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.server_process import VLLM_PYTHON, serve
 from tests.vision_families import FAMILIES, make_family, params_of
 from tests.vision_models import KINDS, make_vision_model

@@ -18,8 +18,8 @@ from agentfactory.trainers.config import TrainRecipe
 
 if TYPE_CHECKING:
     # protocol.py needs torch
-    from agentfactory.trainers.server_control import ServerControl
     from agentfactory.trainers.sync.protocol import WeightSync
+    from agentfactory.trainers.sync.server_control import ServerControl
 
 ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 FULL_ROUTES = (
@@ -57,10 +57,10 @@ BACKENDS = {
     )
 }
 _CLASSES = {
-    "file": "agentfactory.trainers.sync.file:FileSync",
-    "lora": "agentfactory.trainers.sync.lora:LoraSync",
-    "nccl": "agentfactory.trainers.sync.nccl:NcclSync",
-    "ipc": "agentfactory.trainers.sync.ipc:IpcSync",
+    "file": "agentfactory.trainers.sync.file_sync:FileSync",
+    "lora": "agentfactory.trainers.sync.adapter_sync:LoraSync",
+    "nccl": "agentfactory.trainers.sync.nccl_sync:NcclSync",
+    "ipc": "agentfactory.trainers.sync.ipc_sync:IpcSync",
 }
 
 INPUTS = ("servers", "folder", "prefix", "keep", "keep_caches")

@@ -30,9 +30,9 @@ from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.trajectory import ImageSpan
-from agentfactory.trainers.images import ImageLoader
-from agentfactory.trainers.policy import BAN, Policy
-from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.batches.image_batches import ImageLoader
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import BAN, Policy
 from agentfactory.trainers.sync.drift import Drift, Scores, Verdict
 from agentfactory.trainers.sync.protocol import (
     INITIAL_LABEL,
@@ -43,7 +43,7 @@ from agentfactory.trainers.sync.protocol import (
     on_each,
     served_models,
 )
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
 logger = logging.getLogger(__name__)
 

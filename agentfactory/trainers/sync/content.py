@@ -16,8 +16,8 @@ from torch import Tensor
 
 from agentfactory.rollout.inference.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
 from agentfactory.tools.calls.notices import tell
-from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.layouts import Layout, Worker, is_experts, layouts
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
 logger = logging.getLogger(__name__)
 

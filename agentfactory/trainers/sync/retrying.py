@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.server_control import ServerGoneError
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
-from agentfactory.trainers.weights import Weights
+from agentfactory.trainers.sync.server_control import ServerGoneError
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,266 @@
+"""Batches: training rows cut into micro-batches for every process, with one global normaliser."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch import distributed as dist
+
+from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.trajectory import ImageSpan, Row
+from agentfactory.trainers.batches.image_batches import merge_keys
+from agentfactory.trainers.batches.prefix_tree import Tree, deal, fill, grow, merge, stack
+
+Batching = Literal["padded", "packed", "tree"]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRow:
+    """One token sequence, with the values that the loss needs for each trained token, as arrays on the host.
+
+    `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context that could predict
+    it). `streams` have one value per target: always `behaviour` (the server's log-probability), `advantage`, `weight`
+    and `mixed` (1 if the token's cached context may be from older weights, see trajectory.Span, else 0), and others as
+    the algorithm needs them. Values at masked positions are not stored, so they are never read. `images` are those that
+    the targets see, in their order.
+    """
+
+    token_ids: Int[np.ndarray, "tokens"]
+    targets: Int[np.ndarray, "targets"]
+    streams: dict[str, Float[np.ndarray, "targets"]]
+    images: tuple[ImageSpan, ...] = ()
+
+
+def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
+    """Returns the trained part of a rollout's row, with the same advantage for every token; None if no token is
+    trained.
+
+    Tokens after the last trained one are left out: attention is causal, so they change nothing.
+    """
+    for name in ("mask", "logprobs", "weights"):
+        stream = getattr(row, name)
+        if stream is not None and len(stream) != len(row.token_ids):
+            raise ValueError(f"a row of {len(row.token_ids)} tokens has {len(stream)} {name}")
+    targets = np.flatnonzero(row.mask)
+    targets = targets[targets > 0]
+    if not targets.size:
+        return None
+    mixed = np.zeros(len(row.mask))
+    for span in row.versions:
+        mixed[span.start : span.end] = span.mixed
+    return TrainingRow(
+        token_ids=np.asarray(row.token_ids[: targets[-1] + 1], dtype=np.int64),
+        targets=targets,
+        streams={
+            "behaviour": np.asarray(row.logprobs, dtype=np.float64)[targets],
+            "advantage": np.full(len(targets), advantage),
+            "weight": np.ones(len(targets)) if row.weights is None else np.asarray(row.weights)[targets],
+            "mixed": mixed[targets],
+        },
+        images=tuple(image for image in row.images if image.offset < targets[-1]),
+    )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one forward and backward pass: a block of token lines, and streams along their targets.
+
+    A line contains a row, padded on the right, or trees of rows end to end (see tree); in that case it is the only
+    line. Targets are ordered row by row. Tokens that only keep a process in step with the others have weight 0; all
+    others have more.
+    """
+
+    ids: Int[Tensor, "batch length"]
+    positions: Int[Tensor, "1 length"] | None
+    """Place of each token in its rows; None if lines count from 0."""
+    ends: Int[Tensor, "1 length"] | None
+    """Position of the last token that sees this one, plus one; None if each token sees all before it."""
+    sources: Int[Tensor, "targets"]
+    """Flat indices into batch x length: the token that predicts each target."""
+    labels: Int[Tensor, "targets"]
+    sequence: Int[Tensor, "targets"]
+    """Number of the target's row within the micro-batch."""
+    rows: tuple[int, ...]
+    """Indices of the rows given to `make_batches` that this contains, in the order of `sequence`; none if idle."""
+    streams: dict[str, Float[Tensor, "targets"]]
+    images: tuple[ImageSpan, ...] = ()
+    """The images in the lines, in the order of their places; the offsets are those in their rows."""
+    rotary: Int[Tensor, "3 batch length"] | None = None
+    """Rotary positions in time, height and width; None for the places in the rows: without images, or if the model just
+    counts tokens."""
+    in_step_with_images: bool = False
+    """Whether any micro-batch of the step has images, on any process."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Returns a copy on `device`."""
+        return MicroBatch(
+            ids=self.ids.to(device),
+            positions=None if self.positions is None else self.positions.to(device),
+            ends=None if self.ends is None else self.ends.to(device),
+            sources=self.sources.to(device),
+            labels=self.labels.to(device),
+            sequence=self.sequence.to(device),
+            rows=self.rows,
+            streams={name: stream.to(device) for name, stream in self.streams.items()},
+            images=self.images,
+            rotary=None if self.rotary is None else self.rotary.to(device),
+            in_step_with_images=self.in_step_with_images,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One process's share of a step. All processes have the same number of micro-batches."""
+
+    micro_batches: list[MicroBatch]
+    normaliser: float
+    """Losses are divided by it. It is the same for all processes, so that neither micro-batching nor the number of
+    processes changes the result."""
+    tokens: int
+    """Number of trained tokens in all processes."""
+
+
+def make_batches(
+    rows: Sequence[TrainingRow],
+    batching: Batching,
+    token_budget: int,
+    processes: int = 1,
+    normaliser: float | None = None,
+    vision: Vision | None = None,
+) -> list[Batch]:
+    """Cuts rows into one batch per process, with at most `token_budget` tokens, padding included, per micro-batch.
+
+    `batching` says what a line of tokens contains: a row (padded), rows end to end (packed), or trees of rows in which
+    common prefixes appear once (tree). All give the same log-probabilities. Rows are never cut; one that is longer than
+    the budget is processed alone. Processes get equal work; those with fewer micro-batches get additional ones of
+    weight zero. `normaliser` defaults to the sum of the weights. `vision` is that of a model that sees.
+
+    Raises ValueError if there is no row, rows differ in their streams, the normaliser is not positive, or rows have
+    images and the model does not see.
+    """
+    if not rows:
+        raise ValueError("there is no row to train on")
+    names = list(rows[0].streams)
+    for row in rows:
+        if set(row.streams) != set(names):
+            raise ValueError(f"a row has the streams {sorted(row.streams)}, another {sorted(names)}")
+    if normaliser is None:
+        normaliser = float(sum(np.sum(row.streams["weight"]) for row in rows))
+    if not normaliser > 0.0:
+        raise ValueError(f"the weights of the trained tokens sum to {normaliser}; they must sum to more than 0")
+    seen = any(row.images for row in rows)
+    if seen and vision is None:
+        raise ValueError("the rows have images, and the model reads only text: train the model that made them")
+    # a row's last target, and what follows it, predicts nothing
+    inputs = [np.asarray(row.token_ids[: row.targets[-1]], dtype=np.int64) for row in rows]
+    if batching == "tree":
+        trees = merge(merge_keys(inputs, [row.images for row in rows]), token_budget, processes)
+    else:
+        trees = [grow([(number, row)]) for number, row in enumerate(inputs)]
+    shares = []
+    for share in deal([tree.cost for tree in trees], processes):
+        own = [trees[number] for number in share]
+        # a tree without branches is an ordinary row, and rows of one length are fastest as a block
+        flat = own if batching == "packed" else [tree for tree in own if not tree.plain]
+        blocks = [[line] for line in fill(flat, token_budget)]
+        if batching != "packed":
+            blocks += [[[row] for row in block] for block in stack([tree for tree in own if tree.plain], token_budget)]
+        shares.append(blocks)
+    most = max(len(share) for share in shares)
+    tokens = sum(len(row.targets) for row in rows)
+    return [
+        Batch(
+            [_micro_batch(block, rows, inputs, names, vision, seen) for block in share]
+            + [_idle(names, seen)] * (most - len(share)),
+            normaliser,
+            tokens,
+        )
+        for share in shares
+    ]
+
+
+def _micro_batch(
+    lines: list[list[Tree]],
+    rows: Sequence[TrainingRow],
+    inputs: list[np.ndarray],
+    names: list[str],
+    vision: Vision | None,
+    seen: bool,
+) -> MicroBatch:
+    width = max(sum(len(tree.ids) for tree in line) for line in lines)
+    ids = np.zeros((len(lines), width), dtype=np.int64)
+    positions, ends = np.zeros((2, 1, width), dtype=np.int64)
+    members: list[int] = []
+    sources: list[np.ndarray] = []
+    rotary: np.ndarray | None = None
+    images: dict[int, ImageSpan] = {}
+    for number, line in enumerate(lines):
+        start = 0
+        for tree in line:
+            place = slice(start, start + len(tree.ids))
+            positions[0, place], ends[0, place] = tree.positions, tree.ends + start
+            for index, path in tree.paths.items():
+                row = rows[index]
+                members.append(index)
+                sources.append(path[np.asarray(row.targets) - 1] + number * width + start)
+                # not the tree's own: the keys of images are not ids
+                ids[number, path + start] = inputs[index]
+                if seen and vision is not None:
+                    if (places := vision.positions(len(path), row.images)) is not None:
+                        rotary = np.zeros((3, len(lines), width), dtype=np.int64) if rotary is None else rotary
+                        rotary[:, number, path + start] = places
+                    images |= {number * width + start + int(path[image.offset]): image for image in row.images}
+            start = place.stop
+    causal = all(len(line) == 1 and line[0].plain for line in lines)
+    chosen = [rows[index] for index in members]
+    return MicroBatch(
+        ids=torch.from_numpy(ids),
+        positions=None if causal else torch.from_numpy(positions),
+        ends=None if causal else torch.from_numpy(ends),
+        sources=torch.from_numpy(np.concatenate(sources)),
+        labels=torch.from_numpy(np.concatenate([np.asarray(row.token_ids)[row.targets] for row in chosen])),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(row.targets) for row in chosen])),
+        rows=tuple(members),
+        streams={
+            name: torch.from_numpy(np.concatenate([row.streams[name] for row in chosen]).astype(np.float32))
+            for name in names
+        },
+        images=tuple(images[place] for place in sorted(images)),
+        rotary=torch.from_numpy(rotary) if images and rotary is not None else None,
+        in_step_with_images=seen,
+    )
+
+
+def _idle(names: list[str], seen: bool) -> MicroBatch:
+    """Returns a micro-batch that keeps a process in step with the others (their collective calls must match) and adds
+    nothing."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        ids=zero[None],
+        positions=None,
+        ends=None,
+        sources=zero,
+        labels=zero,
+        sequence=zero,
+        rows=(),
+        streams={name: torch.zeros(1) for name in names},
+        in_step_with_images=seen,
+    )
+
+
+def scatter(batches: list[Batch] | None, accelerator: Accelerator) -> Batch:
+    """Returns this process's batch, on its device. Rank 0 passes the batches of all processes, the others None."""
+    if accelerator.num_processes == 1:
+        assert batches is not None
+        own = batches[0]
+    else:
+        received: list[Batch | None] = [None]
+        dist.scatter_object_list(received, batches, src=0)
+        assert received[0] is not None
+        own = received[0]
+    return Batch([part.to(accelerator.device) for part in own.micro_batches], own.normaliser, own.tokens)

@@ -1,0 +1,155 @@
+"""The checkpoints of a run: when they are due, which of them are kept, and resuming from one. They are folders that
+transformers, peft, the server and the next stage load unchanged, and from which training resumes exactly.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.checkpoint_folder import ONLY_BEST, checkpoints, prune, read_info
+from agentfactory.trainers.checkpoints.best_checkpoint import AUTO, figure, find_best, metric_names
+from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.checkpoints.train_state import TrainState
+from agentfactory.trainers.config import TrainConfig
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Loads and saves the weights of a training loop. Every process has one.
+
+    A step waits for a copy of the learner, and for nothing of its writing. The checkpoint counts once it is durable:
+    `path` names it then, and `take_groups` returns what it includes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        train: TrainConfig,
+        info: dict[str, Any] | None = None,
+        files: Callable[[], Mapping[str, Path]] = dict,
+        resume: Path | None = None,
+    ) -> None:
+        """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
+        records their lengths, so that a resumed run can cut what came after. `resume` is the checkpoint to continue
+        from."""
+        self.train_state = TrainState.from_json(read_info(resume)) if resume else TrainState()
+        self.path = resume
+        """The newest checkpoint that is known to be durable."""
+        self.saved_step = self.train_state.step
+        """The step of the newest checkpoint, durable or being written."""
+        self._folder = folder
+        self._writer = CheckpointWriter(folder, tokenizer)
+        self._in_writing: list[str] = []
+        self._durable: list[str] = []
+        self._train = train
+        self._info = info or {}
+        self._files = files
+        self._resume = resume
+
+    def due(self, step: int) -> bool:
+        """Return whether the recipe asks for a checkpoint of `step`."""
+        every = self._train.checkpoint_every
+        return step == self._train.steps or (every > 0 and step % every == 0)
+
+    def is_best(self, accelerator: Accelerator) -> bool:
+        """Return, in all ranks, rank 0's answer whether the last finished step was evaluated and is the best so far by
+        `train.keep_best`. Every process calls it."""
+        answer = [False]
+        if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
+            names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
+            value = figure(self.train_state.after, names[0]) if names else None
+            if value is not None and (self.train_state.best is None or value > self.train_state.best):
+                self.train_state.best, answer = value, [True]
+        if accelerator.num_processes > 1:
+            dist.broadcast_object_list(answer, src=0)
+        return answer[0]
+
+    def restore(self, learner: Learner) -> None:
+        """Restore `learner` from the resumed checkpoint; every process calls it. Does nothing in a new run."""
+        if self._resume:
+            load_state(self._resume, learner)
+
+    def save(self, learner: Learner, only_best: bool = False) -> None:
+        """Copy the learner, and write a checkpoint of the last finished step in the background; then delete those that
+        the recipe does not keep. Every process calls it; waits for the checkpoint before, and raises its error.
+
+        With `only_best`, the checkpoint is kept as long as it is the best.
+
+        Raises ValueError if train.keep_best names a metric that the run does not have.
+        """
+        self.wait()
+        main, step = learner.accelerator.is_main_process, self.train_state.step
+        info: dict[str, Any] = {}
+        files = self._files() if main else {}
+        if main:
+            sizes = {name: file.stat().st_size for name, file in files.items()}
+            info = {**self._info, **self.train_state.to_json(), "files": sizes, ONLY_BEST: only_best}
+        self._writer.begin(step, learner, info, files.values(), self._prune)
+        self._in_writing = self.train_state.take_groups()
+        self.saved_step = step
+        if main:
+            self._check_keep_best()
+
+    def poll(self, accelerator: Accelerator) -> None:
+        """Note it if the checkpoint is durable. Every process calls it; does not wait. Raises, in all processes, the
+        error of writing it: DiskError if the disk is full."""
+        if not self._writer.is_writing:
+            return
+        done = [self._writer.is_done]
+        if accelerator.num_processes > 1:
+            # all processes note it, or raise its error, at the same step
+            dist.broadcast_object_list(done, src=0)
+        if done[0]:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is durable. Raises, in all processes, the error of writing
+        it."""
+        if self._writer.is_writing:
+            self.path = self._writer.wait()
+            self._durable += self._in_writing
+
+    def take_groups(self) -> list[str]:
+        """Return the ids of groups whose training has become part of a durable checkpoint, once."""
+        groups, self._durable = self._durable, []
+        return groups
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Whatever ends the loop in this context, the checkpoint that is being written is finished first."""
+        try:
+            yield
+            self.wait()
+        except BaseException:
+            try:
+                self.wait()
+            except Exception as error:  # boundary: it must not hide the error that ends the run
+                logger.error("the last checkpoint was not written: %s", error)
+            raise
+        finally:
+            self._writer.close()
+
+    def _prune(self) -> None:
+        best = find_best(checkpoints(self._folder), self._train.keep_best)
+        prune(self._folder, self._train.keep_last, best.path if best else None)
+
+    def _check_keep_best(self) -> None:
+        wanted, train_state = self._train.keep_best, self.train_state
+        if wanted == AUTO:
+            return
+        known = {*train_state.metrics, *train_state.after}
+        not_yet = train_state.evaluated is None and wanted is not None and wanted.startswith("eval/")
+        if wanted is not None and wanted not in known and not not_yet:
+            problem = f"the run has no metric {wanted!r}"
+            raise SettingError("train.keep_best", problem, f"name one of {', '.join(sorted(known))}")

@@ -1,0 +1,1 @@
+"""The training loops, and what surrounds an update: groups, advantages, stopping, health."""

@@ -1,0 +1,286 @@
+"""Credit assignment: computes an advantage and a weight per sampled token from the rewards of a batch's chains."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.trajectory import Group, Row, Trajectory
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.batches.batch import TrainingRow, training_row
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty
+from agentfactory.trainers.loop.anchors import step_metrics, turn_anchors
+from agentfactory.trainers.update.losses import kl, token_weights
+
+
+@dataclass(frozen=True)
+class Credited:
+    """A batch's rows, ready for training."""
+
+    rows: list[TrainingRow] = field(default_factory=list)
+    normaliser: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Chain:
+    """A chain that has a reward. A chain with a masked outcome is included in baselines but not trained: it has no
+    rows."""
+
+    id: str
+    reward: float
+    turn_rewards: list[float]
+    """Empty if the reward gives none."""
+    ends: list[int]
+    """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
+    malformed: list[int]
+    """Turns to be blamed."""
+    rows: list[TrainingRow]
+    places: list[int]
+    """Indices of these rows in the trajectory; rows without sampled tokens are not trained."""
+    sources: list[Row]
+    """The trajectory's rows that these were made from."""
+    anchors: list[str | None]
+    """Per turn; empty if they are not known."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.targets) for row in self.rows)
+
+    def stream(self, name: str) -> list[float]:
+        """Return a stream of all its sampled tokens, which may be in several rows. Tool tokens are not steps."""
+        return [value for row in self.rows for value in np.asarray(row.streams[name]).tolist()]
+
+
+class Credit:
+    """Assigns credit to the chains of one batch of groups."""
+
+    def __init__(self, groups: Sequence[Group], recipe: TrainRecipe) -> None:
+        """Chains without a reward, and those with an outcome to be dropped, are left out completely."""
+        self._recipe = recipe
+        self._ids = [group.id for group in groups]
+        self._groups = [
+            [_chain(t, policy is OutcomePolicy.KEEP, recipe) for t in group.trajectories if (policy := _use(t, recipe))]
+            for group in groups
+        ]
+
+    @property
+    def rows(self) -> list[TrainingRow]:
+        """The rows to train, which may be scored before their advantages are known."""
+        return [row for chain in self._chains() for row in chain.rows]
+
+    @property
+    def sources(self) -> list[Row]:
+        """The row that each of `rows` was made from."""
+        return [source for chain in self._chains() for source in chain.sources]
+
+    def assign(self, rows: Sequence[TrainingRow]) -> Credited:
+        """Return advantages and weights for `rows`: those of the property, with the streams that `needed_scores` names.
+
+        Weights follow `train.loss.normaliser`. A token's share of the policy term is 0 if its entropy is below the
+        batch's quantile (`train.loss.top_entropy`).
+        """
+        remaining = iter(rows)
+        chains = self._chains()
+        for chain in chains:
+            chain.rows = [next(remaining) for _ in chain.rows]
+        advantages, values, metrics = self._advantages()
+        remaining_advantages = iter(advantages)
+        for group in self._groups:
+            _blame_malformed_turns(group, [next(remaining_advantages) for _ in group])
+        trained = [index for index, chain in enumerate(chains) if chain.rows]
+        lengths = [chains[index].tokens for index in trained]
+        loss = self._recipe.train.loss
+        weights, normaliser = token_weights(lengths, loss.normaliser, self._recipe.rollout.max_total_tokens)
+        if loss.top_entropy < 1.0:
+            _keep_uncertain(chains, advantages, loss.top_entropy)
+        done: list[TrainingRow] = []
+        for index, weight in zip(trained, weights, strict=True):
+            chain = chains[index]
+            streams = {"advantage": np.asarray(advantages[index]), "weight": np.full(chain.tokens, weight)}
+            if values:
+                streams["return"] = np.asarray(values[index])
+            done += _with_streams(chain.rows, streams)
+        return Credited(done, normaliser, metrics)
+
+    def lines(self, step: int, rows: Sequence[TrainingRow], proximal: Sequence[np.ndarray] = ()) -> list[str]:
+        """Return JSON per group: the credit of each trained token of its chains, from the rows of `assign`, and, if the
+        policy was trained, the trainer's log-probabilities of their targets. Numbers have 6 decimals."""
+        none: list[np.ndarray | None] = [None] * len(rows)
+        remaining = iter(zip(rows, proximal or none, strict=True))
+        lines = []
+        for group, chains in zip(self._ids, self._groups, strict=True):
+            credited = {chain.id: [_noted(place, *next(remaining)) for place in chain.places] for chain in chains}
+            trained = {name: entries for name, entries in credited.items() if entries}
+            lines.append(msgspec.json.encode({"group": group, "step": step, "chains": trained}).decode())
+        return lines
+
+    def _chains(self) -> list[_Chain]:
+        return [chain for group in self._groups for chain in group]
+
+    def _advantages(self) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
+        """Return, per chain and sampled token, the advantages and the returns that a critic learns (only with one); and
+        metrics."""
+        chains = self._chains()
+        costs, metrics = self._costs(chains)
+        has_critic = self._recipe.train.has_critic
+        told = iter(zip(chains, costs, strict=True))
+        groups = [
+            [
+                ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [], c.anchors)
+                for c, cost in (next(told) for _ in group)
+            ]
+            for group in self._groups
+        ]
+        advantages, targets = Estimator(self._recipe.train.advantage)(groups)
+        _check_finite(advantages, self._recipe.train.advantage.estimator)
+        if self._recipe.train.advantage.estimator == "gigpo":
+            metrics |= step_metrics(groups)
+        if targets:
+            pairs = [(t, c.stream("value")) for c, t in zip(chains, targets, strict=True)]
+            errors = [r - v for target, values in pairs for r, v in zip(target, values, strict=True)]
+            variance = pvariance([value for target in targets for value in target] or [0.0])
+            if variance > 0:
+                metrics["critic/explained_variance"] = 1.0 - pvariance(errors) / variance
+        return advantages, targets, metrics
+
+    def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
+        """Return rewards per sampled token: the chain's at its last token and its turns' at their last tokens, minus
+        the distance to the reference if that is a cost of the reward. Also return metrics."""
+        distance = self._recipe.train.loss.kl
+        costs: list[list[float]] = []
+        paid: list[float] = []
+        for chain in chains:
+            cost = [0.0] * chain.tokens
+            if cost:
+                cost[-1] += chain.reward
+                if chain.turn_rewards:
+                    for end, reward in zip(chain.ends, chain.turn_rewards, strict=True):
+                        if end:
+                            cost[end - 1] += reward
+                if distance.coefficient and distance.place == "reward":
+                    proximal, reference = (torch.tensor(chain.stream(name)) for name in ("proximal", "reference"))
+                    gaps = kl(distance.estimator, proximal, reference).tolist()
+                    paid += gaps
+                    cost = [reward - distance.coefficient * gap for reward, gap in zip(cost, gaps, strict=True)]
+            costs.append(cost)
+        return costs, {"kl": fmean(paid)} if paid else {}
+
+
+_SAME_ENTROPY = 1e-3
+"""Nats. Equal tokens after equal contexts, such as the first ones of a group's chains, differ by rounding, which
+depends on how the rows were batched."""
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
+    if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
+        problem = f"{Path(estimator).name} returned an advantage that is no finite float32"
+        raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
+
+
+def needed_scores(recipe: TrainRecipe) -> list[str]:
+    """Return the streams that credit and loss need from the weights before the update; see Learner.score."""
+    loss = recipe.train.loss
+    names = []
+    if recipe.train.has_reference:
+        names.append("reference")
+        if loss.kl.place == "reward":
+            names.append("proximal")
+    if loss.top_entropy < 1.0:
+        names.append("entropy")
+    if recipe.train.has_critic:
+        names.append("value")
+    return names
+
+
+def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
+    policy = recipe.rollout.outcome_policy(trajectory.outcome)
+    used = policy in (OutcomePolicy.KEEP, OutcomePolicy.MASK)
+    return policy if used and trajectory.reward is not None else None
+
+
+def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain:
+    assert trajectory.reward is not None
+    reward = trajectory.reward
+    overlong = recipe.train.overlong
+    if overlong is not None:
+        # a chain may have several rows (a template that rewrites history, rollout.context): the last one fills the
+        # context
+        length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
+        reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
+    made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
+    rows, places = [row for row, _ in made], [place for _, place in made]
+    sources = [trajectory.rows[place] for place in places]
+    advantage = recipe.train.advantage
+    malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
+    anchors = turn_anchors(trajectory, advantage.anchors)
+    if trajectory.turn_rewards is None and not malformed and not anchors and advantage.estimator != "gigpo":
+        return _Chain(trajectory.id, reward, [], [], [], rows, places, sources, [])
+    # without context to predict it from, the first token of a row is not trained: see training_row
+    lengths = [
+        int(np.count_nonzero(trajectory.rows[row].mask[max(start, 1) : end]))
+        for row, start, end in trajectory.turn_spans()
+    ]
+    ends = list(accumulate(lengths))
+    return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors)
+
+
+def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[float]]) -> None:
+    """Limits the advantages of tokens in malformed turns to at most minus the root mean square of the group's
+    advantages.
+
+    A turn that could not be read never helps a chain to succeed; rewarding it would make the format drift. A bound of 0
+    is not enough: if chains with such a turn do well, chains without one are below average.
+    """
+    if not any(chain.malformed for chain in chains):
+        return
+    bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain] or [0.0]))
+    for chain, values in zip(chains, advantages, strict=True):
+        for turn in chain.malformed if values else []:
+            start, end = [0, *chain.ends][turn : turn + 2]
+            values[start:end] = [min(value, bound) for value in values[start:end]]
+
+
+def _noted(place: int, row: TrainingRow, proximal: np.ndarray | None) -> dict[str, Any]:
+    """Return the credit of one trained row, for `Credit.lines`."""
+    noted = {"row": place, "targets": row.targets.tolist(), "advantage": _rounded(row.streams["advantage"])}
+    return noted if proximal is None else noted | {"proximal": _rounded(proximal)}
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    rounded: list[float] = values.astype(np.float64).round(6).tolist()
+    return rounded
+
+
+def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:
+    """Give each row its part of a chain's streams."""
+    done, start = [], 0
+    for row in rows:
+        end = start + len(row.targets)
+        done.append(replace(row, streams=row.streams | {name: s[start:end] for name, s in streams.items()}))
+        start = end
+    return done
+
+
+def _keep_uncertain(chains: Sequence[_Chain], advantages: list[list[float]], share: float) -> None:
+    """Set the advantage to 0 for all tokens except the `share` with the highest entropy (Wang et al., 2025,
+    arXiv:2506.01939, equation 4), over the whole batch. Of equal entropies at the quantile, the first are kept."""
+    lengths = [chain.tokens for chain in chains]
+    flat = np.concatenate([np.asarray(chain.stream("entropy")) for chain in chains])
+    threshold = np.quantile(flat, 1.0 - share)
+    count = len(flat) - math.ceil((1.0 - share) * (len(flat) - 1) - 1e-9)
+    kept = flat > threshold + _SAME_ENTROPY
+    near = np.flatnonzero(np.abs(flat - threshold) <= _SAME_ENTROPY)
+    kept[near[: count - int(kept.sum())]] = True
+    for index, keeps in enumerate(np.split(kept, np.cumsum(lengths)[:-1])):
+        advantages[index] = [a if keep else 0.0 for a, keep in zip(advantages[index], keeps, strict=True)]

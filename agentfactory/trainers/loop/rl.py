@@ -1,0 +1,342 @@
+"""Reinforcement learning from groups of chains: the training loop, for every algorithm.
+
+Every process runs the same steps. Each step has these parts:
+
+    collect   GroupSource gives rank 0 a batch of groups: the rollout worker's, or saved ones
+    credit    Credit computes an advantage and a weight per sampled token; Learner first scores the rows,
+              if the algorithm needs a reference, a critic or entropies
+    update    Learner deals the rows to all processes (a Batch of micro-batches) and update_policy learns from them
+    publish   WeightSync loads rank 0's gathered weights into the servers, the Canary proves it, and the worker is told
+    record    metrics, the credit of each token, and the TrainState; then an evaluation and a checkpoint if due
+
+`Turns` encloses everything that computes with the policy, for a trainer that shares its device with the server. `Stop`
+ends the run between two steps.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from agentfactory.rollout.inference.weight_versions import WeightVersions
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.batches.batch import Batch
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.config import Symptom, TrainRecipe
+from agentfactory.trainers.loop.credit import Credit, Credited, needed_scores
+from agentfactory.trainers.loop.group_source import GroupSource
+from agentfactory.trainers.loop.stopping import Stop
+from agentfactory.trainers.loop.time_share import Turns
+from agentfactory.trainers.metrics import group_metrics
+from agentfactory.trainers.sync.canary import Canary, push_proven
+from agentfactory.trainers.sync.drift import Scores
+from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.update.learner import Learner, Update
+from agentfactory.trainers.update.mismatch import mismatch_by_kind
+from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+
+logger = logging.getLogger(__name__)
+
+Log = Callable[[dict[str, Any]], None]
+
+Note = Callable[[int, list[Group], list[str]], None]
+"""(step, its groups, the credit of their tokens as JSON per group, or nothing) -> None."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a training run; checkpoint and metrics are known on rank 0 only."""
+
+    steps: int
+    seconds: float
+    """Time in training steps, including waiting for groups, without evaluation and checkpoints."""
+    checkpoint: Path | None
+    before: dict[str, float]
+    """Evaluation of the initial weights."""
+    after: dict[str, float]
+    """Evaluation of the last weights."""
+    evaluated: int | None
+    """The step that `after` belongs to."""
+    stopped: Signals | Symptom | None
+    """The reason for stopping before the last step."""
+
+    @classmethod
+    def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
+        """Create the result of a loop that has ended."""
+        line = checkpoints.train_state
+        return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, line.evaluated, stop.agreed_on)
+
+
+def train_rl(
+    recipe: TrainRecipe,
+    accelerator: Accelerator,
+    checkpoints: Checkpoints,
+    *,
+    source: GroupSource | None,
+    sync: WeightSync | None,
+    log: Log,
+    note: Note | None = None,
+    canary: Canary | None = None,
+    stop: Stop | None = None,
+    turns: Turns | None = None,
+    images: Path | None = None,
+) -> TrainResult:
+    """Runs steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
+    weights.
+
+    Every process calls it. `source`, `sync`, `log` and `note` are used on rank 0 only; `source` is None elsewhere.
+    `sync` is None if no server is to be updated. `canary` proves what `sync` has pushed, and is passed to all
+    processes. `checkpoints` contains the state to continue from. `stop` ends the run after the present step. `turns`
+    gives the trainer's device to a server between turns. `images` is the folder of the chains' images.
+    Version 0 is the initial weights; step k ends with version k.
+    """
+    stop, turns = stop or Stop(), turns or Turns()
+    with turns.training():
+        learner = Learner(recipe, accelerator, recipe.rollout.temperature, images)
+        turns.share(learner)
+        checkpoints.restore(learner)
+        loop = _Loop(recipe, accelerator, checkpoints, learner, source, sync, log, note, canary, stop, turns)
+        expected = loop.canary_scores()
+    with checkpoints.ending():
+        loop.begin(expected)
+        for step in range(checkpoints.train_state.step + 1, recipe.train.steps + 1):
+            if not loop.step(step):
+                break
+        loop.save_what_is_left()
+    return TrainResult.of(checkpoints, stop)
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What a step learned from its rows."""
+
+    credited: Credited
+    batch: Batch
+    updates: list[Update]
+    proximal: list[np.ndarray]
+    """Per row, the trainer's log-probabilities of its targets before the update (rank 0)."""
+    expected: Scores | None
+    """The scores of the canary's contexts with the new weights."""
+    learning_rate: float
+    seconds: float
+
+
+class _Loop:
+    """The parts of a step, in the order in which `step` calls them."""
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        accelerator: Accelerator,
+        checkpoints: Checkpoints,
+        learner: Learner,
+        source: GroupSource | None,
+        sync: WeightSync | None,
+        log: Log,
+        note: Note | None,
+        canary: Canary | None,
+        stop: Stop,
+        turns: Turns,
+    ) -> None:
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.checkpoints = checkpoints
+        self.state = checkpoints.train_state
+        self.learner = learner
+        self.source = source
+        self.sync = sync
+        self.log = log
+        self.note = note
+        self.canary = canary
+        self.stop = stop
+        self.turns = turns
+        self.scores = needed_scores(recipe)
+        self.versions = WeightVersions(self.state.labels)
+
+    def begin(self, expected: Scores | None) -> None:
+        """Publish and evaluate the weights that the run continues from."""
+        synced = {**self.publish(self.state.step, expected), **self.turns.take_seconds()}
+        if synced and self.state.step == 0:
+            self.log({"step": 0, "version": 0, **synced})
+        self.evaluate(self.state.step)
+
+    def step(self, step: int) -> bool:
+        """Run one step. Return False if the run is to stop before it."""
+        started = time.perf_counter()
+        groups = self.collect()
+        if self.stop.agreed(self.accelerator):
+            return False
+        self.checkpoints.poll(self.accelerator)
+        self.acknowledge()
+        waited = time.perf_counter() - started
+        ages = self.check_ages(step, groups)
+        credit = self.credit(step, groups)
+        if self.turns.server_sleeps and self.canary is not None:
+            # it proves this before each push; a server that has slept may have lost its adapter
+            self.canary.prove_unchanged()
+        with self.turns.training():
+            learned = self.update(step, credit)
+        synced = self.publish(step, learned.expected)
+        if self.note is not None and self.accelerator.is_main_process:
+            # meanwhile, chains run on the new weights
+            told = credit.lines(step, learned.credited.rows, learned.proximal) if self.recipe.track.credit else []
+            self.note(step, groups, told)
+        seconds = time.perf_counter() - started
+        self.state.finish(step, [group.id for group in groups], seconds)
+        if self.accelerator.is_main_process:
+            self.record(step, groups, ages, credit, learned, synced, waited, seconds)
+        is_best = self.evaluate(step) and self.checkpoints.is_best(self.accelerator)
+        due = self.checkpoints.due(step)
+        if is_best or due:
+            self.save(only_best=not due)
+        return True
+
+    # ---- the parts
+
+    def collect(self) -> list[Group]:
+        """Return the step's groups; none on ranks other than 0, or if the run is to stop."""
+        source, wanted = self.source, self.recipe.train.batch_size
+        if source is None or self.stop.asked:
+            return []
+        return self.stop.wait_for(lambda: source.next_batch(wanted)) or []
+
+    def check_ages(self, step: int, groups: list[Group]) -> Counter[int]:
+        """Count tokens by how many versions old they are. Raises ValueError if one is older than allowed."""
+        # groups in saved files have the versions of another run
+        ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
+        most = self.recipe.rollout.max_staleness
+        if max(ages, default=0) > most:
+            raise ValueError(
+                f"step {step}: a token is {max(ages)} versions old, and rollout.max_staleness is {most} (a bug)"
+            )
+        return ages
+
+    def credit(self, step: int, groups: list[Group]) -> Credit:
+        """Return the credit of the groups' chains. Raises ValueError if none of them can be trained."""
+        credit = Credit(groups, self.recipe)
+        if self.accelerator.is_main_process and not credit.rows:
+            outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})
+            raise ValueError(f"step {step}: no chain of the batch can be trained; they ended {', '.join(outcomes)}")
+        return credit
+
+    def update(self, step: int, credit: Credit) -> _Learned:
+        """Score, credit and learn; every process calls it."""
+        learner, train = self.learner, self.recipe.train
+        started = time.perf_counter()
+        rows = learner.score(credit.rows, self.scores) if self.scores else credit.rows
+        credited = credit.assign(rows) if self.accelerator.is_main_process else Credited()
+        batch = learner.deal(credited.rows, credited.normaliser)
+        learning_rate = learner.learning_rate
+        done = update_policy(learner, batch, self.recipe, critic_only=step <= train.critic.warmup_steps)
+        learner.end_step()
+        seconds = time.perf_counter() - started
+        expected = self.canary_scores()
+        by_row = learner.by_row(batch, [{"proximal": values} for values in done.proximal]) if done.proximal else {}
+        proximal = [by_row[number]["proximal"] for number in range(len(by_row))]
+        return _Learned(credited, batch, done.updates, proximal, expected, learning_rate, seconds)
+
+    def canary_scores(self) -> Scores | None:
+        """Return the scores of the canary's contexts with the present weights; every process calls it."""
+        learner = self.learner
+        return (
+            self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images) if self.canary else None
+        )
+
+    def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
+        """Push the weights to the servers. Return metrics of the sync; empty if it was not done. Every process calls
+        it."""
+        state = self.learner.policy.gather()
+        sync, source = self.sync, self.source
+        if sync is None or source is None:
+            state.finish()
+            return {}
+        started = time.perf_counter()
+        pushed = self.stop.wait_for(
+            lambda: push_proven(sync, self.canary, version, self.learner.policy, state, expected)
+        )
+        # the other processes wait until all is gathered, whatever a backend has read
+        state.finish()
+        if pushed is None:
+            return {}
+        report, proof = pushed
+        self.versions.note(report.published)
+        source.published(report.published)
+        logger.info("version %d is live as %s, digest of its content %s", version, report.model, report.digest)
+        return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
+
+    def record(
+        self,
+        step: int,
+        groups: list[Group],
+        ages: Counter[int],
+        credit: Credit,
+        learned: _Learned,
+        synced: dict[str, float],
+        waited: float,
+        seconds: float,
+    ) -> None:
+        """Log the step's metrics (rank 0)."""
+        rows, proximal = learned.credited.rows, learned.proximal
+        mismatches: dict[str, float] = {}
+        if proximal:
+            versions = self.versions
+            age = (lambda label: versions.age(label, step - 1)) if self.sync else None
+            mismatches = mismatch_by_kind(rows, credit.sources, proximal, age)
+        self.state.metrics = {
+            "step": step,
+            "version": step,
+            **group_metrics(groups, ages),
+            **(self.source.figures() if self.source else {}),
+            **learned.credited.metrics,
+            **update_metrics(learned.updates, learned.batch),
+            **mismatches,
+            "learning_rate": learned.learning_rate,
+            "tokens": learned.batch.tokens,
+            "tokens_per_second": learned.batch.tokens / seconds,
+            "seconds/step": seconds,
+            "seconds/wait": waited,
+            "seconds/update": learned.seconds,
+            **self.turns.take_seconds(),
+            **synced,
+        }
+        self.log(self.state.metrics)
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluate if an evaluation is due and not yet done; return whether one is due at this step."""
+        every, source = self.recipe.eval.every, self.source
+        due = step in (0, self.recipe.train.steps) or (every > 0 and step % every == 0)
+        if source is None or not due or self.state.evaluated == step:
+            return due
+        started = time.perf_counter()
+        metrics = self.stop.wait_for(source.evaluate)
+        if metrics is not None:
+            self.state.note_evaluation(step, metrics)
+        if metrics:
+            self.log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
+        return True
+
+    def save(self, only_best: bool = False) -> None:
+        """Begin a checkpoint, which is written while training goes on."""
+        self.checkpoints.save(self.learner, only_best)
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Tell the worker of the groups that a durable checkpoint includes: it may forget them."""
+        groups = self.checkpoints.take_groups()
+        if self.source and groups:
+            self.source.acknowledge(groups)
+
+    def save_what_is_left(self) -> None:
+        """Save the steps since the last checkpoint, for example after a signal between two checkpoints, and wait until
+        it is durable."""
+        if self.state.step > self.checkpoints.saved_step:
+            self.save()
+        self.checkpoints.wait()
+        self.acknowledge()

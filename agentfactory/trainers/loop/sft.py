@@ -1,0 +1,125 @@
+"""Supervised fine-tuning on conversations or saved rows: the training loop."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.text.renderer import Renderer
+from agentfactory.rollout.trajectory import Row
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolSpec
+from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow, training_row
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.rl import Log, TrainResult
+from agentfactory.trainers.loop.stopping import Stop
+from agentfactory.trainers.update.learner import Learner, Targets, Terms
+from agentfactory.trainers.update.losses import negative_log_likelihood
+
+
+def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[Row]:
+    """Returns one row per conversation: `messages`, and `tools` in the OpenAI format if the assistant has any. A
+    message's `weight` is the loss weight of its tokens, by default 1 for assistant messages and 0 for others.
+
+    Raises ValueError that names the row if it is not such a conversation.
+    """
+    rows = []
+    for number, task in enumerate(tasks, 1):
+        if "messages" not in task:
+            problem = f"row {number} has no 'messages'"
+            raise SettingError("data.path", problem, "sft learns conversations: name a file of them")
+        try:
+            specs = [ToolSpec(**tool["function"]) for tool in task.get("tools") or []]
+        except (TypeError, KeyError) as error:
+            problem = f"row {number}: 'tools' is not in the OpenAI shape: {error!r}"
+            raise SettingError("data.path", problem, "correct it") from error
+        rows.append(renderer.conversation_row(task["messages"], specs))
+    return rows
+
+
+def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
+    """Returns the rows of all chains of a trajectories file that did not fail and have at least `min_reward`, if given
+    (rejection sampling). Raises ValueError if none is left."""
+    if not path.exists():
+        raise SettingError("train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups")
+    ended = [c for group in read_groups(path) for c in group.trajectories if not c.outcome.failed]
+    chosen = [c for c in ended if min_reward is None or (c.reward is not None and c.reward >= min_reward)]
+    if not chosen:
+        best = max((c.reward for c in ended if c.reward is not None), default=None)
+        raise SettingError(
+            "train.min_reward", f"no chain of {path} has at least {min_reward}; the best has {best}", "lower it"
+        )
+    return [row for chain in chosen for row in chain.rows]
+
+
+def train_sft(
+    recipe: TrainRecipe,
+    accelerator: Accelerator,
+    checkpoints: Checkpoints,
+    *,
+    rows: list[Row] | None,
+    log: Log,
+    stop: Stop | None = None,
+    images: Path | None = None,
+) -> TrainResult:
+    """Runs steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs. The loss is the weighted
+    negative log-likelihood of the rows' tokens, as a mean over the weights of the step's tokens.
+
+    Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints`, `stop` and `images` as in
+    `train_rl`.
+    """
+    train = recipe.train
+    main = accelerator.is_main_process
+    stop = stop or Stop()
+    train_state = checkpoints.train_state
+    learner = Learner(recipe, accelerator, images=images)
+    checkpoints.restore(learner)
+    consumed = train_state.step * train.batch_size
+    examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())
+    with checkpoints.ending():
+        for step in range(train_state.step + 1, train.steps + 1):
+            if stop.agreed(accelerator):
+                break
+            checkpoints.poll(accelerator)
+            started = time.perf_counter()
+            batch = learner.deal(list(itertools.islice(examples, train.batch_size)))
+            learning_rate = learner.learning_rate
+            update = learner.update(batch, _weighted_likelihood)
+            learner.end_step()
+            seconds = time.perf_counter() - started
+            train_state.finish(step, [], seconds)
+            if main:
+                train_state.metrics = {
+                    "step": step,
+                    "loss": update.loss,
+                    "grad_norm": update.grad_norm,
+                    "learning_rate": learning_rate,
+                    "tokens": batch.tokens,
+                    "tokens_per_second": batch.tokens / seconds,
+                    "seconds/step": seconds,
+                }
+                log(train_state.metrics)
+            if checkpoints.due(step):
+                checkpoints.save(learner)
+        if train_state.step > checkpoints.saved_step:
+            checkpoints.save(learner)
+    return TrainResult.of(checkpoints, stop)
+
+
+def _weighted_likelihood(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
+    return Terms(loss=(part.streams["weight"] * negative_log_likelihood(logprob)).sum())
+
+
+def _shuffled(rows: list[Row], seed: int) -> Iterator[TrainingRow]:
+    """Yields endless epochs, each with its own shuffle that depends only on (seed, epoch)."""
+    examples = [example for example in map(training_row, rows) if example is not None]
+    if not examples:
+        raise SettingError("data.path", f"none of its {len(rows)} rows has a token with a loss weight", "name others")
+    for epoch in itertools.count():
+        yield from random.Random(f"rows/{seed}/{epoch}").sample(examples, len(examples))

@@ -1,0 +1,151 @@
+"""Gives one GPU to trainer and server in turns (`placement.mode: time_share`)."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from agentfactory.trainers.loop.stopping import Stop
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
+from agentfactory.trainers.sync.retrying import retry_until_answered
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.offload import Offload
+
+_LEAST_FREED = 2**20
+"""Minimum number of bytes that a server frees when it goes to sleep."""
+
+
+class Turns:
+    """The training loop's interface: everything that computes with the policy's weights runs within `training`. In this
+    class trainer and server have separate devices, or separate shares of one, and nothing needs to be done."""
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Hold the device for the trainer's turn."""
+        yield
+
+    server_sleeps = False
+    """Whether the server sleeps during the trainer's turn."""
+
+    def share(self, learner: Learner) -> None:
+        """Register `learner`, which was created in the present turn and leaves the device at its end."""
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds spent on changing turns since the last call, by metric name."""
+        return {}
+
+
+class TimeShare(Turns):
+    """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
+
+    `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
+    the server stays asleep: `waking` wakes it around the update of its weights, which is then proven as usual. A turn
+    that ends with an error offloads nothing. A run that is stopped within a turn leaves its server asleep, and the next
+    attempt finds it so. On a CPU the trainer's tensors are already in host memory, so only the order is kept.
+    """
+
+    server_sleeps = True
+
+    def __init__(
+        self,
+        server: ServerControl,
+        device: torch.device,
+        retry_seconds: float,
+        stop: Stop | None = None,
+        moves: bool | None = None,
+    ) -> None:
+        """`device` is the trainer's. If the server does not answer when it is to sleep, wait for `retry_seconds` or
+        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: unless
+        it is the CPU)."""
+        self._server = server
+        self._device = device
+        self._retry_seconds = retry_seconds
+        self._stop = stop or Stop()
+        self._moves = device.type != "cpu" if moves is None else moves
+        self._offload: Offload | None = None
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See Turns. Raises SyncError if the server does not sleep, ServerGoneError if it does not come back."""
+        with self._timed("seconds/sleep"):
+            retry_until_answered(
+                self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: self._stop.heard
+            )
+        with self._timed("seconds/bring_in"):
+            if self._offload is not None:
+                self._offload.to_device()
+        yield
+        with self._timed("seconds/park"):
+            if self._offload is not None:
+                self._offload.to_host()
+
+    def share(self, learner: Learner) -> None:
+        """See Turns."""
+        self._offload = Offload(learner) if self._moves else None
+
+    def waking(self, sync: WeightSync) -> WeightSync:
+        """Wrap `sync`, so that it wakes the server that this object sends to sleep."""
+        return _WakingSync(sync, self._server, self._timed)
+
+    def take_seconds(self) -> dict[str, float]:
+        """See Turns."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def _send_to_sleep(self) -> None:
+        before = free_memory(self._device)
+        # a server that an earlier attempt left asleep frees nothing more
+        first = before is not None and self._offload is None and not self._server.is_sleeping()
+        self._server.sleep()
+        freed = (free_memory(self._device) or 0) - (before or 0)
+        if first and freed < _LEAST_FREED:
+            raise SyncError(
+                f"placement.mode: time_share: {self._server.url} says that it sleeps and has freed {max(freed, 0)} "
+                f"bytes of {self._device}: start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use "
+                "placement.mode=separate"
+            )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+class _WakingSync:
+    """A WeightSync to a sleeping server: its weights are woken before their update, its cache afterwards."""
+
+    def __init__(self, sync: WeightSync, server: ServerControl, timed: Callable[[str], AbstractContextManager[None]]):
+        self._sync = sync
+        self._server = server
+        self._timed = timed
+
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
+        """See WeightSync. Also raises SyncError if the server does not wake up."""
+        if not self._server.asleep:
+            # the same version again, after the canary had found no server
+            return self._sync.push(version, policy, state)
+        with self._timed("seconds/wake"):
+            self._server.wake_up("weights")
+        report = self._sync.push(version, policy, state)
+        with self._timed("seconds/wake"):
+            self._server.wake_up("kv_cache")
+        return report
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync."""
+        return self._sync.restore(url)
+
+    def close(self) -> None:
+        """See WeightSync."""
+        self._sync.close()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that no process uses; None for other devices."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -1,0 +1,1 @@
+"""Networks: policy, critic and reference on transformers models, attention, adapters."""

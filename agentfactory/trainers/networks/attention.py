@@ -1,0 +1,226 @@
+"""Attention without a dense mask, for lines whose tokens do not see everything before them (see tree): by runs on
+transformers' sdpa, by blocks on FlexAttention."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flex_attention_mask, sdpa_mask
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.batches.prefix_tree import RUN_LENGTH
+
+BY_RUNS = "sdpa_by_runs"
+"""transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""
+BY_BLOCKS = "flex_attention_by_blocks"
+"""transformers' flex_attention, on lines of whole blocks: it stands in for flex_attention."""
+BLOCK = 128
+"""Tokens per block of FlexAttention's masks."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of a line; each sees the previous token and everything that it sees."""
+
+    length: int
+    seen: list[int]
+    """Pieces of the line that the last token of the run sees."""
+    mask: Float[Tensor, "1 1 run seen"] | None
+    """Mask added to the scores; None if attention is causal."""
+
+
+class Runs:
+    """The runs of a line, in order. A separate object, so that torch.compile does not trace into it."""
+
+    def __init__(self, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype) -> None:
+        """`positions` and `ends` as in MicroBatch; `dtype` is that of queries and keys."""
+        places, last = positions[0].cpu().numpy(), ends[0].cpu().numpy()
+        line = np.arange(len(places))
+        # in preorder the next token is a child of the previous one, or begins another branch, which is not deeper
+        branches = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
+        starts = np.concatenate(
+            [
+                # the first of a tree's branches, at depth 0, is plainly causal
+                np.arange(start, end, RUN_LENGTH) if places[start] else [start]
+                for start, end in zip(branches, [*branches[1:], len(line)], strict=True)
+            ]
+        )
+        context = [np.flatnonzero(last[:start] > start) for start in starts]
+        # a run sees some runs completely, and others up to where it, or a run that it sees, branched off
+        forks = [seen[-1:] + 1 for seen in context]
+        cuts = np.unique(np.concatenate([starts, *forks, line[-1:] + 1]))
+        self.pieces: list[int] = np.diff(cuts).tolist()
+        """Lengths of the pieces of the line."""
+        self.all: list[Run] = []
+        piece_of = np.repeat(np.arange(len(self.pieces)), self.pieces)
+        for start, end, seen in zip(starts, [*starts[1:], len(line)], context, strict=True):
+            pieces = np.unique(np.append(piece_of[seen], piece_of[start:end])).tolist()
+            mask = None
+            if len(seen) and end - start > 1:
+                later = torch.full((end - start, end - start), float("-inf"), dtype=dtype, device=ends.device).triu(1)
+                mask = nn.functional.pad(later, (len(seen), 0))[None, None]
+            self.all.append(Run(int(end - start), pieces, mask))
+
+
+def attention_by_runs(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads length width"],
+    key: Float[Tensor, "batch groups length width"],
+    value: Float[Tensor, "batch groups length width"],
+    attention_mask: Tensor | None,
+    runs: Runs | None = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "batch length heads width"], None]:
+    """Attention function for transformers; without `runs` it is transformers' own sdpa.
+
+    Work and memory grow with the pairs of tokens that see each other; with a dense mask they grow with all pairs.
+    """
+    if runs is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return _each_run(module, query, key, value, runs, options), None
+
+
+# each line has different runs: a compiled function would be recompiled every time
+@torch.compiler.disable
+def _each_run(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: dict[str, Any]
+) -> Float[Tensor, "batch length heads width"]:
+    # use split: its backward pass joins the pieces' gradients once; the backward pass of a slice fills a whole line
+    keys, values = key.split(runs.pieces, dim=2), value.split(runs.pieces, dim=2)
+    parts = []
+    for run, queries in zip(runs.all, query.split([run.length for run in runs.all], dim=2), strict=True):
+        seen, known = (torch.cat([pieces[piece] for piece in run.seen], dim=2) for pieces in (keys, values))
+        if run.mask is None:
+            parts.append(sdpa_attention_forward(module, queries, seen, known, None, **options)[0])
+        else:
+            parts.append(_masked(queries, seen, known, run.mask, options))
+    return torch.cat(parts, dim=1)
+
+
+def _masked(
+    query: Float[Tensor, "1 heads run width"],
+    key: Float[Tensor, "1 groups seen width"],
+    value: Float[Tensor, "1 groups seen width"],
+    mask: Float[Tensor, "1 1 run seen"],
+    options: dict[str, Any],
+) -> Float[Tensor, "1 run heads width"]:
+    """sdpa with a mask. Groups take the place of lines, so that the heads of a group share its keys: transformers would
+    copy the keys for each head, because few of torch's kernels take both a mask and groups."""
+    _, heads, length, _ = query.shape
+    groups = key.shape[1]
+    grouped = query.reshape(groups, heads // groups, length, -1)
+    seen, known = (tensor.transpose(0, 1).expand(-1, heads // groups, -1, -1) for tensor in (key, value))
+    found = nn.functional.scaled_dot_product_attention(
+        grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling")
+    )
+    return found.reshape(1, heads, length, -1).transpose(1, 2)
+
+
+AttentionInterface.register(BY_RUNS, attention_by_runs)
+AttentionMaskInterface.register(BY_RUNS, sdpa_mask)
+
+
+def attention_by_blocks(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads length width"],
+    key: Float[Tensor, "batch groups length width"],
+    value: Float[Tensor, "batch groups length width"],
+    attention_mask: BlockMask,
+    **options: Any,
+) -> tuple[Float[Tensor, "batch length heads width"], Tensor | None]:
+    """Attention function for transformers. Under autocast it computes in autocast's precision, as sdpa does: rotary
+    embeddings return float32 queries and keys, and FlexAttention's backward pass refuses to mix precisions. Only from
+    torch 2.13 on does autocast know FlexAttention, and there only its forward pass."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return flex_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(BY_BLOCKS, attention_by_blocks)
+AttentionMaskInterface.register(BY_BLOCKS, flex_attention_mask)
+
+_OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
+
+
+def use_ours(network: PreTrainedModel) -> None:
+    """Replaces the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
+    accept the arguments below."""
+    if ours := _OURS.get(network.config._attn_implementation):
+        network.set_attn_implementation(ours)
+
+
+def whole_blocks(
+    ids: Int[Tensor, "batch length"], positions: Int[Tensor, "1 length"] | None, ends: Int[Tensor, "1 length"] | None
+) -> tuple[Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"]]:
+    """Returns ids, positions and ends padded to whole blocks with tokens that no other token sees; without positions
+    and ends, those of lines that attend causally.
+
+    torch compiles FlexAttention once for all lengths that are whole blocks, and separately for others.
+    """
+    length = ids.shape[1]
+    place = torch.arange(length + -length % BLOCK, device=ids.device)[None]
+    if positions is None or ends is None:
+        positions, ends = place[:, :length].expand_as(ids), torch.full_like(ids, length)
+    rest = place[:, length:].expand(len(ids), -1)
+    # a token sees at least itself: the softmax of nothing is not a number
+    return (
+        nn.functional.pad(ids, (0, rest.shape[1])),
+        torch.cat([positions, rest], dim=1),
+        torch.cat([ends, rest + 1], dim=1),
+    )
+
+
+def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
+    """Returns the mask of FlexAttention for lines of whole blocks. It skips blocks that no token sees, and does not
+    look into those that are seen completely.
+
+    Only the first and the last end in each block decide, so no mask of length x length is made.
+    """
+    batch, length = ends.shape
+
+    def visible(line: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[line, key])
+
+    blocks = ends.reshape(batch, 1, 1, -1, BLOCK)
+    first = torch.arange(0, length, BLOCK, device=ends.device)
+    keys, queries = first[None, :], first[:, None]
+    before = keys < queries
+    full = before & (blocks.amin(-1) >= queries + BLOCK)
+    seen = (keys == queries) | (before & (blocks.amax(-1) > queries))
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen & ~full), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+    )
+
+
+def _ordered(chosen: Bool[Tensor, "batch 1 queries keys"]) -> tuple[Tensor, Tensor]:
+    """Returns how many blocks of keys are chosen per block of queries, and all blocks of keys, chosen ones first."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.int()
+
+
+def attention_arguments(
+    kind: str, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the arguments that describe a line to the attention implementation `kind`; `dtype` is that of queries and
+    keys.
+
+    FlashAttention gets none: it finds rows that are placed end to end by their positions, and does not support trees.
+    """
+    if kind == BY_RUNS:
+        # without a four-dimensional mask, transformers would make a dense one from the positions; by this, a network
+        # that ignores the runs sees everything, which `resolve_batching` finds
+        return {"runs": Runs(positions, ends, dtype), "attention_mask": torch.zeros(1, 1, 1, 1, device=ends.device)}
+    if kind == BY_BLOCKS:
+        return {"attention_mask": block_mask(ends)}
+    if kind.startswith("flash_attention"):
+        return {}
+    raise SettingError("train.attention", f"{kind} takes no rows that share a line", "use sdpa or flex_attention")

@@ -1,0 +1,145 @@
+"""The critic: learns values of states for GAE in one model with the policy."""
+
+import copy
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentfactory.trainers.batches.image_batches import Images
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.backbone import Backbone
+from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, has_adapter, use_adapter
+from agentfactory.trainers.networks.network import apply_options, load_network
+from agentfactory.trainers.networks.policy import Policy
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+class Role(StrEnum):
+    """The model part that a forward pass runs: policy or critic."""
+
+    POLICY = "policy"
+    CRITIC = "critic"
+
+
+def role_of(name: str) -> Role:
+    """Returns the role that learns the weight of this name in an ActorCritic (or in a Policy alone)."""
+    return Role.CRITIC if name.startswith("critic.") or f".{CRITIC_ADAPTER}." in name else Role.POLICY
+
+
+class Critic(nn.Module):
+    """A scalar head in float32, and the network below it unless it uses the policy's base."""
+
+    def __init__(self, width: int, backbone: Backbone | None) -> None:
+        """`width` is the size of the hidden states; `backbone` is None if the critic is an adapter on the policy's
+        base."""
+        super().__init__()
+        self.backbone = backbone
+        # zero: the first values are 0, so the first advantages are those of the returns alone. A vector, not a matrix
+        # with one row: it is sharded evenly, does not decay, and is not passed to optimisers that work on matrices
+        self.head = nn.Parameter(torch.zeros(width))
+
+    def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
+        """Returns values, in units of reward."""
+        # fsdp2 gathers the head in the network's precision, but values are computed in float32
+        dtype = torch.promote_types(self.head.dtype, torch.float32)
+        return hidden.to(dtype) @ self.head.to(dtype)
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as children of one module, which accelerate prepares.
+
+    A training step runs each role's forward and backward pass separately: with adapters both roles share one base, the
+    forward pass switches the adapter in use, and gradient checkpointing recomputes activations in the backward pass. A
+    backward pass of one role leaves the other's gradients unchanged.
+    """
+
+    def __init__(self, policy: Policy, critic: Critic) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        # accelerate makes each module of these classes an FSDP2 unit; the critic's network has the same classes
+        return self.policy._no_split_modules
+
+    def forward(
+        self,
+        role: Role,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]] | Float[Tensor, "targets"]:
+        """Returns, for the policy, log-probabilities and entropies: see `Policy.forward`. Returns, for the critic, the
+        value of the state in which each label is sampled, read at `sources`: no other position has a value.
+
+        A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
+        """
+        if role == Role.POLICY:
+            logprob, entropy = self.policy(ids, sources, labels, positions, ends, images, temperature, entropy_gradient)
+            return self._guarded(logprob), self._guarded(entropy)
+        base = self.critic.backbone or self.policy
+        if has_adapter(base.model):
+            use_adapter(base.model, CRITIC_ADAPTER)
+        return self._guarded(self.critic(base.hidden(ids, positions, ends, images).flatten(0, 1)[sources]))
+
+    def parameters_of(self, role: Role) -> list[nn.Parameter]:
+        """Returns the weights that a role learns, so that each role's gradient can be clipped separately."""
+        return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
+
+    def _guarded(self, output: Tensor) -> Tensor:
+        """Returns `output` with a backward pass that fails if another adapter than that of its forward pass is in
+        use."""
+        model = self.policy.model
+        if has_adapter(model) and output.requires_grad:
+            output.register_hook(_same_adapter(model, model.active_adapter))
+        return output
+
+
+def _same_adapter(model: "PeftModel", name: str) -> Callable[[Tensor], None]:
+    def check(gradient: Tensor) -> None:
+        if model.active_adapter != name:
+            raise RuntimeError(
+                f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
+                "backward pass before the other's forward pass"
+            )
+
+    return check
+
+
+def make_actor_critic(
+    recipe: TrainRecipe, policy: Policy, device: torch.device | str = "cpu", network: PreTrainedModel | None = None
+) -> ActorCritic:
+    """Creates a policy with a critic whose values are 0 until it has learned.
+
+    With `model.lora`, the critic is a second adapter of the same shape on the policy's base; otherwise it is a separate
+    network, `network` or by default that of `model.path`, with weights in float32 and no language-model head. Call it
+    before the policy is prepared.
+    """
+    output = policy.network.get_output_embeddings().weight
+    backbone = None
+    if has_adapter(policy.model):
+        torch.manual_seed(recipe.seed)
+        policy.model.add_adapter(CRITIC_ADAPTER, copy.deepcopy(policy.model.peft_config[POLICY_ADAPTER]))
+        for name, parameter in policy.named_parameters():
+            if role_of(name) == Role.CRITIC:
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(True)
+    else:
+        own: Any = network or load_network(recipe, device)
+        apply_options(own, recipe.train, device)
+        backbone = Backbone(own.base_model, policy.dtype)
+    # under fsdp2 the policy is still on the CPU, whatever `device` is
+    return ActorCritic(policy, Critic(output.shape[-1], backbone).to(output.device)).train()

@@ -1,0 +1,203 @@
+"""The policy: a module that computes log-probabilities of chosen tokens from token ids."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.disk import writing
+from agentfactory.trainers.batches.batch import Batching
+from agentfactory.trainers.batches.image_batches import Images
+from agentfactory.trainers.checkpoint_folder import set_usual_modes
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.backbone import Backbone
+from agentfactory.trainers.networks.exact_layouts import ids, resolve_batching
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER, adapter_weights, add_adapter, has_adapter, use_adapter
+from agentfactory.trainers.networks.network import apply_options, load_network
+from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
+from agentfactory.trainers.processes.sharding import decided_by_rank_0
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+# Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
+LOGITS_PER_CHUNK = 2**26
+
+# What servers subtract from the logits of tokens that must not be sampled (`logit_bias`).
+BAN = 100.0
+
+
+class Policy(Backbone):
+    """A causal language model that scores tokens.
+
+    Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA see ordinary calls. The head
+    runs only on tokens that are scored, in chunks. Log-softmax and entropy are computed in float32 (in float64 for a
+    network in float64).
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel | PeftModel",
+        dtype: torch.dtype,
+        batching: Batching = "padded",
+        banned: Sequence[int] = (),
+    ) -> None:
+        """`batching` is the layout of rows for this network; tokens `banned` get the bias that servers give them, so
+        that they are never sampled; see Backbone for the others."""
+        super().__init__(model, dtype)
+        self.batching = batching
+        self.banned = list(banned)
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
+        """Returns the log-probability of each label, and the entropy in nats of the distribution it was drawn from
+        (detached, unless `entropy_gradient`).
+
+        `sources` are flat indices into batch x length: the position whose output predicts the label. In a plain row it
+        is the one before the label's own; in a tree it may be the end of the shared prefix. `positions`, `ends` and
+        `images`: see `hidden`. Logits are divided by the sampling `temperature`.
+        """
+        if has_adapter(self.model):
+            use_adapter(self.model, POLICY_ADAPTER)
+        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
+            hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
+            size = max(1, LOGITS_PER_CHUNK // self.network.get_output_embeddings().weight.shape[0])
+            score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
+            if len(labels) <= size:
+                return score(hidden, labels)
+            # with several chunks: recompute a chunk's logits in the backward pass, so that only one set exists at a
+            # time
+            parts = [
+                checkpoint(score, hidden[i : i + size], labels[i : i + size], use_reentrant=False)
+                for i in range(0, len(labels), size)
+            ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _score(
+        self,
+        hidden: Float[Tensor, "chunk width"],
+        labels: Int[Tensor, "chunk"],
+        temperature: float,
+        entropy_gradient: bool,
+    ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
+        logits = self.network.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if self.banned:
+            logits[:, self.banned] -= BAN
+        logits = logits / temperature if temperature != 1.0 else logits
+        total = logits.logsumexp(-1)
+        logprob = logits.gather(-1, labels[:, None]).squeeze(-1) - total
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+        return logprob, entropy
+
+    def gather(self) -> Weights:
+        """Returns the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
+        policy's dtype), or the adapter's under their peft names. They are gathered when they are read, in all processes
+        at the same time: see Weights. Read them before the next update."""
+        if has_adapter(self.model):
+            return Weights(adapter_weights(self.model).items())
+        return Weights(_untied(self.network), self.dtype)
+
+    def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
+        """Writes a gathered adapter to `folder` in peft's format, and returns the file of its weights. Raises
+        DiskError."""
+        assert has_adapter(self.model)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "adapter_model.safetensors"
+        with writing(file):
+            # a copy: a checkpoint and a sync may be written at a time
+            config = copy.copy(self.model.peft_config[POLICY_ADAPTER])
+            # the saved adapter is for inference, not for training; the flag is part of peft's format
+            config.inference_mode = True
+            config.save_pretrained(str(folder))
+            save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+        set_usual_modes(folder)
+        return file
+
+
+def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields the entries of a state dictionary, without the second names of tied weights."""
+    seen: set[int] = set()
+    for name, value in network.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Policy:
+    """Loads the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
+    only on rank 0: see `sharding`).
+
+    With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed determines the adapter's
+    initial weights. Raises ValueError if the model cannot be trained as requested.
+    """
+    network = load_network(recipe, device)
+
+    def checked() -> Batching:
+        _check_head(network)
+        return resolve_batching(network, recipe.train)
+
+    # the checks compute with the weights
+    batching = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
+    return make_policy(recipe, network, batching, device)
+
+
+def make_policy(
+    recipe: TrainRecipe, network: PreTrainedModel, batching: Batching, device: torch.device | str = "cpu"
+) -> Policy:
+    """Makes a policy from a network: applies the recipe's options and adds its adapter, if any. Reads no weight of the
+    network, so it may have none, as in agentfactory.placement.trainer_memory."""
+    config = recipe.model
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    apply_options(network, recipe.train, device)
+    banned = banned_token_ids(network)
+    if config.lora is None:
+        return Policy(network, dtype, batching, banned).train()
+    adapted = adapted_modules(network, config.lora.target_modules, recipe.train.vision)
+    return Policy(add_adapter(network, config.lora, adapted, recipe.seed), dtype, batching, banned).train()
+
+
+@torch.no_grad()
+def _check_head(network: PreTrainedModel) -> None:
+    """Checks that the policy may call backbone and head itself; some networks process their logits further (scale them,
+    for example).
+
+    Compares one short forward pass with the network's own, and raises ValueError if they differ.
+    """
+    network.eval()
+    tokens = ids(network, list(range(8)))[None]
+    expected = (
+        network(tokens, use_cache=False)
+        .logits[0, :-1]
+        .float()
+        .log_softmax(-1)
+        .gather(-1, tokens[0, 1:, None])
+        .squeeze(-1)
+    )
+    given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
+    if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
+        problem = f"{type(network).__name__} changes its logits after the head in a way that the trainer does not know"
+        raise SettingError("model.path", f"{problem}; its log-probabilities would be wrong", "train another model")

@@ -1,0 +1,1 @@
+"""Trainer processes: accelerate, rendezvous, sharding, host memory."""

@@ -1,0 +1,156 @@
+"""Sync by file: full weights as safetensors that the servers read."""
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from agentfactory.tools.files.disk import writing
+from agentfactory.trainers.checkpoint_folder import set_usual_modes
+from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.sync.content import Content, Served, served_checksums
+from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights
+from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, lock_for_others, on_each
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+
+_FILE_BYTES = 2**30
+"""Size from which a file ends: at most this and one weight more are in memory for it."""
+
+
+class FileSync:
+    """Sends full weights as safetensors files that every server reads: for a CPU, or servers that share a disk.
+
+    Weights are gathered while they are written. Proof: a server echoes the version, and its checksum of every weight
+    equals ours.
+    """
+
+    def __init__(self, servers: list[ServerControl], folder: Path, prefix: str = "", keep_caches: bool = False) -> None:
+        """`folder` contains the files of the last version; servers must be able to read them under the same path.
+        Versions are called {prefix}{version}. `keep_caches`: see update_full_weights."""
+        self._servers = servers
+        self._folder = folder
+        self._prefix = prefix
+        self._keep_caches = keep_caches
+        self._model = base_model(servers)
+        self._last: tuple[int, Path] | None = None
+        self._written: tuple[Weights, Path, Content] | None = None
+        self._served: Served = {}
+        self._digest = ""
+        # takes a quarter of the time of writing, which no step need wait for
+        self._deletes = ThreadPoolExecutor(1, "delete")
+        self._deleted: Future[None] | None = None
+        for server in servers:
+            _init(server)
+
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
+        """See WeightSync."""
+        started = time.perf_counter()
+        # a server that is gone interrupts a push; what was written is still good
+        if self._written is None or self._written[0] is not state:
+            self._written = state, *self._write(version, state)
+        _, target, content = self._written
+        on_each(self._servers, lambda server: self._update(server, version, target, content))
+        # a server that was skipped comes back with the layout that it had
+        self._served = {**self._served, **content.served}
+        if self._last is not None and self._last[1] != target:
+            self._deleted = self._deletes.submit(_delete, self._last[1])
+        # kept until the next version is proven: a restarted server needs it
+        self._last = version, target
+        return self._report(started)
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync."""
+        assert self._last is not None
+        started = time.perf_counter()
+        version, target = self._last
+        if not target.is_dir():
+            raise SyncError(f"{url} cannot get version {version}: {target} was removed; resume the run")
+        state = {name: value for file in sorted(target.iterdir()) for name, value in load_file(file).items()}
+        server, content = find(self._servers, url), Content(state)
+        if not holds_full_weights(server, self._label(version), content):
+            self._update(server, version, target, content)
+        return self._report(started)
+
+    def close(self) -> None:
+        """See WeightSync."""
+        self._wait_for_deletes()
+        if self._last is not None:
+            _delete(self._last[1])
+        if self._written is not None:
+            # another one, if a signal has cut its push short
+            _delete(self._written[1])
+        self._last = self._written = None
+
+    def _write(self, version: int, state: Weights) -> tuple[Path, Content]:
+        """Writes the weights to a folder of files."""
+        # there need be room for two versions, not for three
+        self._wait_for_deletes()
+        if not (self._served or state.resident):
+            found: dict[str, dict[str, str]] = {}
+            on_each(self._servers, lambda server: found.update({server.url: served_checksums(server)}))
+            self._served = found
+        content = Content(state.meta, self._served, keep=state.resident)
+        target = (self._folder / str(version)).resolve()
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            for number, part in enumerate(_parts(content.passing(state.stream()))):
+                file = target / f"model-{number:05}.safetensors"
+                with writing(file):
+                    save_file(part, file, metadata={"format": "pt"})
+            set_usual_modes(target)
+            lock_for_others(target)
+        except BaseException:
+            _delete(target)
+            raise
+        return target, content
+
+    def _update(self, server: ServerControl, version: int, target: Path, content: Content) -> None:
+        # every time: a server that was restarted since the last version is not initialised
+        _init(server)
+
+        def transfer() -> None:
+            server.post("/update_weights", {"update_info": {"path": str(target)}})
+
+        self._digest = update_full_weights([server], self._label(version), content, transfer, self._keep_caches)
+
+    def _wait_for_deletes(self) -> None:
+        if self._deleted is not None:
+            self._deleted.result()
+
+    def _label(self, version: int) -> str:
+        return f"{self._prefix}{version}"
+
+    def _report(self, started: float) -> SyncReport:
+        assert self._last is not None
+        version, target = self._last
+        size, label = sum(file.stat().st_size for file in target.iterdir()), self._label(version)
+        salt = label if self._keep_caches else None
+        return SyncReport(version, label, self._model, size, time.perf_counter() - started, self._digest, salt)
+
+
+def _delete(target: Path) -> None:
+    # somebody may have made room
+    shutil.rmtree(target, ignore_errors=True)
+
+
+def _init(server: ServerControl) -> None:
+    server.post("/init_weight_transfer_engine", {"init_info": {}})
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields the weights of one file after the other, in host memory."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, value in weights:
+        part[name] = value.cpu()
+        size += value.nbytes
+        if size > _FILE_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part

@@ -1,0 +1,79 @@
+"""Updates a server's full weights with any transport: pause, transfer, resume, prove."""
+
+from collections.abc import Callable
+from string import digits
+
+from agentfactory.trainers.networks.vision_tower import is_of_tower
+from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.protocol import INITIAL_LABEL, ForeignWeightsError
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+
+FORGET_FEATURES = "/reset_encoder_cache"
+"""Drops the vision tower's features of all images."""
+
+
+def update_full_weights(
+    servers: list[ServerControl],
+    label: str,
+    content: Content,
+    transfer: Callable[[], None],
+    keep_caches: bool = False,
+) -> str:
+    """Pauses all servers, calls `transfer` to load the content into them, resumes them, and proves it in each. Returns
+    the digest of the proven content (see Content.check).
+
+    Running requests keep their tokens and continue with the new weights. Their caches are recomputed. With
+    `keep_caches` all caches stay, and requests must avoid those of older weights by their cache salt. Servers generate
+    while they are proven; if a proof fails, SyncError is raised and the server is paused again: the version is not
+    published, and nothing that was sampled from it is trained. A server whose cache is asleep runs nothing, and resumes
+    automatically when the cache wakes: it is neither paused nor resumed.
+    """
+    for server in servers:
+        if not server.asleep:
+            # otherwise vLLM would drop the caches here, including those of running requests
+            server.post("/pause?mode=keep&clear_cache=false")
+        server.post("/start_weight_update")
+    transfer()
+    for server in servers:
+        server.post("/finish_weight_update", {"weight_version": label})
+        # the server answers 200 even if it did nothing; caches of the old weights would then stay in use
+        dropped = keep_caches or server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is True
+        if not dropped:
+            raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
+        if any(is_of_tower(name) for name in content.state):
+            # whatever happens to the other caches: else images seen before keep the features of the old weights
+            server.require([FORGET_FEATURES])
+            server.post(FORGET_FEATURES)
+    for server in servers:
+        if not server.asleep:
+            server.post("/resume")
+    digest = ""
+    for server in servers:
+        try:
+            digest = content.prove(server, label)
+        except ServerGoneError:
+            raise
+        except SyncError:
+            if not server.asleep:
+                server.post("/pause?mode=keep&clear_cache=false")
+            raise
+    return digest
+
+
+def holds_full_weights(server: ServerControl, label: str, content: Content) -> bool:
+    """Returns whether a server proves that it has this version. A paused server was left so by a failure.
+
+    Raises ForeignWeightsError if it has a version of another process, which a restart does not explain.
+    """
+    found = str(server.get("/weight_info").get("weight_version"))
+    if found != INITIAL_LABEL and found.rstrip(digits) != label.rstrip(digits):
+        raise ForeignWeightsError(server, f"serves version {found!r}, and {label!r} was pushed")
+    if server.get("/is_paused").get("is_paused") is True:
+        return False
+    try:
+        content.prove(server, label)
+    except ServerGoneError:
+        raise
+    except SyncError:
+        return False
+    return True

@@ -1,0 +1,278 @@
+"""Sync by shared memory: full weights from trainer to server on one GPU, or between processes on one machine's CPU."""
+
+import base64
+import pickle
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from itertools import cycle
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from agentfactory.rollout.inference.embedded.shared_memory import CPU, memory_key
+from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.sync.content import Content, Served
+from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights
+from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+
+BUFFER_BYTES = 2**27
+"""Size of a shared buffer, unless one weight is larger."""
+_PARTS = 8
+"""Parts in which a small model travels, so that filling and reading overlap there, too."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+Part = list[tuple[str, Tensor]]
+"""Weights that travel together."""
+
+
+class Buffer:
+    """Memory that a server can open. Raises SyncError if there is too little."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        """Allocates `capacity` bytes on `device`."""
+        self.handles: dict[str, tuple[Any, ...]]
+        """The data with which a server opens it, under the key of the memory."""
+        self._block: SharedMemory | None = None
+        self._bytes: Tensor
+        if device.type == "cuda":
+            self._bytes = torch.empty(capacity, dtype=torch.uint8, device=device)
+            self.handles = {memory_key(device): reduce_tensor(self._bytes)[1]}
+        else:
+            self._block = SharedMemory(create=True, size=capacity)
+            self._bytes = torch.frombuffer(self._block.buf, dtype=torch.uint8, count=capacity)
+            self.handles = {CPU: (self._block.name, capacity)}
+
+    def fill(self, part: Part) -> None:
+        """Writes tensors one after the other, from any device; returns when they can be read."""
+        start = 0
+        for _, value in part:
+            flat = value.detach().contiguous().view(-1).view(torch.uint8)
+            self._bytes[start : start + len(flat)].copy_(flat)
+            start += len(flat)
+        if self._bytes.is_cuda:
+            torch.cuda.synchronize(self._bytes.device)
+
+    def views(self, part: Part) -> list[Tensor]:
+        """Returns the tensors that `fill` writes, in this memory. Each must begin at a multiple of its dtype's width,
+        as those of `parts` do."""
+        sizes = [value.nbytes for _, value in part]
+        places = self._bytes[: sum(sizes)].split(sizes)
+        return [place.view(value.dtype).view(value.shape) for (_, value), place in zip(part, places, strict=True)]
+
+    def close(self) -> None:
+        """Returns the memory to the system: the server may be waiting for it. No view may exist any more."""
+        del self._bytes
+        if self._block is not None:
+            self._block.close()
+            self._block.unlink()
+        else:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+
+class IpcSync:
+    """Sends full weights in parts through memory that trainer and server share, in the packed mode of vLLM's `ipc`
+    weight transfer engine: vLLM servers are started with `--weight-transfer-config '{"backend": "ipc"}'`.
+
+    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC, untested on a GPU): it fills one
+    while the server reads the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks
+    of `multiprocessing.shared_memory`, which the embedded engine reads; they stay, and are the copy. The policy's
+    weights may be on another device than the buffer: those of an offloaded trainer go from the CPU to a GPU. Proof: a
+    server echoes the version, and its checksum of every weight equals ours.
+    """
+
+    def __init__(
+        self,
+        servers: list[ServerControl],
+        prefix: str = "",
+        keep_caches: bool = False,
+        device: torch.device | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        """Raises SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
+        current GPU, or the CPU if there is none. Versions are called {prefix}{version}. `keep_caches`: see
+        update_full_weights."""
+        self._servers = servers
+        self._prefix = prefix
+        self._keep_caches = keep_caches
+        self._buffer_bytes = buffer_bytes
+        gpu = torch.cuda.is_available()
+        self._device = device or (torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+        self._model = base_model(servers)
+        self._version = 0
+        # copy of the last pushed version for a server that is restarted; the policy's own weights keep changing
+        self._copy: dict[str, Tensor] = {}
+        self._shared: list[Buffer] = []
+        """On a CPU: the copy's memory, a block for each of its parts."""
+        self._served: Served = {}
+        self._digest = ""
+        for server in servers:
+            self._init(server)
+
+    def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
+        """See WeightSync."""
+        started = time.perf_counter()
+        content = Content(state, self._served)
+        if self._copy.keys() != state.keys():
+            self._allocate(content.state)
+        self._version = version
+        with ThreadPoolExecutor(1, "copy") as pool:
+            copied = self._keep(content.state, pool)
+            on_each(self._servers, lambda server: self._update(server, content, copied))
+        for part in copied:
+            part.result()
+        self._served = content.served
+        return self._report(started)
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync."""
+        assert self._copy
+        started = time.perf_counter()
+        server, content = find(self._servers, url), Content(self._copy)
+        if not holds_full_weights(server, self._label, content):
+            self._update(server, content, [])
+        return self._report(started)
+
+    def close(self) -> None:
+        """See WeightSync."""
+        self._copy = {}
+        while self._shared:
+            self._shared.pop().close()
+
+    def _allocate(self, state: dict[str, Tensor]) -> None:
+        """Makes room for the copy of a version. Raises SyncError if shared memory is too small for it."""
+        self.close()
+        if self._device.type != "cpu":
+            self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
+            return
+        _check_shared_memory(sum(value.nbytes for value in state.values()))
+        for part in self._parts(state):
+            self._shared.append(Buffer(sum(value.nbytes for _, value in part), self._device))
+            self._copy |= zip([name for name, _ in part], self._shared[-1].views(part), strict=True)
+
+    def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """Begins to copy a version; returns what ends with each of its parts."""
+        if self._device.type == "cpu":
+            return [
+                pool.submit(buffer.fill, part) for buffer, part in zip(self._shared, self._parts(state), strict=True)
+            ]
+
+        def copy() -> None:
+            for name, value in state.items():
+                self._copy[name].copy_(value)
+
+        return [pool.submit(copy)]
+
+    def _parts(self, state: dict[str, Tensor]) -> list[Part]:
+        sizes = [value.nbytes for value in state.values()]
+        return list(parts(state, max(*sizes, min(sum(sizes) // _PARTS, self._buffer_bytes))))
+
+    @contextmanager
+    def _filled(self, state: dict[str, Tensor], copied: list[Future[None]]) -> Iterator[Iterator[tuple[Part, Buffer]]]:
+        """Gives the parts of a version, each in a buffer, as soon as they can be read. A part may still be read while
+        the next one is asked for, and no longer."""
+        found = self._parts(state)
+        with ExitStack() as stack:
+            if self._device.type == "cpu":
+                buffers = self._shared
+            else:
+                # own buffers for each server: torch counts one opening for each handle
+                capacity = max(sum(value.nbytes for _, value in part) for part in found)
+                buffers = [stack.enter_context(closing(Buffer(capacity, self._device))) for _ in range(2)]
+
+            def fill() -> Iterator[tuple[Part, Buffer]]:
+                for number, (part, buffer) in enumerate(zip(found, cycle(buffers), strict=False)):
+                    if self._device.type != "cpu":
+                        buffer.fill(part)
+                    elif copied:
+                        copied[number].result()
+                    yield part, buffer
+
+            yield fill()
+
+    def _init(self, server: ServerControl) -> None:
+        answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
+        own = memory_key(self._device)
+        readable = answer.get("memory")  # vLLM does not report it; it reads its GPUs' memory
+        if readable is None and own == CPU:
+            raise SyncError(
+                f"sync.backend: ipc: {server.url} takes weights from a GPU's memory only, and the trainer has no GPU; "
+                "use sync.backend: file"
+            )
+        if readable is not None and own not in readable:
+            raise SyncError(
+                f"sync.backend: ipc: {server.url} can read the memory of {', '.join(readable)}, and the trainer's is "
+                f"{own}; let both use one GPU, or use sync.backend: file"
+            )
+
+    def _update(self, server: ServerControl, content: Content, copied: list[Future[None]]) -> None:
+        # every time: a server that was restarted since the last version is not initialised
+        self._init(server)
+
+        def transfer() -> None:
+            with self._filled(content.state, copied) as filled, ThreadPoolExecutor(1, "parts") as pool:
+                read: Future[Any] | None = None
+                for part, buffer in filled:
+                    if read is not None:
+                        read.result()
+                    # answers after it has copied the part
+                    read = pool.submit(server.post, "/update_weights", {"update_info": update_info(part, buffer)})
+                if read is not None:
+                    read.result()
+
+        self._digest = update_full_weights([server], self._label, content, transfer, self._keep_caches)
+
+    @property
+    def _label(self) -> str:
+        return f"{self._prefix}{self._version}"
+
+    def _report(self, started: float) -> SyncReport:
+        size = sum(value.nbytes for value in self._copy.values())
+        salt = self._label if self._keep_caches else None
+        seconds = time.perf_counter() - started
+        return SyncReport(self._version, self._label, self._model, size, seconds, self._digest, salt)
+
+
+def parts(state: dict[str, Tensor], capacity: int) -> Iterator[Part]:
+    """Yields weights in parts of at most `capacity` bytes; no single weight may exceed it. Wide dtypes come first, so
+    that each tensor begins at a multiple of its own width."""
+    part: Part = []
+    size = 0
+    for name, value in sorted(state.items(), key=lambda entry: -entry[1].itemsize):
+        if part and size + value.nbytes > capacity:
+            yield part
+            part, size = [], 0
+        part.append((name, value))
+        size += value.nbytes
+    if part:
+        yield part
+
+
+def update_info(part: Part, buffer: Buffer) -> dict[str, Any]:
+    """Returns what the receiver needs to know of a part in a buffer."""
+    return {
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii"),
+        "names": [name for name, _ in part],
+        "dtype_names": [str(value.dtype).removeprefix("torch.") for _, value in part],
+        "shapes": [list(value.shape) for _, value in part],
+        "tensor_sizes": [value.nbytes for _, value in part],
+    }
+
+
+def _check_shared_memory(size: int) -> None:
+    # a write beyond the available memory kills the process by a signal; a container has 64 MiB by default
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else size
+    if free < size:
+        raise SyncError(
+            f"sync.backend: ipc: {_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and the weights take "
+            f"{size / 2**20:.0f} MiB there; enlarge it (docker run --shm-size), or use sync.backend: file"
+        )

@@ -1,0 +1,1 @@
+"""One update: losses, gradients, optimizer steps, and the learner's state."""

@@ -1,0 +1,243 @@
+"""The learner: policy, optimiser and schedule on accelerate; scores rows, and performs an optimiser update on a
+batch."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from agentfactory.rollout.images.families import load_vision
+from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
+from agentfactory.trainers.batches.image_batches import ImageLoader, Images
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.networks.image_check import check_images
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.reference_policy import make_reference
+from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
+from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
+from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
+
+Targets = Float[Tensor, "targets"]
+
+
+@dataclass
+class Terms:
+    """A loss's result for one micro-batch: the sum of weight x term over its tokens, and metrics to report."""
+
+    loss: Float[Tensor, ""]
+    sums: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
+    """Metrics that are added up over micro-batches and processes."""
+    maxima: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
+    """Metrics of which the largest over micro-batches and processes is kept."""
+
+
+Loss = Callable[[int, MicroBatch, Targets, Targets], Terms]
+"""(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms."""
+
+ValueLoss = Callable[[MicroBatch, Targets], Terms]
+"""(micro-batch, the critic's values) -> Terms."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The report of one optimiser update, over all processes."""
+
+    loss: float
+    """The policy's loss."""
+    grad_norm: float
+    """The norm before clipping."""
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Learner:
+    """Performs optimiser updates, in the same way for every algorithm."""
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        accelerator: Accelerator,
+        temperature: float = 1.0,
+        images: Path | None = None,
+    ) -> None:
+        """`images` is the folder of the images in the rows, an ImageStore's."""
+        train = recipe.train
+        self.accelerator = accelerator
+        self.temperature = temperature
+        self.max_grad_norm = train.max_grad_norm
+        self.token_budget = train.token_budget
+        self.entropy_gradient = train.loss.entropy_bonus > 0
+        self.policy: Policy = load_policy(recipe, accelerator.device)
+        self.batching = self.policy.batching
+        self.vision = load_vision(recipe.model.path) if sees(self.policy.network.config) else None
+        self.images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None
+        if self.vision is not None:
+            check = partial(check_images, self.policy, recipe.model.path)
+            # only rank 0 has weights under fsdp2
+            decided_by_rank_0(check) if train.strategy == "fsdp2" else check()
+        model = make_actor_critic(recipe, self.policy, accelerator.device) if train.has_critic else self.policy
+        optimizer = make_optimizer(model, train)
+        with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
+            self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        # not prepared: accelerate would step it once per process
+        self.schedule = make_schedule(optimizer, train)
+        unwrapped = accelerator.unwrap_model(self.model)
+        self._actor_critic = unwrapped if isinstance(unwrapped, ActorCritic) else None
+        self.policy = self._actor_critic.policy if self._actor_critic else unwrapped
+        self._reference = make_reference(recipe, self.policy, accelerator) if train.has_reference else None
+        torch.manual_seed(recipe.seed)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained with the policy."""
+        return self._actor_critic is not None
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The trained networks, and the reference if it has a separate network."""
+        reference = self._reference.network if self._reference else None
+        return [self.model, reference] if reference is not None else [self.model]
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return float(self.schedule.get_last_lr()[0])
+
+    def deal(self, rows: list[TrainingRow], normaliser: float | None = None) -> Batch:
+        """Return this process's share of rank 0's `rows`; every process calls it. `normaliser`: see make_batches."""
+        processes = self.accelerator.num_processes
+        main = self.accelerator.is_main_process
+        batches = None
+        if main:
+            batches = make_batches(rows, self.batching, self.token_budget, processes, normaliser, self.vision)
+        return scatter(batches, self.accelerator)
+
+    @torch.no_grad()
+    def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
+        """Return rank 0's `rows` with further streams, computed with the present weights: `proximal`
+        (log-probabilities) and `entropy`, `reference`, `value`. Every process calls it, with the same `names`; the
+        others get no rows back."""
+        batch, made = self.deal(rows), []
+        for part in batch.micro_batches:
+            streams: dict[str, Targets] = {}
+            if "proximal" in names or "entropy" in names:
+                streams["proximal"], streams["entropy"] = self._policy_pass(part)
+            if "reference" in names:
+                assert self._reference is not None
+                streams["reference"] = self._reference.logprobs(self.model, *self._inputs(part), self.temperature)
+            if "value" in names:
+                streams["value"] = self._value_pass(part)
+            made.append({name: values for name, values in streams.items() if name in names})
+        scores = self.by_row(batch, made)
+        return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
+
+    def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, np.ndarray]]:
+        """Collect values along the targets of a batch's micro-batches from all processes, by the number of their row
+        among those that were dealt. Every process passes the values of its own share; only rank 0 gets the result."""
+        found: list[tuple[int, dict[str, np.ndarray]]] = []
+        for part, own in zip(batch.micro_batches, streams, strict=True):
+            counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
+            split = {name: values.float().cpu().split(counts) for name, values in own.items()}
+            for place, row in enumerate(part.rows):
+                found.append((row, {name: values[place].numpy() for name, values in split.items()}))
+        if self.accelerator.num_processes > 1:
+            gathered: list[list[tuple[int, dict[str, np.ndarray]]] | None] = [None] * self.accelerator.num_processes
+            dist.gather_object(found, gathered if self.accelerator.is_main_process else None)
+            found = [entry for share in gathered for entry in share or []]
+        return dict(found)
+
+    def update(self, batch: Batch, loss: Loss | None, value_loss: ValueLoss | None = None) -> Update:
+        """Perform one optimiser update on a batch. Every process calls it, with its own share. Without `loss` only the
+        critic learns.
+
+        Raises FloatingPointError, and changes no weight, if the gradient is not finite.
+        """
+        # DDP and FSDP2 average gradients over processes; the normaliser is global, so undo that
+        scale = self.accelerator.num_processes / batch.normaliser
+        terms: list[Terms] = []
+        for index, part in enumerate(batch.micro_batches):
+            made: list[Terms] = []
+            last = index == len(batch.micro_batches) - 1
+            if loss is not None:
+                with self._syncing(last):
+                    made.append(loss(index, part, *self._policy_pass(part)))
+                    self.accelerator.backward(made[-1].loss * scale)
+            if value_loss is not None:
+                with self._syncing(last):
+                    made.append(value_loss(part, self._value_pass(part)))
+                    self.accelerator.backward(made[-1].loss * scale)
+            terms.append(_joined(made))
+        grad_norm = self._clip(Role.POLICY)
+        if self.has_critic:
+            # separately: a critic far from its returns would shrink the policy's step to nothing
+            self._clip(Role.CRITIC)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self._report(terms, batch.normaliser, grad_norm)
+
+    def end_step(self) -> None:
+        """Advance the schedule, which counts steps: call once per step, after its updates."""
+        self.schedule.step()
+
+    def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
+        return part.ids, part.sources, part.labels, part.positions, part.ends, self._images_of(part)
+
+    def _images_of(self, part: MicroBatch) -> Images | None:
+        if self.images is None:
+            return None
+        device = self.accelerator.device
+        if part.images:
+            return self.images.load(part.images, part.rotary, device)
+        # collective calls must match: fsdp2's for the weights of each layer, ddp's for the gradients of all
+        together = part.in_step_with_images or tower_is_trained(self.policy.network)
+        return self.images.blank(device) if self.accelerator.num_processes > 1 and together else None
+
+    def policy_forward(self, *inputs: Any) -> tuple[Targets, Targets]:
+        """Run the policy's forward pass through the model that accelerate prepared; see Policy.forward."""
+        return self.model(Role.POLICY, *inputs) if self.has_critic else self.model(*inputs)
+
+    def _policy_pass(self, part: MicroBatch) -> tuple[Targets, Targets]:
+        return self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
+
+    def _value_pass(self, part: MicroBatch) -> Targets:
+        return self.model(Role.CRITIC, *self._inputs(part))
+
+    def _clip(self, role: Role) -> float:
+        parameters = self._actor_critic.parameters_of(role) if self._actor_critic else self.model.parameters()
+        return clip_gradients(self.accelerator, parameters, self.max_grad_norm, whose=role)
+
+    @contextlib.contextmanager
+    def _syncing(self, sync: bool) -> Iterator[None]:
+        # fsdp2 would keep whole gradients of all weights until they are synced
+        whole = sync or self.accelerator.is_fsdp2
+        with contextlib.nullcontext() if whole else self.accelerator.no_sync(self.model):
+            yield
+
+    def _report(self, terms: list[Terms], normaliser: float, grad_norm: float) -> Update:
+        sums = ["loss", *terms[0].sums]
+        maxima = list(terms[0].maxima)
+        own = [torch.stack([t.loss.detach(), *t.sums.values(), *t.maxima.values()]).float() for t in terms]
+        # one row per micro-batch and process, one column per metric: a single collective call
+        table = self.accelerator.gather(torch.stack(own)).cpu()
+        total = dict(zip(sums, table[:, : len(sums)].double().sum(0).tolist(), strict=True))
+        peak = table[:, len(sums) :].max(0).values.tolist() if maxima else []
+        return Update(total.pop("loss") / normaliser, grad_norm, total, dict(zip(maxima, peak, strict=True)))
+
+
+def _joined(made: list[Terms]) -> Terms:
+    """Join terms: the first loss is the one reported; metrics of all are kept."""
+    first, *others = made
+    for terms in others:
+        first.sums |= terms.sums
+        first.maxima |= terms.maxima
+    return first

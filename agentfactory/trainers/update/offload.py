@@ -1,0 +1,134 @@
+"""Offload: moves a learner's tensors from its device to host memory between two steps, and back."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfactory.trainers.processes.host_memory import Bytes, lock, unlock
+from agentfactory.trainers.update.learner import Learner
+
+
+@dataclass
+class _Place:
+    """One piece of memory: the tensors stored in it, and its copy in host memory."""
+
+    tensors: list[Tensor]
+    frozen: bool
+    """Whether nothing changes it, so that its copy stays valid and is kept while it is on the device."""
+    host: Bytes
+
+
+class Offload:
+    """Weights, buffers, constants of quantised weights, optimiser state and the reference of a learner.
+
+    Tensors remain the same objects and change only their memory, so that everything that references them (an optimiser,
+    tied layers, bitsandbytes) finds them in both places. An offloaded learner can be gathered and written to a
+    checkpoint, but cannot compute. Between two steps there are no gradients. Host memory is page-locked if the device
+    is a GPU, and stays allocated after the first offload. Not for weights that several processes share.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        """`learner` must be on its device."""
+        self._learner = learner
+        self._device = learner.accelerator.device
+        self._places: list[_Place] = []
+        self._offloaded = False
+
+    @torch.no_grad()
+    def to_host(self) -> None:
+        """Moves everything to host memory, and frees the device's memory. Raises torch.cuda.CudaError if host memory
+        cannot be page-locked."""
+        if self._offloaded:
+            return
+        earlier = {id(place.tensors[0]): place for place in self._places}
+        held = ((tensor, frozen) for tensor, frozen in _held(self._learner) if tensor.device.type == self._device.type)
+        self._places = [self._copied(tensors, frozen, earlier) for tensors, frozen in _by_memory(held)]
+        for orphan in earlier.values():
+            unlock(orphan.host)
+        self._wait()
+        for place in self._places:
+            _lay(place.tensors, place.host)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+        self._offloaded = True
+
+    @torch.no_grad()
+    def to_device(self) -> None:
+        """Moves everything back to the device. Raises torch.OutOfMemoryError if it does not fit."""
+        if not self._offloaded:
+            return
+        for place in self._places:
+            _lay(place.tensors, place.host.to(self._device, non_blocking=True, copy=True))
+        self._wait()
+        self._offloaded = False
+
+    def _copied(self, tensors: list[Tensor], frozen: bool, earlier: dict[int, _Place]) -> _Place:
+        here = _bytes_of(tensors[0])
+        known = earlier.get(id(tensors[0]))
+        if known is not None and known.host.numel() == here.numel():
+            del earlier[id(tensors[0])]
+            if not frozen:
+                known.host.copy_(here, non_blocking=True)
+            return _Place(tensors, frozen, known.host)
+        host = torch.empty_like(here, device="cpu")
+        lock(host, self._device)
+        host.copy_(here, non_blocking=True)
+        return _Place(tensors, frozen, host)
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+
+
+def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
+    """Yields every tensor that is kept between two steps, and whether it is frozen."""
+    for network in learner.networks:
+        for parameter in network.parameters():
+            yield parameter, not parameter.requires_grad
+            # bitsandbytes: the scales of a quantised weight are attached to the parameter
+            yield from ((constant, True) for constant in _tensors(getattr(parameter, "quant_state", None)))
+        yield from ((buffer, False) for buffer in network.buffers())
+    yield from ((value, False) for value in _tensors(learner.optimizer.state))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields all tensors in nested dictionaries, lists and quantisation states."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    elif type(value).__name__ == "QuantState":
+        inside = vars(value).values()
+    for part in inside:
+        yield from _tensors(part)
+
+
+def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tensor], bool]]:
+    """Groups tensors that are stored in the same memory; if one of them may change, the memory is not frozen."""
+    found: dict[int, dict[int, tuple[Tensor, bool]]] = {}
+    for tensor, frozen in held:
+        if tensor.untyped_storage().nbytes():
+            found.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = (tensor, frozen)
+    for together in found.values():
+        yield [tensor for tensor, _ in together.values()], all(frozen for _, frozen in together.values())
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    """Returns the whole memory that a tensor is stored in."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _lay(tensors: list[Tensor], memory: Bytes) -> None:
+    """Moves tensors to other memory, at the same offsets."""
+    for tensor in tensors:
+        laid = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+        laid.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        tensor.data = laid

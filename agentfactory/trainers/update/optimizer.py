@@ -1,0 +1,195 @@
+"""Optimiser, gradient clipping and learning-rate schedule of a recipe."""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.trainers.config import OptimizerConfig, TrainConfig
+from agentfactory.trainers.networks.critic import Role, role_of
+from agentfactory.trainers.networks.vision_tower import tower_of
+
+Groups = list[dict[str, Any]]
+"""Parameter groups in torch's form; each has its own `lr` and `weight_decay`."""
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`.
+
+    Weights that match no group of the recipe come first. Raises ValueError if a group of the recipe matches no weight,
+    or if the optimiser is not available here.
+    """
+    name = config.optimizer.name
+    if name == "muon":
+        return MuonAndAdamW(_groups(model, config, _matrices(model)), config.optimizer)
+    groups = _groups(model, config)
+    if name in ("adamw_8bit", "lion"):
+        _need_bitsandbytes(name, groups[0]["params"][0].device)
+    return _MAKERS[name](groups, config.optimizer)
+
+
+def _adamw(groups: Groups, config: OptimizerConfig) -> Optimizer:
+    """Loshchilov and Hutter, 2019, arXiv:1711.05101."""
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _adamw_8bit(groups: Groups, config: OptimizerConfig) -> Optimizer:
+    """AdamW with its two moments in 8 bits per weight: Dettmers et al., 2021, arXiv:2110.02861."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, betas=config.betas, eps=config.eps)
+
+
+def _lion(groups: Groups, config: OptimizerConfig) -> Optimizer:
+    """Chen et al., 2023, arXiv:2302.06675. A good learning rate is 3 to 10 times smaller than AdamW's."""
+    from bitsandbytes.optim import Lion
+
+    return Lion(groups, betas=config.betas)
+
+
+def _adafactor(groups: Groups, config: OptimizerConfig) -> Optimizer:
+    """Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the given learning rate, scaled neither by
+    the weights nor by the step."""
+    # this imports peft, which takes seconds
+    from transformers.optimization import Adafactor
+
+    return Adafactor(groups, scale_parameter=False, relative_step=False)
+
+
+def _sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
+    return torch.optim.SGD(groups, momentum=config.betas[0])
+
+
+_MAKERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "sgd": _sgd,
+}
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon (Jordan, 2024; Liu et al., 2025, arXiv:2502.16982) on the matrices within layers, AdamW on all other
+    weights: embeddings, head, norms, biases. Muon's updates are scaled to the size of AdamW's (arXiv:2502.16982,
+    equation 4), so that one learning rate serves both."""
+
+    def __init__(self, groups: Groups, config: OptimizerConfig) -> None:
+        """Groups with `matrix` set to true are Muon's."""
+        self._parts: list[tuple[bool, Optimizer]] = []
+        if mine := [group for group in groups if group["matrix"]]:
+            muon = torch.optim.Muon(mine, momentum=config.betas[0], adjust_lr_fn="match_rms_adamw")
+            self._parts.append((True, muon))
+        if others := [group for group in groups if not group["matrix"]]:
+            self._parts.append((False, _adamw(others, config)))
+        super().__init__([group for _, part in self._parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all weights that have a gradient."""
+        for matrix, part in self._parts:
+            # pass on loaded or scheduled settings; the parts have no state of their own
+            part.param_groups = [group for group in self.param_groups if group["matrix"] is matrix]
+            part.state = self.state
+            part.step()
+
+
+def _matrices(model: nn.Module) -> set[int]:
+    """Return identities of the matrices within layers; embeddings and heads are tables of tokens, so they are not
+    included."""
+    tables: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            for table in (module.get_input_embeddings(), module.get_output_embeddings()):
+                tables |= {id(weight) for weight in table.parameters()} if table is not None else set()
+    return {id(weight) for weight in model.parameters() if weight.ndim == 2} - tables
+
+
+def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = None) -> Groups:
+    """Group trainable weights by learning rate and weight decay, and by whether they are among `matrices`, if given."""
+    settings = config.optimizer
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+    matched: set[int] = set()
+    towers = [tower_of(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
+    eyes = {id(weight) for tower in towers if tower is not None for weight in tower.parameters()}
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        rate = config.learning_rate
+        if role_of(name) == Role.CRITIC:
+            rate = config.critic.learning_rate
+        elif id(weight) in eyes and config.vision_learning_rate is not None:
+            rate = config.vision_learning_rate
+        decay = settings.weight_decay if weight.ndim > 1 else 0.0
+        number = next((n for n, group in enumerate(settings.groups) if re.search(group.match, name)), None)
+        if number is not None:
+            matched.add(number)
+            own = settings.groups[number]
+            rate = rate if own.learning_rate is None else own.learning_rate
+            decay = decay if own.weight_decay is None else own.weight_decay
+        group: dict[str, Any] = {"lr": rate, "weight_decay": decay}
+        if matrices is not None:
+            group["matrix"] = id(weight) in matrices
+        made.setdefault((number is not None, *group.values()), {"params": [], **group})["params"].append(weight)
+    for number, asked in enumerate(settings.groups):
+        if number not in matched:
+            names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+            raise SettingError(
+                f"train.optimizer.groups.{number}.match",
+                f"{asked.match!r} matches no trainable weight that an earlier group leaves",
+                f"some names are {', '.join(names[:3])}",
+            )
+    # the sort is stable; the first group's learning rate is the logged one
+    return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
+
+
+def _need_bitsandbytes(name: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        problem = f"{name} needs a CUDA GPU, and this process trains on the {device.type}"
+        raise SettingError("train.optimizer.name", problem, "use adamw")
+    if not is_installed("bitsandbytes"):
+        raise SettingError("train.optimizer.name", f"{name} needs bitsandbytes", "run `pip install bitsandbytes`")
+
+
+def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
+    """Create the learning-rate schedule by step (not by optimiser update): a linear warm-up to each group's own rate,
+    then `train.schedule`. wsd is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
+    return LambdaLR(optimizer, lambda done: _share_of_rate(config, done))
+
+
+def _share_of_rate(config: TrainConfig, done: int) -> float:
+    """Return the factor of the learning rate in the step after `done` ones. In every step of the run it is above 0: a
+    step with a rate of 0 would teach nothing. So the first step of the warm-up has 1/warmup_steps, and a decay would
+    reach 0 in the step after the last."""
+    if done < config.warmup_steps:
+        return (done + 1) / config.warmup_steps
+    begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
+    progress = min(max(0, done - begins) / max(1, config.steps - begins), 1.0)
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "linear" | "wsd":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def clip_gradients(accelerator: Accelerator, parameters: Iterable[Tensor], max_norm: float, whose: str) -> float:
+    """Scale the gradients down to `max_norm`, the 2-norm over all of them; return the norm before scaling. Every
+    process calls it. Raises FloatingPointError if the norm is not finite."""
+    norm = float(accelerator.clip_grad_norm_(parameters, max_norm))
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"the {whose}'s gradient norm is {norm}: no update was made; lower its learning rate, or look for values "
+            "that are not finite in the batch"
+        )
+    return norm

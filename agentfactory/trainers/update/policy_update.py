@@ -1,0 +1,119 @@
+"""One step of reinforcement learning on a batch: the optimiser updates of policy and critic, and their metrics."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentfactory.trainers.batches.batch import Batch, MicroBatch
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.update.learner import Learner, Targets, Terms, Update
+from agentfactory.trainers.update.losses import PolicyLoss, behaviour_kl, kl, value_loss
+from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """The result of the updates on one batch."""
+
+    updates: list[Update]
+    proximal: list[Tensor]
+    """The trainer's log-probabilities before the first update, along the targets of each micro-batch; empty if only the
+    critic learned."""
+
+
+def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
+    """Performs `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
+
+    The proximal log-probabilities come from the first update's own forward pass, since all its micro-batches see the
+    weights from before the update: they need no separate pass. The mismatch correction weights the policy term by
+    proximal over behaviour, and is the same in all updates.
+    """
+    train = recipe.train
+    config = train.loss
+    policy_loss = PolicyLoss(config)
+    proximal: list[Tensor] = []
+
+    def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
+        if index == len(proximal):
+            proximal.append(logprob.detach())
+        streams = part.streams
+        weight = streams["weight"]
+        # real tokens have weights above 0; tokens that only keep a process in step do not count
+        real = weight > 0
+        gap = torch.where(real, proximal[index] - streams["behaviour"], 0.0)
+        terms, clipped = policy_loss(
+            logprob=logprob,
+            proximal=proximal[index],
+            behaviour=streams["behaviour"],
+            advantage=streams["advantage"],
+            sequence=part.sequence,
+        )
+        correction = mismatch_weights(config.mismatch, gap, part.sequence)
+        terms = terms * correction
+        mixed = real & (streams["mixed"] > 0)
+        sums = {
+            "entropy": entropy.detach()[real].sum(),
+            "clipped": clipped[real].sum(),
+            "corrected": ((correction == 0) | (correction == config.mismatch.high))[real].sum(),
+            "mismatch": gap.abs().sum(),
+            "mismatch_kl": mismatch_kl(gap, torch.zeros_like(gap)).sum(),
+            "mixed": mixed.sum(),
+            "mismatch_mixed": gap.abs()[mixed].sum(),
+        }
+        if config.behaviour_kl:
+            held = behaviour_kl(logprob, streams["behaviour"])
+            terms = terms + config.behaviour_kl * held
+            sums["behaviour_kl"] = held.detach()[real].sum()
+        if config.kl.coefficient and config.kl.place == "loss":
+            distance = kl(config.kl.estimator, logprob, streams["reference"])
+            terms = terms + config.kl.coefficient * distance
+            sums["kl"] = distance.detach()[real].sum()
+        if config.entropy_bonus:
+            terms = terms - config.entropy_bonus * entropy
+        return Terms(loss=(weight * terms).sum(), sums=sums, maxima={"mismatch": gap.abs().max()})
+
+    def critic_loss(part: MicroBatch, values: Targets) -> Terms:
+        streams = part.streams
+        terms, clipped = value_loss(values, streams["value"], streams["return"], train.critic.value_clip)
+        real = streams["weight"] > 0
+        return Terms(
+            loss=(streams["weight"] * terms).sum(),
+            sums={"value_loss": terms.detach()[real].sum(), "value_clipped": clipped[real].sum()},
+        )
+
+    policy_term = None if critic_only else loss
+    critic_term = critic_loss if learner.has_critic else None
+    updates = [learner.update(batch, policy_term, critic_term) for _ in range(train.updates_per_batch)]
+    return PolicyUpdate(updates, proximal)
+
+
+def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
+    """Returns means over a step's updates; entropy and mismatch are those before the first."""
+    count, first = len(updates), updates[0]
+
+    def mean(name: str) -> float:
+        return sum(update.sums[name] for update in updates) / count / batch.tokens
+
+    metrics = {
+        "loss": sum(update.loss for update in updates) / count,
+        "grad_norm": sum(update.grad_norm for update in updates) / count,
+    }
+    if "clipped" in first.sums:
+        metrics |= {
+            "clip_fraction": mean("clipped"),
+            "entropy": first.sums["entropy"] / batch.tokens,
+            "mismatch/mean": first.sums["mismatch"] / batch.tokens,
+            "mismatch/max": first.maxima["mismatch"],
+            "mismatch/kl": first.sums["mismatch_kl"] / batch.tokens,
+            "mismatch/corrected": first.sums["corrected"] / batch.tokens,
+        }
+        if mixed := first.sums["mixed"]:
+            metrics |= {"mismatch/mixed": first.sums["mismatch_mixed"] / mixed, "mixed_tokens": mixed / batch.tokens}
+    if "behaviour_kl" in first.sums:
+        metrics["mismatch/behaviour_kl"] = first.sums["behaviour_kl"] / batch.tokens
+    if "kl" in first.sums:
+        metrics["kl"] = first.sums["kl"] / batch.tokens
+    if "value_loss" in first.sums:
+        metrics |= {"critic/loss": mean("value_loss"), "critic/clip_fraction": mean("value_clipped")}
+    return metrics
