@@ -263,7 +263,7 @@ FAULTS = (
     ),
     Fault(
         "foreign-origin",
-        "viewer/guard.py",
+        "viewer/access.py",
         'if any(origin != f"http://{hosts[0]}" for origin in given.get("origin", [])):',
         "if False:",
         "viewer/test_viewer.py",

@@ -281,8 +281,8 @@ def delivery() -> dict[str, float]:
     from agentfactory.rollout.groups.group_files import append_group, decode_group
     from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory
     from agentfactory.rollout.workers.worker_socket import Delivered, encode_delivered
-    from agentfactory.viewer.follower import Follower
-    from agentfactory.viewer.trajectory_page import find_chain, page_of
+    from agentfactory.viewer.runs.follower import Follower
+    from agentfactory.viewer.trajectories.trajectory_page import find_chain, page_of
 
     draw = random.Random(3)
     length = 1 << 14

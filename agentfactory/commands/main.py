@@ -207,8 +207,8 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace) -> int:
-    from agentfactory.viewer.command import run
-    from agentfactory.viewer.runs import ViewError
+    from agentfactory.viewer.runs.run_data import ViewError
+    from agentfactory.viewer.view_command import run
 
     try:
         run(options, _say)

@@ -202,7 +202,7 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
             about = "checkpoint to talk to; default: the run's last"
             command.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
         case "view" if with_viewer:
-            from agentfactory.viewer.command import add_options
+            from agentfactory.viewer.view_command import add_options
 
             add_options(command)
         case "export":

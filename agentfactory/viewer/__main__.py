@@ -9,8 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from agentfactory.viewer.command import add_options, run
-from agentfactory.viewer.runs import ViewError
+from agentfactory.viewer.view_command import add_options, run
+from agentfactory.viewer.runs.run_data import ViewError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentfactory.viewer.access import Guard
 from agentfactory.viewer.charts import charts
-from agentfactory.viewer.follower import Follower
-from agentfactory.viewer.guard import Guard
-from agentfactory.viewer.query import BadQuery, Query
-from agentfactory.viewer.recipe_difference import difference
-from agentfactory.viewer.runs import Run
-from agentfactory.viewer.series import series_of
-from agentfactory.viewer.text_search import SECONDS, TextSearches
-from agentfactory.viewer.trajectory_page import Chain, NotThere, find_chain, image_of, page_of
+from agentfactory.viewer.runs.follower import Follower
+from agentfactory.viewer.runs.query import BadQuery, Query
+from agentfactory.viewer.runs.recipe_difference import difference
+from agentfactory.viewer.runs.run_data import Run
+from agentfactory.viewer.runs.series import series_of
+from agentfactory.viewer.runs.text_search import SECONDS, TextSearches
+from agentfactory.viewer.trajectories.trajectory_page import Chain, NotThere, find_chain, image_of, page_of
 
 SCRIPTS = [
     *("elements.js", "source.js", "curves.js", "rewards.js", "list.js", "tokens.js", "waterfall.js", "film.js"),

@@ -396,7 +396,7 @@ def test_a_tab_imports_the_viewer_only_for_its_options(project: Path) -> None:
         imported = imported_by(
             f"{answer}os.environ['COMP_LINE'] = {line!r}; answer(lambda viewer: make_parser(viewer)[0])", project
         )
-        assert ("agentfactory.viewer.command" in imported) is wanted, line
+        assert ("agentfactory.viewer.view_command" in imported) is wanted, line
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

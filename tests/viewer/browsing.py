@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.testclient import TestClient
 
 from agentfactory.viewer.app import make_app
-from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.runs.follower import Follower
 from tests.waiting import wait_for
 
 if TYPE_CHECKING:

@@ -20,10 +20,11 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
-from agentfactory.viewer import growing_file, trajectory_page
 from agentfactory.viewer.__main__ import main
-from agentfactory.viewer.export import export
-from agentfactory.viewer.guard import Guard, PrivatePath
+from agentfactory.viewer.access import Guard, PrivatePath
+from agentfactory.viewer.html_export import export
+from agentfactory.viewer.runs import growing_file
+from agentfactory.viewer.trajectories import trajectory_page
 from tests.saved_groups import write_groups
 from tests.viewer.browsing import asking
 from tests.viewer.viewer_runs import BEST, chain, credit, credited, tokenizer

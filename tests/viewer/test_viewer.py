@@ -22,12 +22,12 @@ from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, re
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS
-from agentfactory.viewer import trajectory_page
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.charts import charts
-from agentfactory.viewer.export import export
-from agentfactory.viewer.follower import Follower
-from agentfactory.viewer.growing_file import GrowingFile
+from agentfactory.viewer.html_export import export
+from agentfactory.viewer.runs.follower import Follower
+from agentfactory.viewer.runs.growing_file import GrowingFile
+from agentfactory.viewer.trajectories import trajectory_page
 from tests.saved_groups import old_line
 from tests.viewer.browsing import api, ask, asking, opened, run_id, viewing
 from tests.viewer.viewer_runs import (
@@ -1023,7 +1023,7 @@ def test_an_exported_file_has_a_share_of_every_run_spread_from_its_first_chain_t
     # a page that is larger than the share of its run
     lines[0] = lines[0].replace("task 00000", "task " * 100_000)
     saved.write_text("".join(lines))
-    monkeypatch.setattr("agentfactory.viewer.export.MOST_BYTES", most := 300_000)
+    monkeypatch.setattr("agentfactory.viewer.html_export.MOST_BYTES", most := 300_000)
     file = tmp_path / "page.html"
     export([large.path, small.path], file)
     held = re.search(r'id="exported"[^>]*>(.*?)</script>', file.read_text())[1]

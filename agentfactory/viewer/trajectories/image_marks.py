@@ -11,9 +11,9 @@ from PIL import Image
 from agentfactory.rollout.images.families import STATED
 from agentfactory.tools.files.untrusted_files import read_json
 from agentfactory.tools.images.coordinates import Coordinates
-from agentfactory.viewer.images import image_url, read_image
-from agentfactory.viewer.runs import Run
-from agentfactory.viewer.saved_groups import calls_of
+from agentfactory.viewer.runs.run_data import Run
+from agentfactory.viewer.runs.saved_groups import calls_of
+from agentfactory.viewer.trajectories.chain_images import image_url, read_image
 
 _BOXES = ("bbox_2d", "bbox", "box")
 """Arguments of tools that are a box: left, top, right and bottom."""

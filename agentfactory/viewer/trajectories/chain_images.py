@@ -5,7 +5,7 @@ import binascii
 from typing import Any
 
 from agentfactory.rollout.images.store import ImageStore, stored_digest
-from agentfactory.viewer.runs import Run
+from agentfactory.viewer.runs.run_data import Run
 
 SHOWN_KINDS = ("image/png", "image/jpeg", "image/webp", "image/gif")
 """Kinds of images that are shown. Other kinds, and images elsewhere on the web, are named and never loaded."""

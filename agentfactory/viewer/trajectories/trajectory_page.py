@@ -11,13 +11,13 @@ from typing import Any
 
 from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.tools.files.untrusted_files import open_file
-from agentfactory.viewer.follower import Follower
-from agentfactory.viewer.images import image_url, read_image
-from agentfactory.viewer.index import Line, source_of
-from agentfactory.viewer.marks import Marks, marks_of
-from agentfactory.viewer.runs import Run
-from agentfactory.viewer.saved_groups import calls_of, read_group, read_line
-from agentfactory.viewer.token_texts import token_texts
+from agentfactory.viewer.runs.chain_index import Line, source_of
+from agentfactory.viewer.runs.follower import Follower
+from agentfactory.viewer.runs.run_data import Run
+from agentfactory.viewer.runs.saved_groups import calls_of, read_group, read_line
+from agentfactory.viewer.trajectories.chain_images import image_url, read_image
+from agentfactory.viewer.trajectories.image_marks import Marks, marks_of
+from agentfactory.viewer.trajectories.token_texts import token_texts
 
 _CREDITED = ("advantage", "proximal")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from agentfactory.tools.files.untrusted_files import open_file, read_json
-from agentfactory.viewer.runs import Run
+from agentfactory.viewer.runs.run_data import Run
 
 _FILE = "tokenizer.json"
 _BYTES = 256 << 20

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint
-from agentfactory.viewer.index import Index, Line, has_run_version, rows_of
-from agentfactory.viewer.runs import CreditLine, Run, Runs
-from agentfactory.viewer.saved_groups import outline, read_bytes
+from agentfactory.viewer.runs.chain_index import Index, Line, has_run_version, rows_of
+from agentfactory.viewer.runs.run_data import CreditLine, Run, Runs
+from agentfactory.viewer.runs.saved_groups import outline, read_bytes
 
 _EVERY_SECONDS = 0.4
 _IDLE_SECONDS = 15.0

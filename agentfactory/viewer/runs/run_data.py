@@ -19,7 +19,7 @@ from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.tools.files.untrusted_files import RefusedFileError, entries_of, open_file, refused
 from agentfactory.trainers.checkpoint_folder import checkpoints
 from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
-from agentfactory.viewer.growing_file import GrowingFile
+from agentfactory.viewer.runs.growing_file import GrowingFile
 
 _MOST_PROBLEMS = 20
 

@@ -11,13 +11,13 @@ from pydantic_core import to_json
 
 from agentfactory.viewer.app import SCRIPTS, names_of, page_file
 from agentfactory.viewer.charts import charts
-from agentfactory.viewer.follower import Follower
-from agentfactory.viewer.images import data_url
-from agentfactory.viewer.query import MOST_ROWS, Query
-from agentfactory.viewer.runs import Run, ViewError
-from agentfactory.viewer.saved_groups import task_text, texts_of
-from agentfactory.viewer.series import series_of
-from agentfactory.viewer.trajectory_page import NotThere, find_chain, page_of
+from agentfactory.viewer.runs.follower import Follower
+from agentfactory.viewer.runs.query import MOST_ROWS, Query
+from agentfactory.viewer.runs.run_data import Run, ViewError
+from agentfactory.viewer.runs.saved_groups import task_text, texts_of
+from agentfactory.viewer.runs.series import series_of
+from agentfactory.viewer.trajectories.chain_images import data_url
+from agentfactory.viewer.trajectories.trajectory_page import NotThere, find_chain, page_of
 
 MOST_TRAJECTORIES = 200
 MOST_BYTES = 64 * 2**20

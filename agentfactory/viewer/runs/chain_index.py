@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentfactory.tools.messages import CallError
-from agentfactory.viewer.query import Query
-from agentfactory.viewer.saved_groups import calls_of, outline, task_text
+from agentfactory.viewer.runs.query import Query
+from agentfactory.viewer.runs.saved_groups import calls_of, outline, task_text
 
 _PREVIEW = 240
 _FACETS = 200

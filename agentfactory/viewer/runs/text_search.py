@@ -5,8 +5,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from agentfactory.viewer.index import Index, Line
-from agentfactory.viewer.saved_groups import outline, texts_of
+from agentfactory.viewer.runs.chain_index import Index, Line
+from agentfactory.viewer.runs.saved_groups import outline, texts_of
 
 SECONDS = 0.3
 """How long one request searches."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentfactory.tools.http.http_server import serve_http
+from agentfactory.viewer.access import PrivatePath
 from agentfactory.viewer.app import make_app
-from agentfactory.viewer.export import export
-from agentfactory.viewer.follower import Follower
-from agentfactory.viewer.guard import PrivatePath
-from agentfactory.viewer.runs import ViewError
+from agentfactory.viewer.html_export import export
+from agentfactory.viewer.runs.follower import Follower
+from agentfactory.viewer.runs.run_data import ViewError
 
 PORT = 8765
 _HOST = "127.0.0.1"
