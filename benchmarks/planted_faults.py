@@ -270,7 +270,7 @@ FAULTS = (
     ),
     Fault(
         "wrong-version",
-        "doctor/machine.py",
+        "doctor/machine_checks.py",
         "if requirement.specifier.contains(version, prereleases=True):",
         "if True:",
         "doctor/test_doctor.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.doctor.finding import Finding, Level, ok, problem
-from agentfactory.doctor.machine import (
+from agentfactory.doctor.machine_checks import (
     check_devices,
     check_disk,
     check_memory,
@@ -17,7 +17,7 @@ from agentfactory.doctor.machine import (
     check_versions,
     see_devices,
 )
-from agentfactory.doctor.recipe import (
+from agentfactory.doctor.recipe_checks import (
     check_address,
     check_fit,
     check_format,
@@ -102,7 +102,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
             yield from _safely(subject, check)
     if coordinates and stages:
         # takes a while to import
-        from agentfactory.doctor.coordinates import check_coordinates
+        from agentfactory.doctor.coordinate_checks import check_coordinates
 
         yield from _safely("coordinates", partial(check_coordinates, stages[-1]))
 

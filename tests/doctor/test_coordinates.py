@@ -11,7 +11,7 @@ import yaml
 from aiohttp import web
 from PIL import Image
 
-from agentfactory.doctor.coordinates import check_coordinates, pictures, scores
+from agentfactory.doctor.coordinate_checks import check_coordinates, pictures, scores
 from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.doctor import machine as doctor_machine
-from agentfactory.doctor import recipe as doctor_recipe
+from agentfactory.doctor import machine_checks as doctor_machine
+from agentfactory.doctor import recipe_checks as doctor_recipe
 from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
@@ -183,7 +183,7 @@ def test_gpus_are_told_with_their_room() -> None:
 def test_a_torchvision_of_another_torch(tmp_path: Path) -> None:
     # asked of a process of its own, as doctor does
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    code = "import agentfactory.doctor.machine as d; print(*d.check_devices(d.see_devices()), sep='\\n')"
+    code = "import agentfactory.doctor.machine_checks as d; print(*d.check_devices(d.see_devices()), sep='\\n')"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "operator torchvision::nms does not exist" in said.stdout

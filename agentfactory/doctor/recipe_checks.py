@@ -15,7 +15,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
-from agentfactory.doctor.machine import existing
+from agentfactory.doctor.machine_checks import existing
 from agentfactory.placement.placement import place
 from agentfactory.recipe.checks import runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
