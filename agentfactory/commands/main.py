@@ -218,7 +218,7 @@ def _view(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from agentfactory.commands.export import ExportError, export
+    from agentfactory.commands.export_command import ExportError, export
 
     try:
         export(options.checkpoint, options.output, options.adapter, options.push, _say)
@@ -235,7 +235,7 @@ def _serve_tools(arguments: Sequence[str]) -> int:
 
 
 def _tools(options: argparse.Namespace) -> int:
-    from agentfactory.commands.tools import ToolsCommandError, ToolsFailed, ToolsUnchecked, run
+    from agentfactory.commands.tools_command import ToolsCommandError, ToolsFailed, ToolsUnchecked, run
     from agentfactory.tools.errors import SettingError
 
     try:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.commands.export import ExportError, export
+from agentfactory.commands.export_command import ExportError, export
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from tests.project import Command

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.commands.export import ExportError, export
+from agentfactory.commands.export_command import ExportError, export
 from agentfactory.commands.main import main
 from agentfactory.launching.folder_checks import check_weights_folder
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
