@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from agentfactory.launching.conclusion import MostChainsDroppedError
-from agentfactory.launching.plan import Assignment
+from agentfactory.launching.launch_plan import Assignment
 from agentfactory.launching.resume_option import add_resume_option, settle_resume
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.recipe.checks import runs_chains

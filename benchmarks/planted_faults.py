@@ -249,7 +249,7 @@ FAULTS = (
     ),
     Fault(
         "resume-changes",
-        "launching/resume.py",
+        "launching/resumption.py",
         "if old.get(name) != new.get(name) and",
         "if False and",
         "launching/test_resume.py",

@@ -128,7 +128,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> int:
     """Print the resolved recipe, and as comments what this machine lacks, and what the command would do."""
-    from agentfactory.launching.plan import describe_memory, plan_run
+    from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
     from agentfactory.recipe.checks import runs_chains, try_sources, try_template

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentfactory.launching.conclusion import best_checkpoint, check_dropped, conclude, draw_curve
-from agentfactory.launching.plan import RunPlan, StagePlan, State, plan_run
+from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
-from agentfactory.launching.resume import rewind
+from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.server_process import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared

@@ -18,9 +18,9 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.launching.conclusion import chains_dropped, check_dropped
-from agentfactory.launching.plan import Assignment, resume_stages
+from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
-from agentfactory.launching.resume import rewind
+from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks

@@ -38,7 +38,7 @@ TRAINER = """
 import json, os, sys, time
 import yaml
 from pathlib import Path
-from agentfactory.launching.plan import Assignment
+from agentfactory.launching.launch_plan import Assignment
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.trainers.checkpoint_folder import checkpoint_path, written_aside
 assert sys.argv[1] == "--assignment"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from agentfactory import train
-from agentfactory.launching.plan import Assignment, RunPlan, StagePlan, State, plan_run
+from agentfactory.launching.launch_plan import Assignment, RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe

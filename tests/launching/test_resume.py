@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.launching.plan import State, resume_stages
-from agentfactory.launching.resume import rewind
+from agentfactory.launching.launch_plan import State, resume_stages
+from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe

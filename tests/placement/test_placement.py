@@ -13,8 +13,9 @@ from huggingface_hub import constants
 from transformers import Qwen3Config
 
 from agentfactory.commands import main
-from agentfactory.launching import launcher, plan
-from agentfactory.launching.plan import Assignment
+from agentfactory.launching import launch_plan as plan
+from agentfactory.launching import launcher
+from agentfactory.launching.launch_plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.assumed import MARGIN
 from agentfactory.placement.changes import refusal
@@ -455,7 +456,7 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
 TRAINER = """
 import sys
 from pathlib import Path
-from agentfactory.launching.plan import Assignment
+from agentfactory.launching.launch_plan import Assignment
 Assignment.wait_for(Path(sys.argv[2]))
 print("trainer", sys.argv[1:], flush=True)
 """

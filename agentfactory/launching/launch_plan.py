@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from agentfactory.launching.prepare import prepare_command
-from agentfactory.launching.resume import check_recipe, choose
+from agentfactory.launching.resumption import check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
