@@ -5,18 +5,19 @@ renders, requests turns, runs a tool, saves and delivers groups of 8. Its server
 answers each request at once with the same 64 tokens, a tool call. Each answer of the tool is another text, so nothing
 is rendered from a cache. A chain has 30 turns and ends with 16 thousand tokens.
 
-- ms per turn: CPU time of the worker's process by its turns, from the first request to the last delivered group. - four
-workers share 1,024 chains (--quick: 512), for correctness and balance: each turn is requested and delivered once. -
-lag: by how much a sleep of 10 ms in the worker's event loop takes longer, from the first call to the last. - ms per
-turn by tokenizing: the same, divided by the time that `tokenizers` takes for the new text of a turn, which tells how
-fast the machine is. A worker that encodes with it cannot come below 1; ours encodes with `fastokens`. - delivery: the
-time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and the time that the
-viewer takes for the page of one of its chains (page).
+- ms per turn: CPU time of the worker's process by its turns, from the first request to the last delivered group.
+- four workers share 1,024 chains (--quick: 512), for correctness and balance: each turn is requested and delivered
+  once.
+- lag: by how much a sleep of 10 ms in the worker's event loop takes longer, from the first call to the last.
+- ms per turn by tokenizing: the same, divided by the time that `tokenizers` takes for the new text of a turn, which
+  tells how fast the machine is. A worker that encodes with it cannot come below 1; ours encodes with `fastokens`.
+- delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and
+  the time that the viewer takes for the page of one of its chains (page).
 
 `--before COMMIT` also runs that commit's worker, with 256 chains, in this run. The last line is JSON.
 `chains_4096_vs_1024` is the CPU time of 4,096 chains by 4 times that of 1,024 (--quick: of 256 and 128).
 
-python benchmarks/scale.py [--quick] [--before COMMIT]
+    python benchmarks/scale.py [--quick] [--before COMMIT]
 """
 
 import argparse
