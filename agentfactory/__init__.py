@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agentfactory.rollout.text.parsers import FormatError, Parser, Reading
     from agentfactory.rollout.text.renderer import Parsed
     from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-    from agentfactory.tools.environment import Environment
+    from agentfactory.tools.environments.environment import Environment
     from agentfactory.tools.images.coordinates import ModelView
     from agentfactory.tools.messages import ToolInfrastructureError
     from agentfactory.tools.tool import finish, tool
@@ -43,7 +43,7 @@ __all__ = [
 _HOME = {
     "Agent": "agentfactory.agent",
     "Completion": "agentfactory.rollout.inference.inference_client",
-    "Environment": "agentfactory.tools.environment",
+    "Environment": "agentfactory.tools.environments.environment",
     "FormatError": "agentfactory.rollout.text.parsers",
     "Group": "agentfactory.rollout.trajectory",
     "ModelView": "agentfactory.tools.images.coordinates",

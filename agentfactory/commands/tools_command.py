@@ -31,7 +31,7 @@ from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.calls.limits import check_limits
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import check_template
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating

@@ -20,7 +20,7 @@ from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.inference.serving import missing_from
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.parsers import AUTO, load_parser
-from agentfactory.tools.environment import Environment, check_machine_for, gives_anchors, reset_schema
+from agentfactory.tools.environments.environment import Environment, check_machine_for, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from agentfactory.tools.http import http_server
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environment import Environment, check_machine_for
+from agentfactory.tools.environments.environment import Environment, check_machine_for
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.key_guard import KeyGuard, listen, server_key
 from agentfactory.tools.mcp_servers.mcp_server import build_server

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.tool import tool
 
 

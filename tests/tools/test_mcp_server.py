@@ -13,7 +13,7 @@ from mcp.server.mcpserver import MCPServer
 
 from agentfactory.tools.calls.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers.mcp_server import CHAIN_KEY, ROLE_KEY, OwnServer, build_server
 from agentfactory.tools.messages import ToolInfrastructureError

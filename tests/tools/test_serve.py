@@ -101,7 +101,7 @@ def test_a_wrong_command_line_ends_the_process_with_status_2(folder: Path) -> No
 
 SHOP = """
 from mcp.server.mcpserver import MCPServer
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory import tool
 
 class Prices:
@@ -143,7 +143,7 @@ def test_what_is_served_of_a_file(tmp_path: Path) -> None:
     assert [found.__name__ for found in objects_in(tmp_path / "shop.py")] == ["Shop", "price", "greet"]
     (tmp_path / "server.py").write_text("from mcp.server.mcpserver import MCPServer\nmine = MCPServer('mine')\n")
     assert [found.name for found in objects_in(tmp_path / "server.py")] == ["mine"]
-    (tmp_path / "empty.py").write_text("from agentfactory.tools.environment import Environment\n")
+    (tmp_path / "empty.py").write_text("from agentfactory.tools.environments.environment import Environment\n")
     with pytest.raises(UserCodeError, match=r"empty.py has no @tool function, no Environment class and no MCP server"):
         objects_in(tmp_path / "empty.py")
     with pytest.raises(UserCodeError, match="there is no file"):

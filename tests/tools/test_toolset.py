@@ -302,7 +302,7 @@ async def test_two_environments(theirs: Path, folder: Path) -> None:
 OPEN_HANDED = """
 import asyncio
 from mcp.server.mcpserver import Image
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.tool import finish, tool
 
 calls = []

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_in_thread

@@ -26,7 +26,7 @@ from mcp_types import (
 from agentfactory.tools.calls.results import failure, result_of
 from agentfactory.tools.calls.truncation import cut_bytes, size_of
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environment import Environment, gives_anchors, reset_schema, takes_images
+from agentfactory.tools.environments.environment import Environment, gives_anchors, reset_schema, takes_images
 from agentfactory.tools.environments.environment_host import EnvironmentHost, NoState, gives_reward, is_async
 from agentfactory.tools.environments.state_anchors import ANCHOR_KEY, anchor_text
 from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder, remove_folder
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE
 from agentfactory.tools.sandbox.program import ProgramResult, run_program

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import finish, tool

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import tool
 from agentfactory.worlds.browse.web_pages import Pages

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from PIL import Image
 from pydantic import Field
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import tool
 from agentfactory.worlds.images.boxes import MOST_ASPECT, Part, part_of

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool

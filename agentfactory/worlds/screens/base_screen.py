@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from PIL import Image
 from pydantic import Field
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.tool import tool
 from agentfactory.worlds.browse.window import Page
 from agentfactory.worlds.search import sources

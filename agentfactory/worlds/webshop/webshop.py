@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.environment import Environment
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.tool import finish, tool
