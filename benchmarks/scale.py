@@ -204,6 +204,8 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
 
     from agentfactory.rollout.config import RolloutRecipe
     from agentfactory.rollout.inference.weight_versions import Published
+    from agentfactory.rollout.workers.worker_pool import RolloutWorkers
+    from agentfactory.rollout.workers.worker_socket import Job
 
     groups = chains // GROUP
     recipe = RolloutRecipe.model_validate(
@@ -235,16 +237,7 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
     trajectories.mkdir()
     before = received()
     counts = (groups // BATCHES, groups)
-    try:
-        from agentfactory.rollout.workers.worker_pool import RolloutWorkers
-        from agentfactory.rollout.workers.worker_socket import Job
-
-        source: Any = RolloutWorkers(Job(recipe, folder, [url], trajectories, folder, *counts), folder, lambda _: True)
-    except ImportError:  # --before: a commit without several workers
-        from agentfactory.rollout.workers.worker_socket import WorkerProcess
-
-        log: Any = folder / "worker.log"
-        source = WorkerProcess(recipe, folder, [url], trajectories, log, *counts, lambda _: True)  # type: ignore
+    source = RolloutWorkers(Job(recipe, folder, [url], trajectories, folder, *counts), folder, lambda _: True)
     processes = psutil.Process().children()
     used, started = [sum(process.cpu_times()[:2]) for process in processes], time.perf_counter()
     turns = tokens = 0
@@ -344,7 +337,7 @@ def measure(chains: int, code: Path, workers: int = 1) -> Run:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         make_folder(folder, chains)
-        command = [sys.executable, __file__, "--folder", made]
+        command = [sys.executable, str(code / "benchmarks" / "scale.py"), "--folder", made]
         stub = subprocess.Popen([*command, "--stub"], stdout=subprocess.PIPE, text=True, env=environment)
         assert stub.stdout is not None
         try:
