@@ -138,6 +138,21 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["agentfactory=agentfactory.commands.main:main"],
+        # worlds are found by these alone, as those of other packages are
+        "agentfactory.worlds": [
+            "alfworld=agentfactory.worlds.alfworld.alfworld:AlfWorld",
+            "browse=agentfactory.worlds.browse.browse:Browse",
+            "harbor=agentfactory.worlds.harbor.harbor:Harbor",
+            "image_interpreter=agentfactory.worlds.images.image_interpreter:ImageInterpreter",
+            "image_tools=agentfactory.worlds.images.image_tools:ImageTools",
+            "marked_screen=agentfactory.worlds.screens.screen:MarkedScreen",
+            "scienceworld=agentfactory.worlds.scienceworld.scienceworld:ScienceWorld",
+            "screen=agentfactory.worlds.screens.screen:Screen",
+            "search=agentfactory.worlds.search.search:Search",
+            "webshop=agentfactory.worlds.webshop.webshop:WebShop",
+        ],
+        "agentfactory.sources": ["harbor=agentfactory.worlds.harbor.source:HarborSource"],
+        "agentfactory.commands": ["index=agentfactory.worlds.search.index_command"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentfactory.agent import Agent
     from agentfactory.rollout.chains.turn import Turn
+    from agentfactory.rollout.config import TaskSource
     from agentfactory.rollout.groups.group_files import read_groups
     from agentfactory.rollout.inference.inference_client import Completion
     from agentfactory.rollout.rewards import reward
@@ -31,6 +32,7 @@ __all__ = [
     "Parsed",
     "Parser",
     "Reading",
+    "TaskSource",
     "ToolInfrastructureError",
     "Trajectory",
     "Turn",
@@ -51,6 +53,7 @@ _HOME = {
     "Parsed": "agentfactory.rollout.text.renderer",
     "Parser": "agentfactory.rollout.text.parsers",
     "Reading": "agentfactory.rollout.text.parsers",
+    "TaskSource": "agentfactory.rollout.config",
     "ToolInfrastructureError": "agentfactory.tools.messages",
     "Trajectory": "agentfactory.rollout.trajectory",
     "Turn": "agentfactory.rollout.chains.turn",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentfactory.commands import completion
-from agentfactory.commands.options import make_parser, parse
+from agentfactory.commands.options import make_parser, parse, registered_commands
 
 if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:2] == ["tools", "serve"]:
         return _serve_tools(given[2:])
     options = parse(given)
-    run = _COMMANDS.get(options.command, _run)
+    run = _COMMANDS.get(options.command, _registered)
     try:
         with _terminable():
             status = run(options)
@@ -249,19 +249,18 @@ def _tools(options: argparse.Namespace) -> int:
     return OK
 
 
-def _index(options: argparse.Namespace) -> int:
-    from agentfactory.commands.index import run
+def _registered(options: argparse.Namespace) -> int:
     from agentfactory.tools.errors import SettingError
     from agentfactory.tools.files.disk import DiskError
 
     try:
-        run(options, _say)
+        registered_commands()[options.command].run(options, _say)
     except SettingError as error:
         return _refuse(error)
     except DiskError as error:
         return _end(f"failed: {error}", FAILED)
     except KeyboardInterrupt as error:
-        goes_on = "; the same command resumes it" if options.action == "build" else ""
+        goes_on = f"; {options.goes_on}" if hasattr(options, "goes_on") else ""
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}{goes_on}", INTERRUPTED)
     return OK
 
@@ -272,16 +271,15 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    **dict.fromkeys(("train", "serve", "rollout", "eval"), _run),
     "new": _new,
     "doctor": _doctor,
     "chat": _chat,
     "view": _view,
     "export": _export,
     "tools": _tools,
-    "index": _index,
     "completion": _completion,
 }
-"""Commands that do not run a recipe; `_run` handles the others."""
 
 
 def _say(text: str) -> None:

@@ -2,15 +2,19 @@
 
 import argparse
 import difflib
+import importlib
 import importlib.metadata
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from agentfactory.commands.completion import SHELLS, complete_override
 from agentfactory.launching.resume_option import add_resume_option, settle_resume
+from agentfactory.tools.user_code.entry_points import COMMANDS, registered
 
 _ABOUT = {
     "new": "write a small working task: tool, reward, data, recipes, test",
@@ -23,7 +27,6 @@ _ABOUT = {
     "view": "show runs as a web page on this machine: curves, chains, tokens",
     "export": "turn a checkpoint into a folder to use or share: the model, with an adapter merged in, or the adapter",
     "tools": "list, call, check or serve a recipe's tools, without a model",
-    "index": "build an index of passages for the tool `search`, or serve one to other programs",
     "completion": "print the script that lets your shell complete commands, options and recipe fields",
 }
 _EXAMPLES = {
@@ -68,12 +71,6 @@ _EXAMPLES = {
         "tools check recipe.yaml",
         "tools serve my_tools.py",
     ],
-    "index": [
-        "index build passages.jsonl --output indexes/passages",
-        "index build PeterJinGo/wiki-18-corpus --output indexes/wiki-18",
-        "index build passages.jsonl --output indexes/e5 --dense intfloat/e5-base-v2",
-        "index serve indexes/passages --port 8000",
-    ],
     "completion": [
         'eval "$(agentfactory completion bash)"   # in ~/.bashrc',
         'eval "$(agentfactory completion zsh)"   # in ~/.zshrc, after compinit',
@@ -86,10 +83,6 @@ _TOOLS = {
     "check": "open every server, and try its environment",
     "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
 }
-_INDEX = {
-    "build": "build an index from passages; the same command resumes an interrupted build",
-    "serve": "serve an index with Search-R1's protocol: POST /retrieve",
-}
 _STATUSES = """\
 exit status:
   0    done
@@ -101,6 +94,17 @@ exit status:
   130  interrupted by Ctrl-C or SIGTERM
 """
 _HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")
+
+
+def registered_commands() -> dict[str, ModuleType]:
+    """Return the commands that installed packages register, by name. One that cannot be loaded is told and left out."""
+    found = {}
+    for name, module in registered(COMMANDS).items():
+        try:
+            found[name] = importlib.import_module(module)
+        except Exception as error:  # boundary: the package may be anybody's
+            print(f"agentfactory: the command {name} cannot be loaded: {module}: {error!r}", file=sys.stderr)
+    return found
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -150,22 +154,24 @@ def make_parser(
     version = f"agentfactory {importlib.metadata.version('agentfactory')}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, about in _ABOUT.items():
+    others = registered_commands()
+    abouts = {**_ABOUT, **{name: command.ABOUT for name, command in others.items()}}
+    for name, about in abouts.items():
+        examples = others[name].EXAMPLES if name in others else _EXAMPLES[name]
+        lines = [line if name == "completion" else f"agentfactory {line}" for line in examples]
         command = commands.add_parser(
             name,
             help=about,
             description=f"{about[0].upper()}{about[1:]}.",
-            epilog=_examples(name),
+            epilog="examples:\n" + "".join(f"  {line}\n" for line in lines),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        _add_options(name, command, with_viewer)
+        if name in others:
+            others[name].add_options(command)
+        else:
+            _add_options(name, command, with_viewer)
     return parser, commands
-
-
-def _examples(command: str) -> str:
-    lines = [line if command == "completion" else f"agentfactory {line}" for line in _EXAMPLES[command]]
-    return "examples:\n" + "".join(f"  {line}\n" for line in lines)
 
 
 def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool) -> None:
@@ -209,8 +215,6 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
             _add_export(command)
         case "tools":
             _add_tools(command)
-        case "index":
-            _add_index(command)
         case "completion":
             command.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
 
@@ -267,33 +271,6 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
         else:
             about = "data row to reset environments with; default: the first row of the recipe's data"
             action.add_argument("--task", type=json_object, metavar="JSON", help=about)
-
-
-def _add_index(command: argparse.ArgumentParser) -> None:
-    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    build, serve = (
-        actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-        for name, text in _INDEX.items()
-    )
-    about = "a file .jsonl, .jsonl.gz or .parquet, or a hub data set; its rows have id, and contents or title and text"
-    build.add_argument("corpus", metavar="CORPUS", help=about)
-    build.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to create")
-    build.add_argument("--subset", metavar="NAME", help="subset of a hub data set")
-    build.add_argument("--split", metavar="NAME", default="train", help="split of a hub data set; default: train")
-    about = "language in which words are reduced to their stems, or none; default: english"
-    build.add_argument("--language", metavar="NAME", default="english", help=about)
-    about = "also index the vectors of this sentence-transformers model; needs agentfactory[dense]"
-    build.add_argument("--dense", metavar="MODEL", help=about)
-    serve.add_argument("index", type=Path, metavar="DIR", help="an index that `build` has made")
-    serve.add_argument("--port", type=int, metavar="N", default=8000, help="port; 0: a free one; default: 8000")
-    about = "address; others than loopback need --api-key-env; default: 127.0.0.1"
-    serve.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=about)
-    about = "environment variable with the key that clients need; default: a random key"
-    serve.add_argument("--api-key-env", metavar="NAME", help=about)
-    about = "passages per query, if a request names no number; default: 3"
-    serve.add_argument("--topk", type=int, metavar="K", default=3, help=about)
-    about = "bm25, dense or hybrid; default: hybrid if the index was built with a dense model, else bm25"
-    serve.add_argument("--ranking", choices=("bm25", "dense", "hybrid"), help=about)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from agentfactory.tools.messages import (
     ToolSpec,
     text_of,
 )
-from agentfactory.tools.prebuilt.registry import PREBUILT
+from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.user_code.loading import load_object
@@ -200,7 +200,7 @@ async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
     waits = prepared is not None and not prepared.exists() and str(prepared) in json.dumps(config.options)
     if config.module is None or waits:
         return "not made" if waits else "not reset"
-    environment = load_object(config.module, Path.cwd(), PREBUILT)
+    environment = load_object(config.module, Path.cwd(), prebuilt())
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
         return "not reset"
     started = time.perf_counter()

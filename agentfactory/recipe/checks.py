@@ -24,7 +24,7 @@ from agentfactory.tools.environments.environment import Environment, check_machi
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
-from agentfactory.tools.prebuilt.registry import PREBUILT
+from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
@@ -160,7 +160,7 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
     acts = runs_chains(recipe, purpose)
     for section, data in _used_data(recipe, purpose).items():
         check_source(data, section)
-        if data.harbor is not None:
+        if data.registered is not None:
             tasks = load_tasks(data, section)
             if acts:
                 _check_resets(recipe, tasks, section)
@@ -253,7 +253,7 @@ def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
         f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
     }
     for name, reference in modules.items():
-        found = _load(reference, name, PREBUILT)
+        found = _load(reference, name, prebuilt())
         needed = reset_schema(found)["required"] if _is_environment(found) else []
         for number, row in enumerate(tasks, 1):
             missing = [field for field in needed if field not in row]
@@ -314,7 +314,7 @@ def _check_user_code(recipe: Recipe, purpose: Purpose, lack: Lack) -> None:
 
 def _load_tools(recipe: Recipe, lack: Lack) -> None:
     for index, reference in enumerate(recipe.tools):
-        found = _load(reference, f"tools.{index}", PREBUILT)
+        found = _load(reference, f"tools.{index}", prebuilt())
         if not (_is_environment(found) or is_tool(found)):
             raise SettingError(
                 f"tools.{index}",
@@ -324,7 +324,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
         _check_machine(found, {}, f"tools.{index}", "", lack)
     for key, server in recipe.mcp_servers.items():
         if server.module is not None:
-            found = _load(server.module, f"mcp_servers.{key}.module", PREBUILT)
+            found = _load(server.module, f"mcp_servers.{key}.module", prebuilt())
             # imported here, because the MCP SDK is slow to import and few recipes need it
             from agentfactory.tools.mcp_servers.mcp_server import build_server
 
@@ -386,7 +386,7 @@ def _judges(found: Any) -> bool:
 def _modules(recipe: Recipe) -> list[Any]:
     """Return what the recipe names of Python: tools, Environment classes and MCP servers."""
     names = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
-    return [load_object(name, Path.cwd(), PREBUILT) for name in names]
+    return [load_object(name, Path.cwd(), prebuilt()) for name in names]
 
 
 def _gives_reward(recipe: Recipe) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
+from agentfactory.rollout.config import source_of
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.files.untrusted_files import read_file
 
@@ -154,11 +155,23 @@ def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
     """Make the paths in every known field of `data` absolute, relative to `base`."""
     for name, convert in _PATH_FIELDS.items():
         _convert(data, name.split("."), partial(convert, base=base))
+    for section in (["data"], ["eval", "data"]):
+        for name in sorted(_keys_of(data, section)):
+            source = source_of(name)
+            for path in source.paths if source else ():
+                _convert(data, [*section, name, *filter(None, path.split("."))], partial(_absolute, base=base))
     servers = data.get("mcp_servers")
     for server in servers.values() if isinstance(servers, dict) else ():
         if isinstance(server, dict) and server.get("command") and not server.get("cwd"):
             server["cwd"] = str(base)
     return data
+
+
+def _keys_of(data: Any, section: list[str]) -> set[str]:
+    """Return the keys of a section; none if it is not there."""
+    for key in section:
+        data = data.get(key) if isinstance(data, dict) else None
+    return set(data) if isinstance(data, dict) else set()
 
 
 def _absolute(value: str, base: Path) -> str:
@@ -202,11 +215,6 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "sync.backend": _reference,
     "data.source": _reference,
     "eval.data.source": _reference,
-    **{
-        f"{data}.harbor{field}": _absolute
-        for data in ("data", "eval.data")
-        for field in ("", ".folder", ".images.*", ".images.*.root")
-    },
     "mcp_servers.*.module": _reference,
     "mcp_servers.*.cwd": _absolute,
     "mcp_servers.*.workspace": _absolute,

@@ -24,6 +24,7 @@ from agentfactory.recipe.composition import (
 )
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.recipe.yaml_text import parse_yaml
+from agentfactory.rollout.config import DataConfig, source_of
 from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import append_folders
@@ -272,6 +273,8 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
         data = data[key] if inside else None
         if depth < last and key in section.model_fields:
             section = _section(section.model_fields[key].annotation) or section
+        elif depth < last and issubclass(section, DataConfig):
+            section = source_of(str(key)) or section
     name = ".".join(keys)
     got, wanted, context = short(error["input"]), error["msg"], error.get("ctx", {})
     match error["type"]:

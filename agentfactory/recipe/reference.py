@@ -5,6 +5,7 @@
 
 import ast
 import inspect
+import itertools
 import sys
 import textwrap
 import types
@@ -18,7 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.rollout.config import source_of
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
+from agentfactory.tools.user_code.entry_points import SOURCES, registered
 from agentfactory.trainers.config import ALGORITHMS
 from agentfactory.trainers.metrics import METRICS
 
@@ -134,7 +137,12 @@ def recipe_reference() -> str:
     described values."""
     parts: list[str] = []
     enums: dict[type[StrEnum], None] = {}
-    for section, paths in sections(Recipe).items():
+    documented = sections(Recipe)
+    for name, place in itertools.product(registered(SOURCES), ("data", "eval.data")):
+        source = source_of(name)
+        for section, path in _sections(source, f"{place}.{name}") if source else ():
+            documented.setdefault(section, []).append(path)
+    for section, paths in documented.items():
         rows = []
         for name, field in section.model_fields.items():
             kind = type_words(field.annotation, field.metadata)

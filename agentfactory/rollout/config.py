@@ -3,14 +3,24 @@
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import Options, PositiveInt, Section, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind
+from agentfactory.tools.user_code.entry_points import SOURCES, load_named, registered
 
 
 class LoraConfig(Section):
@@ -49,45 +59,40 @@ class ModelConfig(Section):
     Null: as its own processor does."""
 
 
-class HarborImageConfig(Section):
-    """What stands for an image that Harbor tasks begin with. A path alone stands for {root: PATH}."""
+class TaskSource(Section):
+    """Tasks that a package gives by a name of its own, `data.NAME`, which it registers by the entry point
+    `agentfactory.sources`. Its fields are what stands below that name in a recipe."""
 
-    root: str
-    """Folder with a root file system, shown read-only; `/` shows this machine's programs, libraries and /etc."""
-    run_done: bool = False
-    """The RUN instructions of its tasks were done in it. Otherwise tasks that have some are refused."""
-    writable: list[str] = []
-    """Folders in it that tasks may change; each chain gets a copy. The tasks' WORKDIR, the folders that they COPY to,
-    /root and /tmp are copied anyway."""
+    paths: ClassVar[tuple[str, ...]] = ()
+    """Fields with paths, which a recipe gives relative to its own file: dotted names, `*` for each entry, "" for a
+    value that stands for the whole section."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the tasks. Raises SettingError about one of the fields."""
+        raise NotImplementedError
 
 
-class HarborConfig(Section):
-    """Tasks in Harbor's format, for `tools: [harbor]` (docs/harbor.md). A path alone stands for {folder: PATH}."""
-
-    folder: str
-    """Folder with a folder for each task, or the folder of one."""
-    images: dict[str, HarborImageConfig] = {}
-    """FROM of the tasks' Dockerfiles -> the root file system that stands for it."""
-
-    @field_validator("images", mode="before")
-    @classmethod
-    def _root_alone(cls, images: Any) -> Any:
-        if not isinstance(images, dict):
-            return images
-        return {name: {"root": image} if isinstance(image, str) else image for name, image in images.items()}
+def source_of(name: str) -> type[TaskSource] | None:
+    """Return the source that is registered as `data.NAME`; None if there is none."""
+    place = registered(SOURCES).get(name)
+    if place is None:
+        return None
+    found: type[TaskSource] = load_named(place)
+    return found
 
 
 class DataConfig(Section):
     """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name. The `images`
     of a row (paths relative to the file, bytes, base64) stand where its text says `<image>`, or else come first in its
-    first user message; messages in the OpenAI format may have image parts too."""
+    first user message; messages in the OpenAI format may have image parts too. Instead of path, the section of a
+    registered source may stand here."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     path: str | None = None
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
     source: str | None = None
     """Used instead of path: `FILE.py:NAME` of a function or class that returns rows."""
-    harbor: HarborConfig | None = None
-    """Used instead of path: tasks in Harbor's format."""
     options: Options = {}
     """Arguments for source."""
     subset: str | None = None
@@ -107,24 +112,51 @@ class DataConfig(Section):
         # a path that is not absolute is a hub name
         return Path(self.path) if self.path is not None and os.path.isabs(self.path) else None
 
+    @property
+    def registered(self) -> tuple[str, TaskSource] | None:
+        """The name and the section of a registered source; None if the rows come from elsewhere."""
+        return next(iter((self.model_extra or {}).items()), None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _load_registered(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        found, errors = dict(given), []
+        for name in given.keys() - cls.model_fields.keys():
+            kind, value = source_of(name), found.pop(name)
+            if kind is None:
+                errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=value))
+            elif value is not None:
+                try:
+                    found[name] = kind.model_validate(value)
+                except ValidationError as error:
+                    for each in error.errors():
+                        at = {"loc": (name, *each["loc"]), "input": each["input"], "ctx": each.get("ctx", {})}
+                        errors.append(InitErrorDetails(type=each["type"], **at))  # type: ignore[typeddict-item]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return found
+
     @model_validator(mode="after")
     def _has_one_origin(self) -> "DataConfig":
-        given = [name for name in ("path", "source", "harbor") if getattr(self, name) is not None]
+        given = {name: value for name in ("path", "source") if (value := getattr(self, name)) is not None}
+        given |= self.model_extra or {}
         if len(given) != 1:
-            got = " and ".join(f"{name}={getattr(self, name)}" for name in given) or "no path, source or harbor"
-            fix = "give one: path, a file of rows, source, FILE.py:NAME, or harbor, a folder (and null for the others)"
+            others = registered(SOURCES)
+            *first, last = ["path", "source", *others]
+            got = " and ".join(f"{name}={value}" for name, value in given.items()) or f"no {', '.join(first)} or {last}"
+            fix = (
+                f"give one: path, a file of rows, source, FILE.py:NAME, or {' or '.join(others)} (null for the others)"
+            )
             raise SettingError("", f"got {got}", fix)
+        (origin,) = given
         if self.options and self.source is None:
             raise SettingError("options", f"got {self.options} without source", "set it to null")
         if self.path is None and (self.subset is not None or self.split != "train"):
             name = "split" if self.subset is None else "subset"
-            raise SettingError(name, f"got {getattr(self, name)!r} with {given[0]}: it is for the hub", "remove it")
+            raise SettingError(name, f"got {getattr(self, name)!r} with {origin}: it is for the hub", "remove it")
         return self
-
-    @field_validator("harbor", mode="before")
-    @classmethod
-    def _folder_alone(cls, harbor: Any) -> Any:
-        return {"folder": harbor} if isinstance(harbor, str) else harbor
 
 
 class OutcomePolicy(StrEnum):

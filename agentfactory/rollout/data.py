@@ -14,7 +14,6 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.extension import load_extension
-from agentfactory.worlds.harbor.task import Image, load_rows
 
 Task = dict[str, Any]
 """One row: `question` or `messages`, and any further fields."""
@@ -67,12 +66,8 @@ def _called(config: DataConfig) -> list[Any]:
 
 
 def _read(config: DataConfig) -> list[Task]:
-    if config.harbor is not None:
-        images = {
-            name: Image(image.root, image.run_done, tuple(image.writable))
-            for name, image in config.harbor.images.items()
-        }
-        return load_rows(Path(config.harbor.folder), images, "harbor")
+    if config.registered is not None:
+        return config.registered[1].rows()
     if config.path is None:
         return _called(config)
     path = Path(config.path)
@@ -121,11 +116,13 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
 
 def _origin(config: DataConfig) -> str:
     """Return the field that says where the rows come from."""
-    return next(name for name in ("path", "source", "harbor") if getattr(config, name) is not None)
+    if config.registered is not None:
+        return config.registered[0]
+    return "source" if config.path is None else "path"
 
 
 def _named(config: DataConfig) -> str:
-    return config.path or config.source or (config.harbor.folder if config.harbor else "")
+    return config.path or config.source or f"data.{_origin(config)}"
 
 
 def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task:

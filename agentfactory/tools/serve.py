@@ -35,7 +35,7 @@ from agentfactory.tools.environments.environment import Environment, check_machi
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.key_guard import KeyGuard, listen, server_key
 from agentfactory.tools.mcp_servers.mcp_server import build_server
-from agentfactory.tools.prebuilt.registry import PREBUILT
+from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code.loading import UserCodeError, load_module, load_object
 
@@ -119,7 +119,7 @@ def _is_served(value: Any, module: Any) -> bool:
 def _load(reference: str) -> list[Any]:
     if reference.endswith(".py"):
         return objects_in(Path.cwd() / reference)
-    return [load_object(reference, Path.cwd(), PREBUILT)]
+    return [load_object(reference, Path.cwd(), prebuilt())]
 
 
 def command_line(prog: str) -> argparse.ArgumentParser:
@@ -129,7 +129,7 @@ def command_line(prog: str) -> argparse.ArgumentParser:
         "objects",
         nargs="+",
         metavar="FILE.py[:NAME]",
-        help=f"@tool functions, an Environment class, an MCP server; prebuilt: {', '.join(PREBUILT)}",
+        help=f"@tool functions, an Environment class, an MCP server; prebuilt: {', '.join(prebuilt())}",
     )
     parser.add_argument("--http", type=int, metavar="PORT", help="serve streamable HTTP on 127.0.0.1; 0: a free port")
     parser.add_argument(

@@ -18,7 +18,7 @@ from agentfactory.tools.environments.workspaces import ChainProgram, check_kept,
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.mcp_server import build_server
-from agentfactory.tools.prebuilt.registry import PREBUILT
+from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.user_code.import_path import own_python, user_folders
 from agentfactory.tools.user_code.loading import load_object
 
@@ -48,7 +48,7 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
     """
     check_entry(name, config, base)
     if config.module is not None:
-        loaded = load_object(config.module, base, prebuilt=PREBUILT)
+        loaded = load_object(config.module, base, prebuilt=prebuilt())
         return build_server([loaded], name, config.pool, config.options, result_bytes=result_bytes)
     if config.url is not None:
         headers = expand_variables(f"mcp_servers.{name}.headers", config.headers)

@@ -3,7 +3,6 @@
 import ast
 import filecmp
 import hashlib
-import importlib
 import importlib.util
 import os
 import sys
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.entry_points import load_named
 from agentfactory.tools.user_code.import_path import append_folders, user_folders
 
 
@@ -37,8 +37,7 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
         UserCodeError: malformed reference, no such file, the file fails when executed, or it does not define the name.
     """
     if prebuilt is not None and reference in prebuilt:
-        module_name, _, attribute = prebuilt[reference].partition(":")
-        return getattr(importlib.import_module(module_name), attribute)
+        return load_named(prebuilt[reference])
     file, separator, name = reference.rpartition(":")
     if prebuilt is not None and not separator:
         raise UserCodeError(f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME")

@@ -354,8 +354,8 @@ def test_the_recipe_is_valid_and_its_tasks_are_checked_at_once(tmp_path: Path) -
     recipe = load_recipe(file, lacks=[])
     assert isinstance(recipe, Recipe)
     assert recipe.data is not None
-    assert recipe.data.harbor is not None
-    assert recipe.data.harbor.images["ubuntu:24.04"].root == "/"
+    assert recipe.data.registered is not None
+    assert recipe.data.registered[1].model_dump()["images"]["ubuntu:24.04"]["root"] == "/"
     assert len(load_tasks(recipe.data)) == 5
     with pytest.raises(SettingError, match=r"data\.harbor\.folder: there is no folder"):
         load_recipe(file, [f"data.harbor.folder={tmp_path / 'none'}"], lacks=[])

@@ -1,21 +1,61 @@
-"""`agentfactory index build | serve`: an index of passages, and a retrieval server in front of it."""
+"""`agentfactory index build | serve`: an index of passages, and a retrieval server in front of it.
+
+Registered as a command of `agentfactory`, which imports this module for each of its command lines.
+"""
 
 import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from typing import TYPE_CHECKING
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.worlds.search.corpus import Corpus
-from agentfactory.worlds.search.local_index import build_index
-from agentfactory.worlds.search.ranking import open_index
-from agentfactory.worlds.search.retrieval_server import serve
 
+if TYPE_CHECKING:
+    from agentfactory.worlds.search.corpus import Corpus
+
+ABOUT = "build an index of passages for the tool `search`, or serve one to other programs"
+EXAMPLES = [
+    "index build passages.jsonl --output indexes/passages",
+    "index build PeterJinGo/wiki-18-corpus --output indexes/wiki-18",
+    "index build passages.jsonl --output indexes/e5 --dense intfloat/e5-base-v2",
+    "index serve indexes/passages --port 8000",
+]
+_ACTIONS = {
+    "build": "build an index from passages; the same command resumes an interrupted build",
+    "serve": "serve an index with Search-R1's protocol: POST /retrieve",
+}
 _SAY_SECONDS = 10.0
 """Time between two lines of progress, where there is no terminal."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build, serve = (
+        actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        for name, text in _ACTIONS.items()
+    )
+    about = "a file .jsonl, .jsonl.gz or .parquet, or a hub data set; its rows have id, and contents or title and text"
+    build.set_defaults(goes_on="the same command resumes it")
+    build.add_argument("corpus", metavar="CORPUS", help=about)
+    build.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to create")
+    build.add_argument("--subset", metavar="NAME", help="subset of a hub data set")
+    build.add_argument("--split", metavar="NAME", default="train", help="split of a hub data set; default: train")
+    about = "language in which words are reduced to their stems, or none; default: english"
+    build.add_argument("--language", metavar="NAME", default="english", help=about)
+    about = "also index the vectors of this sentence-transformers model; needs agentfactory[dense]"
+    build.add_argument("--dense", metavar="MODEL", help=about)
+    serve.add_argument("index", type=Path, metavar="DIR", help="an index that `build` has made")
+    serve.add_argument("--port", type=int, metavar="N", default=8000, help="port; 0: a free one; default: 8000")
+    about = "address; others than loopback need --api-key-env; default: 127.0.0.1"
+    serve.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=about)
+    about = "environment variable with the key that clients need; default: a random key"
+    serve.add_argument("--api-key-env", metavar="NAME", help=about)
+    about = "passages per query, if a request names no number; default: 3"
+    serve.add_argument("--topk", type=int, metavar="K", default=3, help=about)
+    about = "bm25, dense or hybrid; default: hybrid if the index was built with a dense model, else bm25"
+    serve.add_argument("--ranking", choices=("bm25", "dense", "hybrid"), help=about)
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -30,11 +70,17 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     elif options.topk < 1:
         raise SettingError("--topk", f"got {options.topk}", "use at least 1")
     else:
+        from agentfactory.worlds.search.ranking import open_index
+        from agentfactory.worlds.search.retrieval_server import serve
+
         index = open_index(options.index, options.ranking)
         serve(index, options.host, options.port, options.topk, options.api_key_env, say)
 
 
 def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    from agentfactory.worlds.search.corpus import Corpus
+    from agentfactory.worlds.search.local_index import build_index
+
     if options.output.exists():
         raise SettingError("--output", f"{options.output} exists", "choose another folder, or remove it")
     corpus = Corpus(options.corpus, options.subset, options.split)
@@ -61,7 +107,10 @@ def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 class _Bar:
     """A bar on a terminal, and a line now and then elsewhere."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: "Corpus") -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
         self._corpus = corpus
         self._console = Console(stderr=True, highlight=False)
         self._progress = Progress(

@@ -1,0 +1,35 @@
+"""Names that installed packages register by entry points, ours and those of other wheels alike."""
+
+import importlib
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from agentfactory.tools.errors import SettingError
+
+WORLDS = "agentfactory.worlds"
+"""Group of environments and tools, by their names in a recipe's `tools:` and `module:`."""
+SOURCES = "agentfactory.sources"
+"""Group of sources of tasks (`agentfactory.TaskSource`), by their names below `data`."""
+COMMANDS = "agentfactory.commands"
+"""Group of modules, each with a command of `agentfactory`: `ABOUT`, `EXAMPLES`, `add_options(parser)` and
+`run(options, say)`."""
+
+
+@cache
+def registered(group: str) -> dict[str, str]:
+    """Return the entry points of a group: name -> `package.module:NAME`, which is loaded on first use. Raises
+    SettingError if two packages register one name."""
+    found: dict[str, str] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        # a checkout on the import path repeats what is installed of it
+        if found.setdefault(point.name, point.value) != point.value:
+            problem = f"two packages register {point.name!r} in {group}: {found[point.name]} and {point.value}"
+            raise SettingError("", problem, "uninstall one of them")
+    return found
+
+
+def load_named(place: str) -> Any:
+    """Return the object at `package.module:NAME`."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
