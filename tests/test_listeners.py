@@ -111,7 +111,22 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str
         process.kill()
 
 
-def test_a_server_answers_its_own_user_only(served: tuple[str, Listener, int]) -> None:
+def refuses_quietly(url: str, route: str, log: Path) -> None:
+    """Whoever has no key keeps no connection, and what is no HTTP fills no log."""
+    before = log.stat().st_size
+    parts = urlsplit(url)
+    head = f"POST {route} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+    broken = ["GET / HTTP/9.9\r\n\r\n", "\x16\x03\x01\r\n\r\n", f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
+    for sent in [*broken * 20, f"{head.replace(parts.path, '/')}Content-Length: 0\r\n\r\n"]:
+        with socket.create_connection((parts.hostname, parts.port or 80), 10) as client:
+            client.sendall(sent.encode())
+            with suppress(ConnectionError):
+                while client.recv(1 << 16):
+                    pass
+    assert log.stat().st_size - before < 20_000
+
+
+def test_a_server_answers_its_own_user_only(served: tuple[str, Listener, int], tmp_path: Path) -> None:
     url, listener, pid = served
     route = urlsplit(url).path + listener.route if listener.in_browser else listener.route
     wait_for(lambda: listening(pid))
@@ -140,6 +155,7 @@ def test_a_server_answers_its_own_user_only(served: tuple[str, Listener, int]) -
         assert status in {0, 401, 405, 413}, status
         assert grown < FLOOD_MB / 2, f"{grown:.0f} MiB"
     assert endless_header(url, pid) < FLOOD_MB / 8
+    refuses_quietly(url, route, tmp_path / "log")
 
 
 @pytest.mark.parametrize("command", ["view", "engine"])

@@ -43,6 +43,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         written = verify(checkpoint)
         is_adapter = (checkpoint / ADAPTER).is_file()
         base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
+        named = named_base(checkpoint) if adapter and is_adapter else None
     except (DamagedCheckpointError, RunFolderError) as error:
         raise ExportError(str(error)) from None
     if adapter and not is_adapter:
@@ -59,13 +60,12 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     if base is not None:
         try:
             _merge(checkpoint, base, aside)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            # transformers, peft and safetensors refuse what they cannot read with any of these
+        except Exception as error:  # boundary: transformers, peft and safetensors refuse in many ways
             shutil.rmtree(aside)
             problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
             raise ExportError(f"{problem}; fix: put the base back, or --adapter for the adapter alone") from error
-    if adapter:
-        _name_base(aside, named_base(checkpoint))
+    if named is not None:
+        _name_base(aside, named)
     set_usual_modes(aside)
     if output.exists():
         # the existing folder is empty

@@ -111,6 +111,8 @@ def verify(path: Path) -> list[str]:
         digests = read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} cannot be read ({error})") from None
+    if not digests:
+        raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} lists no files")
     try:
         check_tree(path, path)
         for name, expected in digests.items():

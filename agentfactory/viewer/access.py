@@ -34,7 +34,7 @@ class PrivatePath:
             given, _, inside = scope["path"].removeprefix("/").partition("/")
             if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key):
                 reason = "the address lacks this viewer's key; open the one that `agentfactory view` has printed"
-                await PlainTextResponse(f"refused: {reason}\n", 403)(scope, receive, send)
+                await PlainTextResponse(f"refused: {reason}\n", 403, {"connection": "close"})(scope, receive, send)
                 return
             scope = {**scope, "path": f"/{inside}", "raw_path": f"/{inside}".encode()}
         await self._app(scope, receive, send)

@@ -1,5 +1,6 @@
 """`agentfactory export`: what anybody can load, with the template of the training and nothing else of it."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.commands.export_command import ExportError, export
+from agentfactory.trainers.checkpoint_folder import DIGESTS, INFO, digest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from tests.project import Command
@@ -122,6 +124,13 @@ def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ExportError, match=r"adapter for .*base, which is not there; fix: move or link it there"):
         export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
+    kept = {name: (adapter / name).read_text() for name in (INFO, DIGESTS)}
+    (adapter / INFO).write_text("{}")
+    (adapter / DIGESTS).write_text(json.dumps({**json.loads(kept[DIGESTS]), INFO: digest(adapter / INFO)}))
+    with pytest.raises(ExportError, match=r"its base model cannot be read"):
+        export(adapter, tmp_path / "out", adapter=True, push=None, say=print)
+    for name, text in kept.items():
+        (adapter / name).write_text(text)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     with pytest.raises(ExportError, match=r"cannot be merged into its base .*; fix: put the base back, or --adapter"):

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
@@ -25,6 +27,7 @@ from agentfactory.viewer.access import Guard, PrivatePath
 from agentfactory.viewer.html_export import export
 from agentfactory.viewer.runs import growing_file
 from agentfactory.viewer.trajectories import trajectory_page
+from agentfactory.viewer.trajectories.token_texts import TokenTexts
 from tests.saved_groups import write_groups
 from tests.viewer.browsing import asking
 from tests.viewer.viewer_runs import BEST, chain, credit, credited, tokenizer
@@ -321,6 +324,27 @@ def test_credit_that_no_trainer_saves_costs_only_itself(chains: Any, tmp_path: P
             }
         },
         {"normalizer": {"type": "Replace", "pattern": {"Regex": "a"}, "content": "a" * 10**7}},
+        {
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [{"type": "Replace", "pattern": {"String": "o"}, "content": "oo"}] * 40,
+            }
+        },
+        {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}},
+        {"decoder": {"type": "Replace", "pattern": {"Regex": "(o+)+$x|(o*)*y"}, "content": "b"}},
+        {
+            "added_tokens": [
+                {
+                    "id": 0,
+                    "content": "e" * 10**6,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": False,
+                }
+            ]
+        },
         {"truncation": {"max_length": 0, "stride": 5, "strategy": "LongestFirst", "direction": "Right"}},
     ],
     ids=lambda parts: next(iter(parts)),
@@ -331,11 +355,40 @@ def test_what_a_tokenizer_would_add_to_texts_takes_no_memory(parts: dict[str, An
     file = run.checkpoints / "step-000010" / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _, client = asking(run.path)
+    follower, client = asking(run.path)
     (row, *_) = [row for row in client.get("/api/trajectories").json()["rows"] if row["file"] == "train.jsonl"]
     place = {name: row[name] for name in ("run", "file", "byte", "place")}
-    assert client.get("/api/trajectory", params=place).json()["tokenizer"] is True
+    shown = client.get("/api/trajectory", params=place).json()["tokenizer"]
+    told = str([shown.problems for shown in follower.runs])
+    assert shown is not any(name in parts for name in ("decoder", "added_tokens"))
+    assert ("tokenizer.json is no tokenizer: it" in told) is not shown
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "kB"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trajectories/train.jsonl", "trajectories/credit.jsonl"])
+def test_a_line_of_very_many_values_is_left_out(name: str, tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    file = run.path / name
+    file.write_text('{"x": [' + "[]," * (5 << 20) + "[]]}\n" + file.read_text())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    follower, _ = asking(run.path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "kB"
+    assert f"{name}, byte 0: " in str(follower.runs[0].problems)
+    assert "values" in str(follower.runs[0].problems)
+
+
+def test_a_panic_of_the_tokenizers_library_is_named() -> None:
+    texts = TokenTexts(Tokenizer(WordLevel({"a": 0}, "a")))
+    texts._tokenizer.decoder = decoders.Strip("a", 1, 1)
+    with pytest.raises(ValueError, match="panics"):
+        texts.texts([0])
+
+
+def test_a_stage_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    (run.path / "stage").rename(run.path / "\x1b[31mstage")
+    follower, _ = asking(run.path)
+    assert [shown.label for shown in follower.runs] == ["run", "run/\\x1b[31mstage"]
 
 
 def test_an_export_names_no_folder_of_the_machine(tmp_path: Path) -> None:

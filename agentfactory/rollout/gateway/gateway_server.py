@@ -22,6 +22,7 @@ from agentfactory.rollout.text.parsers.values import MAX_DEPTH, check_depth, fin
 from agentfactory.tools.http import connections
 
 logger = logging.getLogger(__name__)
+connections.log_few(logging.getLogger("aiohttp.server"))
 
 PING_SECONDS = 10.0
 """How often a stream says that the turn is not there yet: many clients give up on a silent one."""
@@ -284,7 +285,10 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer what aiohttp itself refuses (a route or method that is not there, too long a body) as the protocols do."""
     try:
-        return await handler(request)
+        response = await handler(request)
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            response.force_close()  # whoever has no key keeps no connection
+        return response
     except web.HTTPException as refused:
         text = f"{request.method} {request.path}: {refused.reason}"
         if refused.status == 413:

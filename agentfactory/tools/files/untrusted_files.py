@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 JSON_BYTES = 64 << 20
 """Maximum size of a JSON file that is read as a whole."""
-_JSON_VALUES = 4 << 20
+JSON_VALUES = 4 << 20
 """Maximum number of values in such a file: a short one can take a hundred times its length in memory. A tokenizer with
 300 thousand tokens has 2 million."""
 LINE_BYTES = 128 << 20
@@ -39,8 +39,7 @@ class RefusedFileError(OSError):
 
     def __str__(self) -> str:
         # a name can hold the control sequences of a terminal
-        name = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in self.filename)
-        return f"{name} {self.strerror}"
+        return f"{printable(self.filename)} {self.strerror}"
 
 
 def open_file(path: Path, within: Path | None = None) -> BufferedReader:
@@ -74,15 +73,24 @@ def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) ->
     """Return the JSON object in a file like `read_file`. Raises ValueError if it holds anything else, or too many
     values."""
     content = read_file(path, most, within)
-    # each of these begins a value
-    if sum(map(content.count, (b",", b"[", b"{"))) > _JSON_VALUES:
-        raise RefusedFileError(
-            path, f"has more than {_JSON_VALUES:,} values", "replace it with the file that was written"
-        )
+    if not has_few_values(content):
+        fix = "replace it with the file that was written"
+        raise RefusedFileError(path, f"has more than {JSON_VALUES:,} values", fix)
     found = from_json(content)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")
     return found
+
+
+def has_few_values(content: bytes, most: int = JSON_VALUES) -> bool:
+    """Return whether JSON has at most `most` values, or about that: texts count as well."""
+    # each of these begins a value
+    return sum(map(content.count, (b",", b"[", b"{"))) <= most
+
+
+def printable(text: str) -> str:
+    """Return a text with the control sequences of a terminal escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def lines_of(file: BinaryIO, most: int = LINE_BYTES) -> Iterator[bytes]:

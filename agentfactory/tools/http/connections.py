@@ -1,13 +1,16 @@
 """Bounds on what clients of a listening socket can hold: other users of a machine reach its loopback addresses too."""
 
 import asyncio
+import logging
 import resource
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
 HEADER_SECONDS = 75.0
 """How long a connection may be idle, and how long a request may take to come up to its body."""
 _MOST_CONNECTIONS = 8192
+_MOST_RECORDS = 3
 
 
 def most_connections() -> int:
@@ -59,3 +62,21 @@ class _Admitted:
     def connection_lost(self, error: Exception | None) -> None:
         self._left()
         self._protocol.connection_lost(error)
+
+
+class _Few(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = str(record.msg)
+        self._counts[kind] += 1
+        if self._counts[kind] == _MOST_RECORDS:
+            record.msg = f"{kind} (further ones are not logged)"
+        return self._counts[kind] <= _MOST_RECORDS
+
+
+def log_few(logger: logging.Logger) -> None:
+    """Let a server's logger tell of each kind of problem three times: clients cause as many as they like."""
+    logger.addFilter(_Few())

@@ -1,6 +1,7 @@
 """Our HTTP servers on uvicorn, with bounds on what their clients can hold."""
 
 import asyncio
+import logging
 import socket
 from functools import partial
 from typing import Any, cast
@@ -9,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, most_connections
+from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
 
 
 class _Connection(H11Protocol):
@@ -56,4 +57,5 @@ def serve_http(app: ASGIApp, listener: socket.socket) -> None:
         access_log=False,
         timeout_graceful_shutdown=1,
     )
+    log_few(logging.getLogger("uvicorn.error"))
     uvicorn.Server(config).run(sockets=[listener])

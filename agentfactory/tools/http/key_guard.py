@@ -34,7 +34,8 @@ class KeyGuard:
             given = _key_in(Headers(scope=scope).get("authorization", ""))
             if not hmac.compare_digest(given, self._key):
                 error = "this server takes requests only with its key, as Authorization: Bearer KEY"
-                await JSONResponse({"error": error}, 401)(scope, receive, send)
+                # whoever has no key keeps no connection
+                await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

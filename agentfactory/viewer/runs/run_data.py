@@ -16,12 +16,21 @@ from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.recipe.composition import resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
-from agentfactory.tools.files.untrusted_files import RefusedFileError, entries_of, open_file, refused
+from agentfactory.tools.files.untrusted_files import (
+    RefusedFileError,
+    entries_of,
+    has_few_values,
+    open_file,
+    printable,
+    refused,
+)
 from agentfactory.trainers.checkpoint_folder import checkpoints
 from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.runs.growing_file import GrowingFile
 
 _MOST_PROBLEMS = 20
+_MOST_STEPS, _MOST_FIGURES = 1_000_000, 100_000
+"""Lines of metrics that are shown, and values in a line."""
 
 
 class ViewError(Exception):
@@ -136,6 +145,8 @@ class Run:
             self.drop_problems(self.metrics_file.path)
         for offset, line in taken.lines:
             try:
+                if len(self.lines) >= _MOST_STEPS or not has_few_values(line, _MOST_FIGURES):
+                    raise ValueError(f"more than {_MOST_STEPS:,} steps, or {_MOST_FIGURES:,} values in one")
                 metrics = from_json(line)
                 if not isinstance(metrics, dict):
                     raise ValueError("no JSON object")
@@ -307,7 +318,7 @@ class Runs:
             label = self._labels[root]
             names = _stages(self._recipes[root].data())
             parts = [
-                self._run(part, f"{label}/{part.name}", root) for part in _parts(root, names) if part not in self._roots
+                self._run(part, f"{label}/{printable(part.name)}", root) for part in _parts(root, names) if part not in self._roots
             ]
             parts = [run for run in parts if run.has_data()]
             whole = self._run(root, label, root)
@@ -370,7 +381,7 @@ def _labels(roots: Sequence[Path]) -> dict[Path, str]:
     """Return the shortest ends of the paths that distinguish them."""
     longest = max(len(root.parts) for root in roots)
     for count in range(1, longest + 1):
-        labels = {root: "/".join(root.parts[-count:]) for root in roots}
+        labels = {root: printable("/".join(root.parts[-count:])) for root in roots}
         if len(set(labels.values())) == len(roots):
             return labels
     raise AssertionError("resolved paths differ")

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from agentfactory.rollout.groups.group_files import read_record, restore_streams
-from agentfactory.tools.files.untrusted_files import open_file
+from agentfactory.tools.files.untrusted_files import JSON_VALUES, has_few_values, open_file
 from agentfactory.tools.messages import text_of
 
 # a quote within a string is escaped, so no text of a message can match
@@ -22,7 +22,10 @@ _STREAM = re.compile(
 def outline(line: bytes) -> Any:
     """Parse a line of a trajectories file or of the trainer's credit, with the number of values in place of each stream
     that it has itself. This is several times faster than parsing them. Raises ValueError if the line is not JSON."""
-    return from_json(_STREAM.sub(_count, line))
+    counted = _STREAM.sub(_count, line)
+    if not has_few_values(counted):
+        raise ValueError(f"it has more than {JSON_VALUES:,} values")
+    return from_json(counted)
 
 
 def _count(stream: re.Match[bytes]) -> bytes:

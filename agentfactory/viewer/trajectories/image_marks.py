@@ -60,7 +60,7 @@ def marks_of(run: Run, messages: list[dict[str, Any]]) -> Marks:
                 share = box if coordinates is Coordinates.PIXELS else _box_share(run, url, box, coordinates)
                 if share is not None:
                     marks.boxes.setdefault(part, []).append(share)
-        infos = _infos_after(messages, number)
+        infos = _infos_after(messages, number) if message.get("tool_calls") else {}
         for place, call in enumerate(message.get("tool_calls") or ()):
             told = _places_told(infos.get(call.get("id")))
             if images and (found := told or _places_asked(run, images[-1][1], call, coordinates)):

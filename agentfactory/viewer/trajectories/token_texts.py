@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -16,6 +18,10 @@ _BYTES = 256 << 20
 _INCOMPLETE = "\ufffd"
 _LONGEST = 8
 """Maximum number of tokens that one character may be spread over."""
+_LONGEST_TEXT = 4096
+"""Characters of the longest token."""
+_DECODERS = {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
+"""Decoders whose output is not longer than the texts of the tokens."""
 _ONLY_TO_ENCODE = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
 """Parts of a tokenizer that are not needed to decode, and with which a damaged file can use up the memory."""
 
@@ -32,7 +38,12 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per id; an id unknown to the tokenizer is shown as `<id>`."""
+        """Return one text per id; an id unknown to the tokenizer is shown as `<id>`. Raises ValueError if the library
+        panics."""
+        with _named_panics():
+            return self._texts(ids)
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
         new = [token for token in dict.fromkeys(ids) if token not in self._known]
         for token in new:
             known = self._tokenizer.id_to_token(token) is not None
@@ -85,9 +96,43 @@ def _find(run: Run) -> tuple[Path, Path | None, tuple[int, ...]] | None:
 @lru_cache(maxsize=4)
 def _load(path: Path, within: Path | None, changed: tuple[int, ...]) -> TokenTexts:
     try:
-        saved = read_json(path, within, _BYTES)
-        return TokenTexts(Tokenizer.from_str(json.dumps({**saved, **dict.fromkeys(_ONLY_TO_ENCODE)})))
+        saved: dict[str, Any] = read_json(path, within, _BYTES)
+        _check_decoder(saved.get("decoder"))
+        model: Any = saved.get("model")
+        texts = [*model["vocab"], *(token["content"] for token in saved.get("added_tokens") or ())]
+        # Unigram has pairs of a text and a score
+        if max((len(text if isinstance(text, str) else text[0]) for text in texts), default=0) > _LONGEST_TEXT:
+            raise ValueError(f"it has a token of more than {_LONGEST_TEXT:,} characters")
+        with _named_panics():
+            return TokenTexts(Tokenizer.from_str(json.dumps({**saved, **dict.fromkeys(_ONLY_TO_ENCODE)})))
     except OSError:
         raise
     except Exception as error:  # boundary: the library raises Exception itself
         raise ValueError(f"{path.name} is no tokenizer: {error}".replace(f"{path.parent}/", "")) from None
+
+
+def _check_decoder(decoder: Any) -> None:
+    """Raise ValueError for a decoder whose output could be much longer than the texts of the tokens."""
+    if decoder is None:
+        return
+    kind = decoder["type"]
+    if kind == "Sequence":
+        for each in decoder["decoders"]:
+            _check_decoder(each)
+    elif kind == "Replace":
+        pattern = decoder["pattern"].get("String", "")
+        if not pattern or len(decoder["content"]) > len(pattern):
+            raise ValueError("its decoder replaces texts by longer ones, or by a regular expression")
+    elif kind not in _DECODERS and not (kind == "Strip" and decoder["content"] == " "):
+        raise ValueError(f"its decoder is {kind}")
+
+
+@contextmanager
+def _named_panics() -> Iterator[None]:
+    """Raise ValueError for a panic of the library, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library of tokenizers panics: {error}") from None

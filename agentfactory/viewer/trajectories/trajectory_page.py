@@ -182,10 +182,10 @@ def _timeline(saved: dict[str, Any]) -> list[dict[str, Any]] | None:
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row's streams, and for each token the index of its version in `versions`, or -1."""
     spans = row.get("versions") or []
-    names = list(dict.fromkeys((str(span["version"]), bool(span.get("mixed"))) for span in spans))
+    names: dict[tuple[str, bool], int] = {}
     version = [-1] * len(row["token_ids"])
     for span in spans:
-        number = names.index((str(span["version"]), bool(span.get("mixed"))))
+        number = names.setdefault((str(span["version"]), bool(span.get("mixed"))), len(names))
         start, end = (min(max(span[edge], 0), len(version)) for edge in ("start", "end"))
         version[start:end] = [number] * (end - start)
     return {

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -71,7 +72,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from agentfactory.rollout.inference.embedded.engine import Engine
     from agentfactory.rollout.inference.embedded.quantization import adapters_only, quantize
     from agentfactory.rollout.inference.embedded.request import UnsupportedModel
-    from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, most_connections
+    from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
@@ -121,7 +122,14 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     except AdapterError as error:
         _fail(f"--adapter {adapter}: {error}")
     dispatch = adapters_only(server.dispatch, args.quantization) if args.quantization else server.dispatch
-    connect = web.Server(dispatch, access_log=None, handler_cancellation=True, keepalive_timeout=HEADER_SECONDS)
+    log_few(logging.getLogger("aiohttp.server"))
+    connect = web.Server(
+        dispatch,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=HEADER_SECONDS,
+        auto_decompress=False,  # a short body could become a huge one
+    )
     limit = ConnectionLimit(most_connections())
     await asyncio.get_running_loop().create_server(partial(limit.admit, connect), sock=bound, backlog=1024)
     gc.freeze()

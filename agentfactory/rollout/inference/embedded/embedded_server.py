@@ -76,7 +76,9 @@ class Server:
             if request.path != "/health":
                 given = request.headers.get("Authorization", "").encode(errors="replace")
                 if not hmac.compare_digest(given, self._authorization):
-                    return _answer({"error": "Unauthorized"}, 401)
+                    refusal = _answer({"error": "Unauthorized"}, 401)
+                    refusal.force_close()  # whoever has no key keeps no connection
+                    return refusal
             methods = ROUTES.get(request.path)
             if methods is None:
                 raise ApiError(404, f"there is no route {request.path}")
