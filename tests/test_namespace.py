@@ -3,12 +3,14 @@
 import ast
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from agentfactory.tools.user_code.entry_points import COMMANDS, SOURCES, WORLDS, registered
 from tests.conftest import REPOSITORY
 
 LINKS = ("rollout", "tools", "trainers")
@@ -51,6 +53,8 @@ def test_every_module_that_a_string_names_is_there() -> None:
     missing = []
     for name, text in texts():
         for dotted in re.findall(r"(?<![\w/.-])agentfactory((?:\.[a-z]\w*)+)(?![\w/-])", text):
+            if f"agentfactory{dotted}" == SOURCES:  # a group of entry points
+                continue
             *packages, last = dotted.removeprefix(".").split(".")
             folder = REPOSITORY.joinpath("agentfactory", *packages)
             known = (folder / last).is_dir() or (folder / f"{last}.py").is_file()
@@ -68,7 +72,19 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 
 LAYERS = (
-    *("tools", "rollout", "trainers", "recipe", "placement", "launching", "train", "agent", "__init__", "doctor"),
+    *(
+        "tools",
+        "rollout",
+        "worlds",
+        "trainers",
+        "recipe",
+        "placement",
+        "launching",
+        "train",
+        "agent",
+        "__init__",
+        "doctor",
+    ),
     *("viewer", "commands", "__main__"),
 )
 """The rooms, from the lowest to the highest: each imports from itself and those before it."""
@@ -105,6 +121,50 @@ def test_imports_go_down_only() -> None:
         if LAYERS.index(rooms[name]) > LAYERS.index(rooms[module])
     ]
     assert upwards == []
+
+
+def test_imports_go_down_only_between_the_floors_of_a_room() -> None:
+    """A folder without folders in it is a floor; in a folder with some, each module is one."""
+    found = imports()
+    houses = {module.rpartition(".")[0].rpartition(".")[0] for module in found}
+    homes = {module: module if (home := module.rpartition(".")[0]) in houses else home for module in found}
+    floors: dict[str, set[str]] = defaultdict(set)
+    for module, names in found.items():
+        floors[homes[module]] |= {homes[name] for name in names} - {homes[module]}
+    try:
+        [*TopologicalSorter(floors).static_order()]
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_a_folder_can_be_read_at_a_glance() -> None:
+    package = REPOSITORY / "agentfactory"
+    folders = [package, *(path for path in package.rglob("*") if path.is_dir() and not path.is_symlink())]
+    entries = {
+        folder.relative_to(package): [
+            entry.name for entry in folder.iterdir() if not entry.is_symlink() and entry.name not in _NO_ENTRIES
+        ]
+        for folder in folders
+        if not _DATA & {*folder.relative_to(package).parts}
+    }
+    assert {str(folder): len(names) for folder, names in entries.items() if len(names) > MOST_ENTRIES} == {}
+
+
+MOST_ENTRIES = 16
+_NO_ENTRIES = {"__pycache__", "__init__.py"}
+_DATA = {"__pycache__", "chat_templates", "pages", "page", "shapes", "templates"}
+
+
+def test_the_core_names_no_world() -> None:
+    worlds = {
+        place.name for place in (REPOSITORY / "agentfactory" / "worlds").iterdir() if (place / "__init__.py").exists()
+    }
+    named = {name for point in (WORLDS, SOURCES, COMMANDS) for name in registered(point)}
+    quoted = re.compile(
+        "|".join(f"[\"']{name}[\"']" for name in sorted((worlds | named) - {"images", "index", "search"}))
+    )
+    core = [found for found in texts() if re.match(r"agentfactory/(?!worlds/).*\.py$", found[0])]
+    assert [name for name, text in core if quoted.search(text) or "agentfactory.worlds." in text] == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

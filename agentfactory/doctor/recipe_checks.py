@@ -26,6 +26,8 @@ from agentfactory.rollout.inference.serving import address_fault
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
+from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.user_code.entry_points import load_named
 from agentfactory.tools.user_code.import_path import own_python
 
 _ANSWERS_WITHIN = 10.0
@@ -33,14 +35,18 @@ _ANSWERS_WITHIN = 10.0
 _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
-_CODE = ("code_interpreter", "code_tests", "image_interpreter")
-"""Prebuilt tools and rewards that run code."""
+_CODE_REWARDS = ("code_tests",)
+"""Prebuilt rewards that run code."""
 
 
 def runs_code(recipe: Recipe) -> bool:
     """Return whether sandboxes are needed."""
-    named = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values())]
-    return any(name in _CODE for name in [*named, *(entry.reward for entry in recipe.rewards)])
+    known = prebuilt()
+    named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
+    places = [place for name, place in known.items() if name in named]
+    if any(getattr(load_named(place), "sandboxed", False) for place in places):
+        return True
+    return any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
 
 
 def open_files(recipe: Recipe) -> int:

@@ -18,7 +18,7 @@ from agentfactory.placement.image_memory import server_image_memory
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.inference.embedded.linear import ROWS, onednn_modules
-from agentfactory.rollout.inference.embedded.shape import has_sliding_window, head_width
+from agentfactory.rollout.inference.embedded.step_plan import has_sliding_window, head_width
 from agentfactory.rollout.inference.vllm.vllm_arguments import LORA_RANKS
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES, BUFFERS

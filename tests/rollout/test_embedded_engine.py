@@ -32,8 +32,8 @@ from transformers import (
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from agentfactory.rollout.inference.embedded.adapters import Adapter
+from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.engine import PREFILL_TOKENS, Engine
-from agentfactory.rollout.inference.embedded.eviction import Evictable
 from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.inference.embedded.step_plan import Planner

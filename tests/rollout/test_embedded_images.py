@@ -20,10 +20,9 @@ from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.adapters import AdapterError
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder, load_encoder
 from agentfactory.rollout.inference.embedded.quantization import quantize
 from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
-from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache
+from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache, ImageEncoder, load_encoder
 from agentfactory.tools.processes.lru_cache import ByteCache
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
@@ -219,7 +218,7 @@ def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(tokens))
         return compute(network, inputs, tokens)
 
-    monkeypatch.setattr("agentfactory.rollout.inference.embedded.image_encoder.compute_features", counted)
+    monkeypatch.setattr("agentfactory.rollout.inference.embedded.request_images.compute_features", counted)
     return counts
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentfactory.rollout.inference.embedded.shared_memory import SharedBuffers, SharedMemoryError
+from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.config import TrainRecipe

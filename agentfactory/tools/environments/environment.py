@@ -1,7 +1,7 @@
 """`Environment`: a stateful world that one chain acts on."""
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Environment:
@@ -16,6 +16,9 @@ class Environment:
     instance whose `reset` or `release` failed is replaced. A class that overrides neither method cannot forget a chain,
     so each chain gets a new instance.
     """
+
+    sandboxed: ClassVar[bool] = False
+    """Whether it runs code in sandboxes, which this machine has to be able to start."""
 
     @classmethod
     def check_machine(cls, *args: Any, **options: Any) -> None:

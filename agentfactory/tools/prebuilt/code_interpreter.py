@@ -5,7 +5,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.sandbox.process import SandboxProcess
@@ -50,6 +50,8 @@ class CodeInterpreter(Environment):
         ValueError: an option out of its range, or a package that is not installed.
         SandboxUnavailable: there is no bubblewrap, or no Python for the inside.
     """
+
+    sandboxed: ClassVar[bool] = True
 
     def __init__(
         self,

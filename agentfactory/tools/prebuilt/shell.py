@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder, remove_folder
@@ -38,6 +38,8 @@ class Shell(Environment):
     Raises:
         ValueError: an option out of its range, or a folder that is not there.
     """
+
+    sandboxed: ClassVar[bool] = True
 
     def __init__(
         self,

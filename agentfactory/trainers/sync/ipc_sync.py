@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from agentfactory.rollout.inference.embedded.shared_memory import CPU, memory_key
+from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content import Content, Served
 from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights

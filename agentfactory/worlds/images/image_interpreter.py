@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Any
+from typing import Any, ClassVar
 
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
 from agentfactory.tools.tool import tool
@@ -36,6 +36,8 @@ class ImageInterpreter(ImageTools):
         ValueError: an option out of its range, or a package that is not installed.
         SandboxUnavailable: there is no bubblewrap, or no Python for the inside.
     """
+
+    sandboxed: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 from agentfactory.rollout.config import EMBEDDED_QUANTIZATIONS
-from agentfactory.rollout.inference.embedded.allocator import keep_freed_memory
 from agentfactory.rollout.text.stop_strings import Decode
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.http.server_keys import published_key
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.memory import keep_freed_memory
 
 
 def _arguments() -> argparse.Namespace:
@@ -88,7 +88,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
         model = model.to(device=device)
         encoder = None
         if sees:
-            from agentfactory.rollout.inference.embedded.image_encoder import load_encoder
+            from agentfactory.rollout.inference.embedded.request_images import load_encoder
 
             encoder = load_encoder(args.model, model)
     except (OSError, ValueError, RuntimeError) as error:

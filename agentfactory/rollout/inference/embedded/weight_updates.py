@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from agentfactory.rollout.inference.embedded.shared_memory import SharedBuffers, SharedMemoryError
+from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.weight_digest import memory_threads, weight_digest
 
 _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
