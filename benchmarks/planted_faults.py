@@ -162,7 +162,7 @@ FAULTS = (
     ),
     Fault(
         "temperature",
-        "rollout/inference/embedded/token_sampling.py",
+        "rollout/inference/embedded/request.py",
         "scaled = scaled / torch",
         "scaled = scaled * torch",
         "rollout/test_embedded_server.py",

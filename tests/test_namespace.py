@@ -155,6 +155,7 @@ _NO_ENTRIES = {"__pycache__", "__init__.py"}
 _DATA = {"__pycache__", "chat_templates", "pages", "page", "shapes", "templates"}
 
 
+@pytest.mark.processes
 def test_the_core_names_no_world() -> None:
     worlds = {
         place.name for place in (REPOSITORY / "agentfactory" / "worlds").iterdir() if (place / "__init__.py").exists()

@@ -11,7 +11,7 @@ from torch import nn
 
 from agentfactory.placement.assumed import IMAGE_PIXELS, IMAGE_SHARE, OWN_PIXELS
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.embedded.request_images import FEATURE_BYTES
+from agentfactory.rollout.inference.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.networks.vision_tower import is_rotary, tower_is_trained, tower_of

@@ -17,7 +17,7 @@ from agentfactory.placement.server_memory import server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import compute_features
-from agentfactory.rollout.inference.embedded.request_images import FEATURE_BYTES
+from agentfactory.rollout.inference.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.network import apply_options
 

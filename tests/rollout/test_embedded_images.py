@@ -20,9 +20,10 @@ from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.adapters import AdapterError
 from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder, load_encoder
 from agentfactory.rollout.inference.embedded.quantization import quantize
 from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
-from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache, ImageEncoder, load_encoder
+from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache
 from agentfactory.tools.processes.lru_cache import ByteCache
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model

@@ -88,7 +88,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
         model = model.to(device=device)
         encoder = None
         if sees:
-            from agentfactory.rollout.inference.embedded.request_images import load_encoder
+            from agentfactory.rollout.inference.embedded.image_encoder import load_encoder
 
             encoder = load_encoder(args.model, model)
     except (OSError, ValueError, RuntimeError) as error:

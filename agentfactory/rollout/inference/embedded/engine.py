@@ -25,13 +25,12 @@ from agentfactory.rollout.inference.embedded.graphs import StaticDecoder
 from agentfactory.rollout.inference.embedded.linear import drop_packed, use_onednn
 from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.proof import proofs
-from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel, sample
 from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
-from agentfactory.rollout.inference.embedded.token_sampling import sample
 from agentfactory.tools.processes.memory import give_back_freed
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.request_images import ImageEncoder
+    from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder
 
 PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for prompts
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.request_images import ImageEncoder
+    from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder
 
 SAMPLED = 12
 """Largest number of tokens that a request samples."""

@@ -1,0 +1,106 @@
+"""Gives the language model what the vision tower makes of images, each computed once per version of the weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.images.features import Features, PixelMaker, compute_features, encoder_outputs, join
+from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache
+from agentfactory.tools.processes.lru_cache import ByteCache
+
+FEATURE_BYTES = 2**28
+"""Limit of the features that are kept. Images in the cache of keys and values do not need them any more."""
+
+
+class ImageEncoder:
+    """The vision tower of `model`, with the features that it computed last."""
+
+    def __init__(
+        self, model: PreTrainedModel, vision: PatchVision, maker: PixelMaker, limit: int = FEATURE_BYTES
+    ) -> None:
+        self.images = ImageCache(vision)
+        """The images of requests."""
+        self._model, self._maker = model, maker
+        self._image_token_id = vision.image_token_id
+        self._features: ByteCache[int, Features] = ByteCache(limit)
+
+    def clear(self) -> None:
+        """Forget all features, because the tower's weights change or their memory is needed."""
+        self._features.clear()
+
+    def pixels(self, images: Sequence[HeldImage]) -> dict[str, Tensor]:
+        """Return images as the model's arguments `pixel_values` and `image_grid_thw`."""
+        made = join([self._maker.make(image.image) for image in images])
+        return {name: value.to(self._model.device) for name, value in made.items()}
+
+    def prepare(
+        self, requests: Sequence[Request], ids: np.ndarray, rotary: np.ndarray, start: np.ndarray, after: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+        """Return a step's token ids [tokens], its rotary positions ([3, tokens] if prompts with images are in it, else
+        [tokens]), and the model's further arguments.
+
+        `ids` contains the cache's ids, and `rotary` the positions of tokens after a prompt. The new tokens of a request
+        begin at `start` in its sequence, and end at `after` in the step.
+        """
+        parts: list[tuple[HeldImage, slice, slice]] = []
+        begin = after - np.diff(after, prepend=0)
+        for request, first, here, end in zip(requests, start.tolist(), begin.tolist(), after.tolist(), strict=True):
+            last = min(first + end - here, len(request.prompt))
+            if not request.images or last <= first:
+                continue
+            if rotary.ndim == 1:
+                rotary = np.repeat(rotary[None], 3, 0)
+            rotary[:, here : here + last - first] = request.images.rotary[:, first:last]
+            for image, span in zip(request.images.held, request.images.spans, strict=True):
+                low, high = max(first, span.offset), min(last, span.offset + span.length)
+                if low < high:
+                    place = slice(here + low - first, here + high - first)
+                    parts.append((image, place, slice(low - span.offset, high - span.offset)))
+        ids = np.where(ids < 0, self._image_token_id, ids)
+        return ids, rotary, self._arguments(ids, parts) if parts else {}
+
+    def _arguments(self, ids: np.ndarray, parts: Sequence[tuple[HeldImage, slice, slice]]) -> dict[str, Any]:
+        """Return the arguments that give the step's image tokens their features. `parts` contains images, the places of
+        their tokens in the step, and which of their tokens these are."""
+        features = self._compute({image for image, *_ in parts})
+        places = ids == self._image_token_id
+        order = places.cumsum() - 1
+        # a sampled image token is no image, and keeps its own embedding
+        embedding = self._model.get_input_embeddings()
+        own: Tensor = embedding(torch.tensor(self._image_token_id, device=self._model.device))
+        own = own.expand(int(places.sum()), -1)
+        step = Features(own.clone(), tuple(torch.zeros_like(own) for _ in next(iter(features.values())).deep))
+        for image, place, within in parts:
+            rows = slice(int(order[place.start]), int(order[place.stop - 1]) + 1)
+            step.tokens[rows] = features[image].tokens[within]
+            for deep, new in zip(step.deep, features[image].deep, strict=True):
+                deep[rows] = new[within]
+        return encoder_outputs(self._model, [step])
+
+    def _compute(self, images: set[HeldImage]) -> dict[HeldImage, Features]:
+        """Return the features of images; those that are not kept are computed together."""
+        kept = {image: self._features.get(image.first_id) for image in images}
+        missing = [image for image, features in kept.items() if features is None]
+        found = {image: features for image, features in kept.items() if features is not None}
+        if missing:
+            computed = compute_features(self._model, self.pixels(missing), [image.tokens for image in missing])
+            for image, features in zip(missing, computed, strict=True):
+                found[image] = features
+                nbytes = sum(tensor.nbytes for tensor in (features.tokens, *features.deep))
+                self._features.put(image.first_id, features, nbytes)
+        return found
+
+
+def load_encoder(path: str, model: PreTrainedModel) -> ImageEncoder:
+    """Return the encoder of the vision-language model at `path`. Raises ValueError if its images are not supported."""
+    vision = load_vision(path)
+    if not isinstance(vision, PatchVision):
+        raise ValueError(f"the embedded engine has no images of {model.config.model_type}: use engine: vllm")
+    return ImageEncoder(model, vision, PixelMaker(path, vision))
