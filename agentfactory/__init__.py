@@ -6,6 +6,8 @@ Public names are loaded on first use (PEP 562): `from agentfactory import tool` 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from agentfactory.moved import install
+
 if TYPE_CHECKING:
     from agentfactory.agent import Agent
     from agentfactory.rollout.chains.turn import Turn
@@ -62,6 +64,9 @@ _HOME = {
     "reward": "agentfactory.rollout.rewards",
     "tool": "agentfactory.tools.tool",
 }
+
+
+install()
 
 
 def __getattr__(name: str) -> Any:

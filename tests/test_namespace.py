@@ -14,7 +14,13 @@ from agentfactory.tools.user_code.entry_points import COMMANDS, SOURCES, WORLDS,
 from tests.conftest import REPOSITORY
 
 LINKS = ("rollout", "tools", "trainers")
-OTHERS = {"CHANGELOG.md", "tests/test_namespace.py", "tests/test_users_project.py"}
+OTHERS = {
+    "CHANGELOG.md",
+    "agentfactory/moved.py",
+    "tests/test_moved.py",
+    "tests/test_namespace.py",
+    "tests/test_users_project.py",
+}
 """What speaks of old names, or of a user's packages of these names."""
 FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum", "rollout.workers"}
 """Fields of a recipe that are called as modules are."""
@@ -72,20 +78,8 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 
 LAYERS = (
-    *(
-        "tools",
-        "rollout",
-        "worlds",
-        "trainers",
-        "recipe",
-        "placement",
-        "launching",
-        "train",
-        "agent",
-        "__init__",
-        "doctor",
-    ),
-    *("viewer", "commands", "__main__"),
+    *("moved", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
+    *("__init__", "doctor", "viewer", "commands", "__main__"),
 )
 """The rooms, from the lowest to the highest: each imports from itself and those before it."""
 

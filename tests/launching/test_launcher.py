@@ -75,7 +75,7 @@ COMMAND = """
 import sys
 from pathlib import Path
 from agentfactory.commands import main
-from agentfactory.launching import plan
+from agentfactory.launching import launch_plan as plan
 plan.TRAINER = [str(Path("trainer.py").resolve())]
 sys.exit(main.main(sys.argv[1:]))
 """

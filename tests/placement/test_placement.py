@@ -471,7 +471,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from agentfactory.commands import main
-from agentfactory.launching import plan
+from agentfactory.launching import launch_plan as plan
 plan.TRAINER = [str(Path("trainer.py").resolve())]
 sys.exit(main.main(sys.argv[1:]))
 """

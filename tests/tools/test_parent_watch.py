@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 FOLLOWER = """
 import signal, sys, time
 from pathlib import Path
-from agentfactory.tools import parent_watch
+from agentfactory.tools.processes import parent_watch
 parent_watch.follow_parent()
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -26,7 +26,7 @@ time.sleep(60)
 # starts a follower through a shell, which stands between them as accelerate's launcher does
 PARENT = """
 import os, subprocess, sys, time
-from agentfactory.tools import parent_watch
+from agentfactory.tools.processes import parent_watch
 env = {**os.environ, **parent_watch.environment()}
 child = subprocess.Popen(["sh", "-c", '"$0" "$@"; true', sys.executable, "-c", *sys.argv[1:]], env=env)
 time.sleep(60)

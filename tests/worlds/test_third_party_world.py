@@ -1,0 +1,143 @@
+"""A world from another package's wheel, by its name in a recipe: its tool, its tasks and its command."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+GARDEN = '''
+from typing import ClassVar
+
+from agentfactory import Environment, TaskSource, tool
+
+
+class Garden(Environment):
+    """Beds that need water."""
+
+    def reset(self, beds: int) -> str:
+        self.dry = beds
+        return f"There are {beds} dry beds."
+
+    @tool
+    def water(self) -> str:
+        """Water a bed."""
+        self.dry -= 1
+        return f"{self.dry} are dry"
+
+    def reward(self) -> float:
+        return float(self.dry == 0)
+
+
+class Plots(TaskSource):
+    """Gardens that grow."""
+
+    paths: ClassVar[tuple[str, ...]] = ("file",)
+
+    file: str
+    """File with a number of beds per line."""
+
+    def rows(self) -> list[dict]:
+        lines = open(self.file).read().split()
+        return [{"question": "Water every bed.", "beds": int(beds)} for beds in lines]
+'''
+COMMAND = """
+ABOUT = "count the beds of a garden"
+EXAMPLES = ["beds plots.txt"]
+
+def add_options(parser):
+    parser.add_argument("file")
+
+def run(options, say):
+    say(str(sum(map(int, open(options.file).read().split()))))
+"""
+RECIPE = "tools: [garden]\ndata: {plots: {file: plots.txt}}\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder for Python's path in which pip has installed the wheel."""
+    info = "gardens-1.0.dist-info"
+    points = "[agentfactory.worlds]\ngarden = garden:Garden\n[agentfactory.sources]\nplots = garden:Plots\n"
+    files = {
+        "garden.py": GARDEN,
+        "beds.py": COMMAND,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: gardens\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"{points}[agentfactory.commands]\nbeds = beds\n",
+    }
+    wheel = tmp_path / "gardens-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in {**files, f"{info}/RECORD": "".join(f"{name},,\n" for name in files)}.items():
+            archive.writestr(name, text)
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel]
+    subprocess.run(pip, check=True)
+    return target
+
+
+@pytest.fixture
+def agentfactory(installed: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """The command, with the wheel."""
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-P", "-m", "agentfactory", *arguments]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True)
+
+    return run
+
+
+def test_a_recipe_names_a_world_of_another_package(
+    installed: Path, tmp_path: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
+) -> None:
+    (tmp_path / "task").mkdir()
+    recipe = tmp_path / "task" / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    (tmp_path / "task" / "plots.txt").write_text("1\n2\n")
+    listed = agentfactory("tools", "list", str(recipe), "--json")
+    assert [each["function"]["name"] for each in json.loads(listed.stdout)] == ["water"]
+    checked = agentfactory("tools", "check", str(recipe))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "There are 1 dry beds." in checked.stdout
+    assert "0 are dry" in agentfactory("tools", "call", str(recipe), "water").stdout
+    assert agentfactory("beds", str(tmp_path / "task" / "plots.txt")).stdout == "3\n"
+    assert "count the beds of a garden" in agentfactory("--help").stdout
+    # its fields are checked as ours are
+    recipe.write_text(RECIPE.replace("file:", "fle:"))
+    told = agentfactory("tools", "check", str(recipe)).stderr
+    assert "data.plots.fle: unknown key 'fle'; fix: did you mean data.plots.file?" in told
+    recipe.write_text(RECIPE.replace("garden", "gardn"))
+    assert (
+        "'gardn' is not prebuilt (alfworld, browse, calculator, code_interpreter, garden, "
+        in agentfactory("tools", "check", str(recipe)).stderr
+    )
+
+
+def test_two_packages_cannot_register_one_name(
+    installed: Path, tmp_path: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
+) -> None:
+    other = installed / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[agentfactory.worlds]\nwebshop = other:Shop\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("tools: [webshop]\n")
+    told = agentfactory("tools", "list", str(recipe))
+    assert told.returncode == 2
+    assert "two packages register 'webshop' in agentfactory.worlds: " in told.stderr
+    assert "; fix: uninstall one of them" in told.stderr
+
+
+def test_a_command_that_cannot_be_loaded_is_told_and_left_out(
+    installed: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
+) -> None:
+    (installed / "beds.py").write_text("raise RuntimeError('no water')\n")
+    told = agentfactory("index", "--help")
+    assert told.returncode == 0
+    assert told.stderr == "agentfactory: the command beds cannot be loaded: beds: RuntimeError('no water')\n"
