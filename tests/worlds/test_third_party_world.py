@@ -87,7 +87,7 @@ def agentfactory(installed: Path) -> Callable[..., "subprocess.CompletedProcess[
     """The command, with the wheel."""
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-P", "-m", "agentfactory", *arguments]
+        command = [sys.executable, "-m", "agentfactory", *arguments]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True)
 
     return run
