@@ -151,7 +151,7 @@ setup(
             "search=agentfactory.worlds.search.search:Search",
             "webshop=agentfactory.worlds.webshop.webshop:WebShop",
         ],
-        "agentfactory.sources": ["harbor=agentfactory.worlds.harbor.source:HarborSource"],
+        "agentfactory.sources": ["harbor=agentfactory.worlds.harbor.tasks:HarborSource"],
         "agentfactory.commands": ["index=agentfactory.worlds.search.index_command"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },

@@ -6,7 +6,7 @@ Public names are loaded on first use (PEP 562): `from agentfactory import tool` 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from agentfactory.moved import install
+from agentfactory.old_names import install
 
 if TYPE_CHECKING:
     from agentfactory.agent import Agent

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from agentfactory.launching.processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
-from agentfactory.launching.server_process import serve
+from agentfactory.launching.start_server import serve
 from agentfactory.recipe.load import setting_error
 from agentfactory.rollout.chains.chain_runner import ENDINGS, ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
@@ -23,7 +23,7 @@ from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.inference.connection import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.inference.serving import missing_from
+from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Trajectory

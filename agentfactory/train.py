@@ -3,7 +3,7 @@
 
 Reinforcement learning needs an inference server at `server.url` (`agentfactory serve RECIPE`); rank 0 starts the
 rollout worker. `--resume [PATH]` continues the run in `output`. `agentfactory train RECIPE` does all of this, and runs
-the stages of a staged recipe: it starts this module with an assignment. `launching/trainer_process.py` does the work.
+the stages of a staged recipe: it starts this module with an assignment. `launching/trainer_main.py` does the work.
 """
 
 from agentfactory.tools.user_code import import_path
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from agentfactory.launching.conclusion import MostChainsDroppedError
+from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.launching.resume_option import add_resume_option, settle_resume
 from agentfactory.launching.run_folder import RunFolderError
@@ -98,13 +98,13 @@ def main() -> int:
         options = parse(sys.argv[1:])
         if options.assignment is not None:
             # takes seconds, in which the launcher waits for the server
-            importlib.import_module("agentfactory.launching.trainer_process")
+            importlib.import_module("agentfactory.launching.trainer_main")
         recipe, asked = load(options)
     except (SettingError, RunFolderError) as error:
         print(error, file=sys.stderr)
         return 2
     # torch and transformers take seconds to import; report a broken recipe before that
-    from agentfactory.launching.trainer_process import train
+    from agentfactory.launching.trainer_main import train
     from agentfactory.rollout.workers.worker_socket import WorkerDiedError
     from agentfactory.trainers.processes.accelerator import LaunchError
     from agentfactory.trainers.sync.server_control import SyncError

@@ -27,7 +27,7 @@ from aiohttp import web
 from sabotage import Forward, Json, Run, make_model, sabotaged, sent_file
 from safetensors.torch import load_file, save_file
 
-from agentfactory.launching.server_process import serve
+from agentfactory.launching.start_server import serve
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.connection import authorization
 from agentfactory.trainers.sync.server_control import ServerControl

@@ -112,7 +112,7 @@ FAULTS = (
     ),
     Fault(
         "proof-accepts-stale",
-        "trainers/sync/drift.py",
+        "trainers/sync/canary_verdict.py",
         "SLOPES = (0.5, 1.5)",
         "SLOPES = (-0.5, 1.5)",
         "trainers/test_drift.py",
@@ -155,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "trained-twice",
-        "rollout/gateway/token_tree.py",
+        "rollout/gateway/request_tree.py",
         "if parent is not None and plan.shared and len(self.rows[parent.row].token_ids) == plan.shared:",
         "if parent is not None and plan.shared:",
         "rollout/test_gateway_tree.py",

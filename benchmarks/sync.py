@@ -36,10 +36,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.launching.server_process import serve
+from agentfactory.launching.start_server import serve
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.checksum_proof import Content
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts
 from agentfactory.trainers.sync.server_control import ServerControl

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from agentfactory.launching.prepare import prepare
-from agentfactory.launching.server_process import serve
+from agentfactory.launching.start_server import serve
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.chains.chain_runner import ChainRunner

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference import serving
+from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.processes import parent_watch

@@ -35,7 +35,7 @@ from agentfactory.rollout.evaluation.evaluate import Evaluation, mean_figures
 from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, sample_figures
 from agentfactory.rollout.groups.group_files import append_group
 from agentfactory.rollout.inference.inference_client import missing_routes
-from agentfactory.rollout.inference.serving import explain
+from agentfactory.rollout.inference.server_command import explain
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
@@ -52,7 +52,7 @@ from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.trainers.loop.health import Health
 from agentfactory.trainers.loop.sft import conversation_rows
 from agentfactory.trainers.metrics import METRICS
-from agentfactory.trainers.sync.drift import Drift
+from agentfactory.trainers.sync.canary_verdict import Drift
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY
 

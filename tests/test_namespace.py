@@ -16,8 +16,8 @@ from tests.conftest import REPOSITORY
 LINKS = ("rollout", "tools", "trainers")
 OTHERS = {
     "CHANGELOG.md",
-    "agentfactory/moved.py",
-    "tests/test_moved.py",
+    "agentfactory/old_names.py",
+    "tests/test_old_names.py",
     "tests/test_namespace.py",
     "tests/test_users_project.py",
 }
@@ -78,7 +78,7 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 
 LAYERS = (
-    *("moved", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
+    *("old_names", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
     *("__init__", "doctor", "viewer", "commands", "__main__"),
 )
 """The rooms, from the lowest to the highest: each imports from itself and those before it."""

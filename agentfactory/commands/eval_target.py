@@ -8,8 +8,8 @@ from typing import Any
 from agentfactory.commands.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.rollout.chains.baseline_chain import check_recipe, open_chat_runner
 from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.chat_chain import check_recipe, open_chat_runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chains.chat_endpoint import look_at as ask_what_it_is
 from agentfactory.rollout.evaluation.evaluate import open_runner

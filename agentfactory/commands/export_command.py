@@ -7,12 +7,12 @@ from pathlib import Path
 
 from agentfactory.launching.folder_checks import check_weights_folder
 from agentfactory.launching.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free, named_base
-from agentfactory.trainers.checkpoint_folder import (
+from agentfactory.tools.files.disk import set_usual_modes
+from agentfactory.trainers.checkpoints.checkpoint_folder import (
     DIGESTS,
     INFO,
     DamagedCheckpointError,
     read_info,
-    set_usual_modes,
     verify,
 )
 

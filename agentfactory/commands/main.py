@@ -88,8 +88,8 @@ def _run(options: argparse.Namespace) -> int:
     from agentfactory.commands import server_commands
     from agentfactory.commands.served_weights import trained_in
     from agentfactory.launching import launcher
-    from agentfactory.launching.conclusion import MostChainsDroppedError
     from agentfactory.launching.processes import ChildFailed
+    from agentfactory.launching.run_results import MostChainsDroppedError
     from agentfactory.placement.placement import PlacementError
     from agentfactory.recipe.composition import display, recipe_file
 
@@ -133,7 +133,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.placement.placement import PlacementError, place
     from agentfactory.recipe.checks import runs_chains, try_sources, try_template
     from agentfactory.recipe.schema import stages_of
-    from agentfactory.rollout.hub import has_tokenizer
+    from agentfactory.rollout.model_hub import has_tokenizer
     from agentfactory.tools.errors import SettingError
 
     def comment(text: str) -> None:

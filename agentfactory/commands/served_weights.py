@@ -9,7 +9,7 @@ from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.checkpoint_folder import INFO, read_info
+from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
 _NAMED = 8
 """How many checkpoints near a wrong path a message names: the last ones."""

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands.served_weights import Served, what_is_served
-from agentfactory.launching.conclusion import MostChainsDroppedError
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
-from agentfactory.launching.server_process import start_server
+from agentfactory.launching.run_results import MostChainsDroppedError
+from agentfactory.launching.start_server import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.inference.serving import address_fault, chat_fault, outside_fault, server_command
+from agentfactory.rollout.inference.server_command import address_fault, chat_fault, outside_fault, server_command
 from agentfactory.tools.http.server_keys import key_file_of
 
 if TYPE_CHECKING:

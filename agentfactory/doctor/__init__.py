@@ -34,7 +34,7 @@ from agentfactory.doctor.recipe_checks import (
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
-from agentfactory.rollout.hub import has_tokenizer
+from agentfactory.rollout.model_hub import has_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.processes.memory import memory_room
 

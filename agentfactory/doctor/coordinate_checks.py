@@ -10,7 +10,7 @@ from agentfactory.agent import Agent
 from agentfactory.doctor.finding import Finding, ok, problem, warning
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision, view_of, why_unseen
-from agentfactory.rollout.rewards.places import Box, iou, read_box
+from agentfactory.rollout.rewards.boxes_and_points import Box, iou, read_box
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule

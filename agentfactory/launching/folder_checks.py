@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
 from agentfactory.tools.files.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
-from agentfactory.trainers.checkpoint_folder import INFO
+from agentfactory.trainers.checkpoints.checkpoint_folder import INFO
 
 
 def check_run_of(recipe: Path) -> None:

@@ -26,7 +26,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import write_whole
 from agentfactory.tools.user_code.import_path import own_python
-from agentfactory.trainers.checkpoint_folder import checkpoint_path
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
 AUTO = "auto"

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from agentfactory.launching.conclusion import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
 from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
-from agentfactory.launching.server_process import begin_server, wait_for_server
+from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
+from agentfactory.launching.start_server import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.rollout.inference.serving import address_fault, outside_fault
+from agentfactory.rollout.inference.server_command import address_fault, outside_fault
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import DiskError
 

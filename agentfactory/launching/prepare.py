@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.disk import set_usual_modes
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code import import_path
 from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
-from agentfactory.trainers.checkpoint_folder import set_usual_modes
 
 if TYPE_CHECKING:
     # the child does not need them, and they are slow to import

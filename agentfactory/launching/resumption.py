@@ -11,7 +11,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.files.untrusted_files import RefusedFileError
-from agentfactory.trainers.checkpoint_folder import (
+from agentfactory.trainers.checkpoints.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,
     newest_whole,

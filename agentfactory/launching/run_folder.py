@@ -25,7 +25,7 @@ from agentfactory.tools.files.untrusted_files import (
     read_json,
     refused,
 )
-from agentfactory.trainers.checkpoint_folder import INFO, checkpoints, read_info
+from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoints, read_info
 
 RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"

@@ -13,12 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from agentfactory.placement.changes import refusal
 from agentfactory.placement.choice import Device, Estimate, choose
 from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.memory_table import Need, Plan, table
 from agentfactory.placement.model_config import NoConfigError, difference, load_config
 from agentfactory.placement.server_memory import ServerMemory, server_memory
+from agentfactory.placement.suggested_changes import refusal
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from agentfactory.placement.assumed import ASKING_CONTEXT
+from agentfactory.placement.unmeasured_memory import ASKING_CONTEXT
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code.import_path import is_installed
 

@@ -11,8 +11,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from agentfactory.placement.server_memory import meta_network
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
-from agentfactory.trainers.networks.exact_layouts import resolve_batching
 from agentfactory.trainers.networks.policy import Policy, make_policy
+from agentfactory.trainers.networks.row_layouts import resolve_batching
 from agentfactory.trainers.networks.vision_tower import sees
 
 

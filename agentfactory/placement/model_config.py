@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PretrainedConfig
 
 from agentfactory.placement.server_memory import meta_network
-from agentfactory.rollout.hub import hub_answers
+from agentfactory.rollout.model_hub import hub_answers
 
 SHAPES = Path(__file__).with_name("shapes")
 """Copies of the config.json published with the models of our recipes, as ORGANISATION--NAME.json."""

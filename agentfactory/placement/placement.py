@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.inference.serving import server_command
+from agentfactory.rollout.inference.server_command import server_command
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code.import_path import own_python

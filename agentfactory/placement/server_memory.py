@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from agentfactory.placement.assumed import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
 from agentfactory.placement.image_memory import server_image_memory
+from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
-from agentfactory.rollout.inference.embedded.linear import ROWS, onednn_modules
+from agentfactory.rollout.inference.embedded.packed_linear import ROWS, onednn_modules
 from agentfactory.rollout.inference.embedded.step_plan import has_sliding_window, head_width
 from agentfactory.rollout.inference.vllm.vllm_arguments import LORA_RANKS
 from agentfactory.trainers.networks.vision_tower import sees
@@ -133,8 +133,8 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
 
 
 def _packed(network: PreTrainedModel, sequences: int) -> int:
-    """Return the bytes of the copies that agentfactory.rollout.inference.embedded.linear makes. The head has a row per
-    sequence, and its copy is only made for ROWS of them."""
+    """Return the bytes of the copies that agentfactory.rollout.inference.embedded.packed_linear makes. The head has a
+    row per sequence, and its copy is only made for ROWS of them."""
     head = network.get_output_embeddings()
     modules = onednn_modules(network, "meta")
     return sum(linear.weight.nbytes for linear in modules if linear is not head or sequences >= ROWS)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from agentfactory.placement.activation_memory import fullest, trace, used_dtype
-from agentfactory.placement.assumed import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.placement.image_memory import image_memory
 from agentfactory.placement.meta_model import meta_model, policy_of
+from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, role_of
 from agentfactory.trainers.networks.network import decoder_layers

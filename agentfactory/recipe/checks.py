@@ -15,9 +15,9 @@ from agentfactory.recipe.train_checks import Lack, check_placement, check_traini
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.config import DataConfig, Inflight
 from agentfactory.rollout.data import Task, check_source, load_tasks
-from agentfactory.rollout.hub import use_hub_if_it_answers
 from agentfactory.rollout.images.parts import images_of_row
-from agentfactory.rollout.inference.serving import missing_from
+from agentfactory.rollout.inference.server_command import missing_from
+from agentfactory.rollout.model_hub import use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.parsers import AUTO, load_parser
 from agentfactory.tools.environments.environment import Environment, check_machine_for, gives_anchors, reset_schema
@@ -326,7 +326,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
         if server.module is not None:
             found = _load(server.module, f"mcp_servers.{key}.module", prebuilt())
             # imported here, because the MCP SDK is slow to import and few recipes need it
-            from agentfactory.tools.mcp_servers.mcp_server import build_server
+            from agentfactory.tools.mcp_servers.own_server import build_server
 
             try:
                 build_server([found], key, server.pool, server.options)

@@ -34,7 +34,7 @@ from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import Environment, check_machine_for
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.key_guard import KeyGuard, listen, server_key
-from agentfactory.tools.mcp_servers.mcp_server import build_server
+from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code.loading import UserCodeError, load_module, load_object

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentfactory.tools.messages import ToolSpec
-from agentfactory.tools.user_code.schemas import readable, schema_of
+from agentfactory.tools.user_code.schema_text import readable, schema_of
 
 SUPPORTED_ANNOTATIONS = (
     "what JSON can hold: str, int, float, bool, None, Literal, Enum, list, tuple, dict, TypedDict, dataclasses, "

@@ -13,7 +13,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.commands.export_command import ExportError, export
-from agentfactory.trainers.checkpoint_folder import DIGESTS, INFO, digest
+from agentfactory.trainers.checkpoints.checkpoint_folder import DIGESTS, INFO, digest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from tests.project import Command

@@ -298,7 +298,7 @@ def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> 
         ("agentfactory.tools.serve", {"torch", "transformers", "numpy", "aiohttp"}),
         ("agentfactory.rollout.workers.rollout_worker", {"torch", "accelerate", "scipy", "datasets"}),
         pytest.param(
-            "agentfactory.launching.trainer_process",
+            "agentfactory.launching.trainer_main",
             {"peft", "bitsandbytes", "mcp", "datasets", "matplotlib"},
             marks=pytest.mark.extended,
         ),

@@ -10,7 +10,13 @@ from agentfactory.commands.export_command import ExportError, export
 from agentfactory.commands.main import main
 from agentfactory.launching.folder_checks import check_weights_folder
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
-from agentfactory.trainers.checkpoint_folder import INFO, DamagedCheckpointError, checkpoints, verify, written_aside
+from agentfactory.trainers.checkpoints.checkpoint_folder import (
+    INFO,
+    DamagedCheckpointError,
+    checkpoints,
+    verify,
+    written_aside,
+)
 
 SECRET = "of-another-user-7731"
 

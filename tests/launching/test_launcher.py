@@ -40,7 +40,7 @@ import yaml
 from pathlib import Path
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.trainers.checkpoint_folder import checkpoint_path, written_aside
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path, written_aside
 assert sys.argv[1] == "--assignment"
 given = Assignment.read(Path(sys.argv[2]))
 recipe, resumed = given.recipe, given.checkpoint

@@ -16,7 +16,7 @@ import pytest
 
 from agentfactory.launching import processes
 from agentfactory.launching.processes import Child, ChildFailed, Children
-from agentfactory.launching.server_process import wait_for_server
+from agentfactory.launching.start_server import wait_for_server
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes

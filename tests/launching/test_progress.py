@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentfactory.launching.conclusion import draw_curve
 from agentfactory.launching.progress import Progress
+from agentfactory.launching.run_results import draw_curve
 
 STEP = {"step": 1, "reward": 0.25, "success": 0.125, "turns": 5.0, "entropy": 1.5, "tokens_per_second": 1234.5}
 STEP["seconds/step"] = 90.0

@@ -14,7 +14,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.checkpoint_folder import checkpoint_path, checkpoints, written_aside
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
 
 def recipe_of(*overrides: str) -> Recipe:

@@ -18,8 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentfactory.placement.assumed import CUDA_GRAPHS
 from agentfactory.placement.server_memory import ServerMemory, server_memory
+from agentfactory.placement.unmeasured_memory import CUDA_GRAPHS
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.request import Request

@@ -10,7 +10,7 @@ from mcp import MCPError
 from agentfactory.rollout.groups.group_files import append_group, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.mcp_servers.mcp_server import OwnServer, build_server
+from agentfactory.tools.mcp_servers.own_server import OwnServer, build_server
 from agentfactory.tools.tool import tool
 from tests.scripted_chains import scripted_chains
 

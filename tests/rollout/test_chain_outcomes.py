@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
-from agentfactory.rollout.chains.chain_outcomes import ChainOutcomes
 from agentfactory.rollout.chains.chain_runner import FirstVerdicts, RolloutStoppedError
+from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 

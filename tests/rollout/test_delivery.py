@@ -23,7 +23,7 @@ from agentfactory.rollout.workers.worker_socket import (
     encode,
     encode_delivered,
 )
-from agentfactory.tools.calls.notices import Notice, notice_of
+from agentfactory.tools.calls.run_notices import Notice, notice_of
 from tests.waiting import wait_for
 
 

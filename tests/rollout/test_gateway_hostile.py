@@ -21,7 +21,7 @@ from agentfactory.rollout.gateway.client_agents import ChainEnded, ChainTools, F
 from agentfactory.rollout.rewards import scoring
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.rollout.workers.worker_socket import encode
-from agentfactory.tools.calls.notices import notice_of
+from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.tools.http import connections
 from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
 from tests.scripted_chains import scripted_chains

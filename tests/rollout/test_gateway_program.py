@@ -135,7 +135,7 @@ async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
 
 async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """What a killed worker leaves: the keeper's stdin closes."""
-    from agentfactory.tools.processes import keeper
+    from agentfactory.tools.processes import end_with_parent as keeper
 
     (tmp_path / "agent.py").write_text(DAEMON)
     command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, str(tmp_path / "agent.py"), "wait", "mark"]

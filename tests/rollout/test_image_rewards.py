@@ -10,7 +10,7 @@ from PIL import Image
 
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.rewards.places import iou, read_box, read_point
+from agentfactory.rollout.rewards.boxes_and_points import iou, read_box, read_point
 from agentfactory.rollout.rewards.visual_answers import anls, chosen, counted, relaxed_match
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError

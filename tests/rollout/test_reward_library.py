@@ -24,9 +24,9 @@ from agentfactory.rollout.images.parts import data_url, image_part, text_part
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.rewards import PREBUILT, RewardError, Rewards
 from agentfactory.rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
+from agentfactory.rollout.rewards.form_and_length import Format, Length
 from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.math_equal import MathEqual
-from agentfactory.rollout.rewards.shape import Format, Length
 from agentfactory.rollout.rewards.text import last_match
 from agentfactory.rollout.trajectory import Outcome, Row, Trajectory
 from agentfactory.tools.errors import SettingError

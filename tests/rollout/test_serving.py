@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.serving import explain, missing_from, ready_url, server_command, stage
+from agentfactory.rollout.inference.server_command import explain, missing_from, ready_url, server_command, stage
 from agentfactory.rollout.inference.vllm.vllm_server import _cores
 from agentfactory.tools.user_code.import_path import own_python
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.environments import environment_host
-from agentfactory.tools.mcp_servers import tool_server
+from agentfactory.tools.mcp_servers import recipe_server as tool_server
 
 FOLDER = Path(__file__).parent
 OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]

@@ -15,7 +15,7 @@ from agentfactory.tools.calls.results import ERROR_KEY, FINISH_KEY, INFO_KEY, co
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.mcp_servers.mcp_server import CHAIN_KEY, ROLE_KEY, OwnServer, build_server
+from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, ROLE_KEY, OwnServer, build_server
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool
 from tests.waiting import pass_time, until

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger("agentfactory")
 

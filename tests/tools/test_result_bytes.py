@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.calls.notices import Notice, notice_of
+from agentfactory.tools.calls.run_notices import Notice, notice_of
 from agentfactory.tools.calls.truncation import cut_bytes
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import CallError, ToolCall, ToolResult

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 from typing_extensions import TypedDict
 
 from agentfactory.tools.tool import InvalidArguments, tool
-from agentfactory.tools.user_code.schemas import inline
+from agentfactory.tools.user_code.schema_text import inline
 
 DRAFT = jsonschema.Draft202012Validator
 

@@ -15,7 +15,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from agentfactory.tools.calls.results import content_of
 from agentfactory.tools.http.server_keys import key_header
-from agentfactory.tools.mcp_servers.mcp_server import CHAIN_KEY
+from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY
 from agentfactory.tools.serve import main, objects_in
 from agentfactory.tools.user_code.loading import UserCodeError
 

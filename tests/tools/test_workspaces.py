@@ -15,7 +15,7 @@ import pytest
 from mcp import StdioServerParameters
 from pydantic import ValidationError
 
-from agentfactory.tools.calls.notices import notice_of
+from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.tools.config import McpServerConfig
 from agentfactory.tools.environments import workspaces
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template

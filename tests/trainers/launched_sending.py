@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.processes.accelerator import make_accelerator
-from agentfactory.trainers.sync import content, file_sync
+from agentfactory.trainers.sync import checksum_proof as content
+from agentfactory.trainers.sync import file_sync
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.nccl_sync import NcclSync
 from agentfactory.trainers.sync.protocol import WeightSync

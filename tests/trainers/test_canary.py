@@ -20,7 +20,7 @@ from agentfactory.trainers.sync.canary import (
     server_scores,
     trainer_scores,
 )
-from agentfactory.trainers.sync.drift import Scores
+from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.protocol import SyncReport
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError

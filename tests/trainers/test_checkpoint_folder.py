@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.trainers.checkpoint_folder import (
+from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
+from agentfactory.trainers.checkpoints.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoint_path,
     checkpoints,
@@ -16,7 +17,6 @@ from agentfactory.trainers.checkpoint_folder import (
     verify,
     written_aside,
 )
-from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.trainers.checkpoints.train_state import TrainState, compact, expand
 
 

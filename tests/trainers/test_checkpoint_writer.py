@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.files.disk import DiskError
-from agentfactory.trainers.checkpoint_folder import verify
 from agentfactory.trainers.checkpoints import checkpoint_writer
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint_folder import verify
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.credit import Credit

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agentfactory.trainers.sync.drift import LEAST_NOISE, Drift, Verdict
+from agentfactory.trainers.sync.canary_verdict import LEAST_NOISE, Drift, Verdict
 
 NOISE = 0.01
 CONTEXTS, TOKENS = 8, 128

@@ -15,8 +15,8 @@ from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajector
 from agentfactory.tools.environments.state_anchors import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
-from agentfactory.trainers.loop.anchors import turn_anchors
 from agentfactory.trainers.loop.credit import Credit
+from agentfactory.trainers.loop.turn_anchors import turn_anchors
 
 pytestmark = pytest.mark.numbers
 

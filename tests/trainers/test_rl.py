@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from agentfactory.trainers.checkpoint_folder import checkpoints, read_info
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, read_info
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.rl import TrainResult, train_rl

@@ -20,7 +20,7 @@ from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
-from agentfactory.trainers.sync.content import Content, file_digest
+from agentfactory.trainers.sync.checksum_proof import Content, file_digest
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError

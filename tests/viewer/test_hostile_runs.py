@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
+from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint_path
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.access import Guard, PrivatePath
 from agentfactory.viewer.html_export import export

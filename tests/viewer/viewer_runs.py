@@ -13,7 +13,7 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, StopReason, Trajectory
 from agentfactory.tools.calls.results import content_of, result_of
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
-from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
+from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint_path
 from tests.saved_groups import old_line, write_groups
 
 NASTY = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b>"

@@ -27,11 +27,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentfactory.tools.calls.notices import notice_of
+from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
-from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.checksum_proof import Content
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.update.learner import Learner

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chains.chat_chain import open_chat_runner
+from agentfactory.rollout.chains.baseline_chain import open_chat_runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, look_at
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks

@@ -7,9 +7,9 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from agentfactory.rollout.chains.chain_outcomes import ChainOutcomes
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
+from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.chains.turn import AgentFailed, AgentHooks
 from agentfactory.rollout.config import RolloutRecipe
@@ -23,7 +23,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Rates, check_limits
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import VIEW_FIELD, ModelView, stating
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError

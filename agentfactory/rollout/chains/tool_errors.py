@@ -4,7 +4,7 @@ results that were cut to `limits.result_bytes`."""
 import logging
 from collections import Counter, defaultdict
 
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.messages import CallError, ToolResult, text_of
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentfactory.rollout.chains.chain_outcomes import commonest_ending
 from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe

@@ -13,15 +13,15 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.message_matching import Delivered, content_text
 from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key, wrong
+from agentfactory.rollout.gateway.request_tree import ChainTree, Plan
 from agentfactory.rollout.gateway.responses import Stored
-from agentfactory.rollout.gateway.token_tree import ChainTree, Plan
 from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Activity, StopReason, Trajectory
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.messages import CallError
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.gateway_server import Gateway, key_of
 from agentfactory.rollout.gateway.request_options import Refusal, foreign_key, wrong
-from agentfactory.tools.calls.notices import inform, tell
+from agentfactory.tools.calls.run_notices import inform, tell
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 

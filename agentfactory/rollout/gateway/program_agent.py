@@ -28,7 +28,7 @@ from agentfactory.tools.environments.workspaces import (
 )
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.mcp_servers.targets import expand_variables, program_of
-from agentfactory.tools.processes import keeper
+from agentfactory.tools.processes import end_with_parent as keeper
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agentfactory.rollout.chains.chain_outcomes import commonest_ending
+from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.config import EqualRewards, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.trajectory import Trajectory
 

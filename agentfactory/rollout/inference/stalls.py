@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from agentfactory.rollout.inference.connection import Connection, LostError
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.inference.server_metrics import Load, combined
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ PREBUILT = {
     "relaxed_accuracy": "agentfactory.rollout.rewards.visual_answers:RelaxedAccuracy",
     "multiple_choice": "agentfactory.rollout.rewards.visual_answers:MultipleChoice",
     "count": "agentfactory.rollout.rewards.visual_answers:Count",
-    "box_iou": "agentfactory.rollout.rewards.places:BoxIou",
-    "point_in_box": "agentfactory.rollout.rewards.places:PointInBox",
+    "box_iou": "agentfactory.rollout.rewards.boxes_and_points:BoxIou",
+    "point_in_box": "agentfactory.rollout.rewards.boxes_and_points:PointInBox",
     "code_tests": "agentfactory.rollout.rewards.code_tests:CodeTests",
-    "format": "agentfactory.rollout.rewards.shape:Format",
-    "length": "agentfactory.rollout.rewards.shape:Length",
+    "format": "agentfactory.rollout.rewards.form_and_length:Format",
+    "length": "agentfactory.rollout.rewards.form_and_length:Length",
     "judge": "agentfactory.rollout.rewards.judge:Judge",
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""

@@ -20,7 +20,7 @@ from agentfactory.rollout.rewards.reward_spec import (
     run,
 )
 from agentfactory.rollout.trajectory import Outcome, Row, Span, StopReason, Trajectory
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import EnvironmentReward, text_of

@@ -25,7 +25,7 @@ from agentfactory.rollout.inference.connection import InferenceError, ServerUnre
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, connect, encode, encode_delivered, receive
-from agentfactory.tools.calls.notices import notice_of, tell
+from agentfactory.tools.calls.run_notices import notice_of, tell
 from agentfactory.tools.files.disk import append
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes import parent_watch

@@ -16,7 +16,7 @@ from agentfactory.rollout.inference.stalls import STALL_SECONDS
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger(__name__)
 

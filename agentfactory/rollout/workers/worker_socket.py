@@ -25,7 +25,7 @@ from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.calls.notices import Notice, log
+from agentfactory.tools.calls.run_notices import Notice, log
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code.import_path import own_python
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.pool_ledger import Act, Instance, Ledger, Step
 from agentfactory.tools.messages import ToolInfrastructureError

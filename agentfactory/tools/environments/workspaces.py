@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from mcp import StdioServerParameters
 
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.config import CHAIN
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal

@@ -83,3 +83,11 @@ def refusal(folder: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def set_usual_modes(folder: Path) -> None:
+    """Give the weights in `folder` the mode that the umask gives every other file: safetensors writes them readable by
+    their owner alone."""
+    for file in folder.rglob("*.safetensors"):
+        # the umask decided the mode of the folder, too
+        file.chmod(folder.stat().st_mode & 0o666)

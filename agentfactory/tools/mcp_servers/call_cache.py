@@ -9,7 +9,7 @@ from typing import Any
 
 from mcp_types import CallToolResult
 
-from agentfactory.tools.mcp_servers.mcp_client import CallTimeout
+from agentfactory.tools.mcp_servers.server_connection import CallTimeout
 
 
 @dataclass

@@ -19,7 +19,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
 from agentfactory.tools.calls.message_filter import MessageFilter, id_of
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from agentfactory.tools.config import CHAIN, Isolation, McpServerConfig
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.mcp_servers.containers import Container
-from agentfactory.tools.mcp_servers.mcp_server import build_server
+from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.user_code.import_path import own_python, user_folders
 from agentfactory.tools.user_code.loading import load_object

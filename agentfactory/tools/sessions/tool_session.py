@@ -20,8 +20,8 @@ from agentfactory.tools.calls.truncation import left_out_of
 from agentfactory.tools.environments.pool import Lease
 from agentfactory.tools.environments.state_anchors import ANCHOR_KEY, anchor_text
 from agentfactory.tools.errors import short
-from agentfactory.tools.mcp_servers.mcp_client import CallTimeout, Connection
-from agentfactory.tools.mcp_servers.tool_server import ToolServer
+from agentfactory.tools.mcp_servers.recipe_server import ToolServer
+from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection
 from agentfactory.tools.messages import (
     CallError,
     Content,

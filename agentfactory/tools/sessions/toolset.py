@@ -14,10 +14,10 @@ from referencing import Registry
 
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.mcp_servers.mcp_client import Log
-from agentfactory.tools.mcp_servers.mcp_server import ROLE_KEY, build_server
+from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, build_server
+from agentfactory.tools.mcp_servers.recipe_server import ToolServer
+from agentfactory.tools.mcp_servers.server_connection import Log
 from agentfactory.tools.mcp_servers.targets import target_of
-from agentfactory.tools.mcp_servers.tool_server import ToolServer
 from agentfactory.tools.messages import ToolInfrastructureError, ToolSpec
 from agentfactory.tools.processes.memory import memory_room
 from agentfactory.tools.sessions.tool_session import Route, ToolSession

@@ -30,6 +30,10 @@ def registered(group: str) -> dict[str, str]:
 
 
 def load_named(place: str) -> Any:
-    """Return the object at `package.module:NAME`."""
+    """Return the object at `package.module:NAME`. Raises SettingError if it cannot be imported."""
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        fix = "install what it needs, or the package that registers it again"
+        raise SettingError("", f"{place} cannot be loaded: {error}", fix) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.files.untrusted_files import RefusedFileError
-from agentfactory.trainers.checkpoint_folder import read_info, step_of
+from agentfactory.trainers.checkpoints.checkpoint_folder import read_info, step_of
 
 AUTO = "auto"
 BY_EVALUATION = ("eval/sampled/success", "eval/sampled/reward")

@@ -13,8 +13,8 @@ from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.checkpoint_folder import ONLY_BEST, checkpoints, prune, read_info
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO, figure, find_best, metric_names
+from agentfactory.trainers.checkpoints.checkpoint_folder import ONLY_BEST, checkpoints, prune, read_info
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.checkpoints.train_state import TrainState
 from agentfactory.trainers.config import TrainConfig

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.rollout.images.families import copy_processor
 from agentfactory.tools.files.disk import DiskError, writing
-from agentfactory.trainers.checkpoint_folder import (
+from agentfactory.trainers.checkpoints.checkpoint_folder import (
     INFO,
     checkpoint_path,
     digest,

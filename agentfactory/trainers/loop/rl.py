@@ -36,7 +36,7 @@ from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import Turns
 from agentfactory.trainers.metrics import group_metrics
 from agentfactory.trainers.sync.canary import Canary, push_proven
-from agentfactory.trainers.sync.drift import Scores
+from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.update.learner import Learner, Update
 from agentfactory.trainers.update.mismatch import mismatch_by_kind

@@ -14,16 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import writing
+from agentfactory.tools.files.disk import set_usual_modes, writing
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
-from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
-from agentfactory.trainers.networks.exact_layouts import ids, resolve_batching
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.lora import POLICY_ADAPTER, adapter_weights, add_adapter, has_adapter, use_adapter
 from agentfactory.trainers.networks.network import apply_options, load_network
+from agentfactory.trainers.networks.row_layouts import ids, resolve_batching
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from torch.distributed import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.http.loopback import is_loopback, loopback_interface
 from agentfactory.trainers.config import PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 

@@ -33,7 +33,7 @@ from agentfactory.rollout.trajectory import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import BAN, Policy
-from agentfactory.trainers.sync.drift import Drift, Scores, Verdict
+from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict
 from agentfactory.trainers.sync.protocol import (
     INITIAL_LABEL,
     ForeignWeightsError,

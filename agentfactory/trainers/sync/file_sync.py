@@ -9,11 +9,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentfactory.tools.files.disk import writing
-from agentfactory.trainers.checkpoint_folder import set_usual_modes
+from agentfactory.tools.files.disk import set_usual_modes, writing
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.content import Content, Served, served_checksums
+from agentfactory.trainers.sync.checksum_proof import Content, Served, served_checksums
 from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, lock_for_others, on_each
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError

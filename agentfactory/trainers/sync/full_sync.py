@@ -4,7 +4,7 @@ from collections.abc import Callable
 from string import digits
 
 from agentfactory.trainers.networks.vision_tower import is_of_tower
-from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.checksum_proof import Content
 from agentfactory.trainers.sync.protocol import INITIAL_LABEL, ForeignWeightsError
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.content import Content, Served, served_checksums
+from agentfactory.trainers.sync.checksum_proof import Content, Served, served_checksums
 from agentfactory.trainers.sync.full_sync import update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError

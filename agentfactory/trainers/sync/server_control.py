@@ -13,7 +13,7 @@ from agentfactory.rollout.inference.connection import authorization, lacking_key
 from agentfactory.rollout.inference.inference_client import missing_routes
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.server_keys import pinned
 

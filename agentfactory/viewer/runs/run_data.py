@@ -24,7 +24,7 @@ from agentfactory.tools.files.untrusted_files import (
     printable,
     refused,
 )
-from agentfactory.trainers.checkpoint_folder import checkpoints
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints
 from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.runs.growing_file import GrowingFile
 

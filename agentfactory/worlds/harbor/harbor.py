@@ -19,7 +19,7 @@ from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
 from agentfactory.worlds.harbor.dockerfile import Copy
-from agentfactory.worlds.harbor.task import HarborTask
+from agentfactory.worlds.harbor.tasks import HarborTask
 
 _MOST_BYTES = 1 << 20
 """Longest file with a reward."""

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentfactory.rollout.inference.embedded.adapters import AdapterLayers, Segment, segments
+from agentfactory.rollout.inference.embedded.cuda_graphs import StaticDecoder
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
-from agentfactory.rollout.inference.embedded.graphs import StaticDecoder
-from agentfactory.rollout.inference.embedded.linear import drop_packed, use_onednn
+from agentfactory.rollout.inference.embedded.packed_linear import drop_packed, use_onednn
 from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.proof import proofs
 from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel, sample

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.environments.state_anchors import anchor_text
 from agentfactory.trainers.loop.advantages import Groups, step_groups
 

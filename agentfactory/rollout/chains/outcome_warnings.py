@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import OutcomePolicy, RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.calls.notices import tell
+from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger(__name__)
 

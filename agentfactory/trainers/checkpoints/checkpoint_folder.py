@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.files.disk import writing
+from agentfactory.tools.files.disk import set_usual_modes, writing
 from agentfactory.tools.files.untrusted_files import check_tree, entries_of, open_file, read_json, refused
 
 INFO = "trainer_state.json"
@@ -94,14 +94,6 @@ def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator
 def files_of(folder: Path) -> list[str]:
     """Returns the files in `folder` and below, by their names within it."""
     return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
-
-
-def set_usual_modes(folder: Path) -> None:
-    """Gives the weights in `folder` the mode that the umask gives every other file: safetensors writes them readable by
-    their owner alone."""
-    for file in folder.rglob("*.safetensors"):
-        # the umask decided the mode of the folder, too
-        file.chmod(folder.stat().st_mode & 0o666)
 
 
 def verify(path: Path) -> list[str]:

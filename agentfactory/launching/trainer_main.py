@@ -17,11 +17,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.launching.conclusion import chains_dropped, check_dropped
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
 from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
+from agentfactory.launching.run_results import chains_dropped, check_dropped
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
@@ -32,12 +32,12 @@ from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
-from agentfactory.tools.calls.notices import Notice, Notices, tell
+from agentfactory.tools.calls.run_notices import Notice, Notices, tell
 from agentfactory.trainers.batches.image_batches import images_beside
-from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
-from agentfactory.trainers.checkpoint_folder import step_of
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as found_checkpoints
+from agentfactory.trainers.checkpoints.checkpoint_folder import step_of
 from agentfactory.trainers.checkpoints.train_state import TrainState
 from agentfactory.trainers.config import Symptom
 from agentfactory.trainers.loop.group_source import GroupSource, SavedGroups

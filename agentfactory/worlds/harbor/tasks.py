@@ -1,4 +1,4 @@
-"""One task in Harbor's format: its files, checked, and what they ask for."""
+"""Tasks in Harbor's format: read, checked, and given as rows by data.harbor."""
 
 import difflib
 import os
@@ -7,8 +7,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+from pydantic import field_validator, model_validator
+
+from agentfactory.rollout.config import TaskSource
+from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, parse
 
@@ -283,3 +287,43 @@ class _Reader:
                 raise self.error(name, f"COPY to {copy.target}: nothing can be put there", "use a folder such as /app")
             places.add(place)
         return sorted(p for p in places if not any(PurePosixPath(q) in PurePosixPath(p).parents for q in places))
+
+
+class HarborImage(Section):
+    """What stands for an image that Harbor tasks begin with. A path alone stands for {root: PATH}."""
+
+    root: str
+    """Folder with a root file system, shown read-only; `/` shows this machine's programs, libraries and /etc."""
+    run_done: bool = False
+    """The RUN instructions of its tasks were done in it. Otherwise tasks that have some are refused."""
+    writable: list[str] = []
+    """Folders in it that tasks may change; each chain gets a copy. The tasks' WORKDIR, the folders that they COPY to,
+    /root and /tmp are copied anyway."""
+
+
+class HarborSource(TaskSource):
+    """Tasks in Harbor's format, for `tools: [harbor]` (docs/harbor.md). A path alone stands for {folder: PATH}."""
+
+    paths: ClassVar[tuple[str, ...]] = ("", "folder", "images.*", "images.*.root")
+
+    folder: str
+    """Folder with a folder for each task, or the folder of one."""
+    images: dict[str, HarborImage] = {}
+    """FROM of the tasks' Dockerfiles -> the root file system that stands for it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _folder_alone(cls, given: Any) -> Any:
+        return {"folder": given} if isinstance(given, str) else given
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _root_alone(cls, images: Any) -> Any:
+        if not isinstance(images, dict):
+            return images
+        return {name: {"root": image} if isinstance(image, str) else image for name, image in images.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """See TaskSource."""
+        images = {name: Image(image.root, image.run_done, tuple(image.writable)) for name, image in self.images.items()}
+        return load_rows(Path(self.folder), images, "harbor")

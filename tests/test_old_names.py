@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from agentfactory.moved import MOVED
+from agentfactory.old_names import MOVED
 
 USED = """
 import warnings

@@ -13,7 +13,7 @@ import psutil
 
 from agentfactory.launching.processes import POLL_SECONDS, Child, ChildFailed, Children
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference import serving
+from agentfactory.rollout.inference import server_command as serving
 from agentfactory.tools.processes import parent_watch
 
 _END_SECONDS = 10.0

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from agentfactory.rollout.inference.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
-from agentfactory.tools.calls.notices import tell
-from agentfactory.trainers.sync.layouts import Layout, Worker, is_experts, layouts
+from agentfactory.tools.calls.run_notices import tell
+from agentfactory.trainers.sync.served_layouts import Layout, Worker, is_experts, layouts
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from mcp_types import Tool
 from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.call_cache import CallCache
-from agentfactory.tools.mcp_servers.mcp_client import CallTimeout, Connection, Log
-from agentfactory.tools.mcp_servers.mcp_server import ROLE_KEY
+from agentfactory.tools.mcp_servers.own_server import ROLE_KEY
+from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_servers.targets import Target
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.memory import memory_of

@@ -24,13 +24,13 @@ from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, Reques
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from agentfactory.tools.calls.message_filter import TOO_LARGE, MessageFilter
-from agentfactory.tools.calls.notices import tell
 from agentfactory.tools.calls.results import bounded, failure
+from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.mcp_servers.containers import Container
-from agentfactory.tools.mcp_servers.mcp_server import CHAIN_KEY, OwnServer
+from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, OwnServer
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
 from agentfactory.tools.mcp_servers.targets import HttpAddress, Target
 from agentfactory.tools.messages import CallError, ToolInfrastructureError
