@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from agentfactory.launching.processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.start_server import serve
-from agentfactory.recipe.load import setting_error
+from agentfactory.recipe.field_errors import setting_error
 from agentfactory.rollout.chains.chain_runner import ENDINGS, ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.turn import AgentHooks

@@ -70,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "leave-one-out",
-        "trainers/loop/advantages.py",
+        "trainers/loop/estimators.py",
         "(len(known) - 1) / len(known)",
         "1.0",
         "trainers/test_advantages.py",
@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "turn-credit",
-        "trainers/loop/credit.py",
+        "trainers/loop/token_advantages.py",
         "cost[end - 1] += reward",
         "cost[-1] += reward",
         "trainers/test_credit.py",
@@ -155,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "trained-twice",
-        "rollout/gateway/request_tree.py",
+        "rollout/gateway/turn_tree.py",
         "if parent is not None and plan.shared and len(self.rows[parent.row].token_ids) == plan.shared:",
         "if parent is not None and plan.shared:",
         "rollout/test_gateway_tree.py",

@@ -24,7 +24,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.batches.batch import TrainingRow
-from agentfactory.trainers.loop.credit import Credit, needed_scores
+from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy

@@ -13,7 +13,7 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import AdvantageConfig, LossConfig
-from agentfactory.trainers.loop.advantages import ChainRewards, Estimator
+from agentfactory.trainers.loop.estimators import ChainRewards, Estimator
 from agentfactory.trainers.update.losses import PolicyLoss
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.commands.served_weights import Served, what_is_served
-from agentfactory.launching.folder_checks import check_run_of
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
 from agentfactory.launching.start_server import serve
+from agentfactory.launching.untrusted_folders import check_run_of
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of

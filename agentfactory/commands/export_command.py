@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.launching.folder_checks import check_weights_folder
 from agentfactory.launching.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free, named_base
+from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.tools.files.disk import set_usual_modes
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     DIGESTS,

@@ -67,8 +67,8 @@ def _terminable() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     # these imports do not load torch
-    from agentfactory.launching.folder_checks import check_run_of
     from agentfactory.launching.run_folder import RunFolderError
+    from agentfactory.launching.untrusted_folders import check_run_of
     from agentfactory.recipe.load import load_recipe
     from agentfactory.tools.errors import SettingError
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentfactory.launching.folder_checks import check_weights_folder
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter
+from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.tools.errors import SettingError

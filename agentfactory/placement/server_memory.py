@@ -1,7 +1,7 @@
 """Memory that an inference server takes, from its recipe and the model's configuration alone.
 
 Weights are counted on the network itself, created on the meta device. What only a GPU has, and what vLLM takes to run,
-is assumed (assumed.py).
+is assumed (unmeasured_memory.py).
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 Weights are counted on the policy that the learner would create, on the meta device; activations are found by running it
 on fake tensors (agentfactory.placement.activation_memory). What only a GPU has, its context and libraries, is assumed
-(assumed.py).
+(unmeasured_memory.py).
 """
 
 from collections.abc import Iterable

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.gateway.content import assistant
-from agentfactory.rollout.gateway.message_matching import Delivered, Said, content_text, print_of
-from agentfactory.rollout.gateway.request_tree import ChainTree, Node, Plan
+from agentfactory.rollout.gateway.message_equality import Delivered, Said, content_text, print_of
+from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.calls import message_filter
-from agentfactory.tools.calls.message_filter import TOO_LARGE, MessageFilter
+from agentfactory.tools.calls import message_bounds as message_filter
+from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
 from agentfactory.tools.calls.truncation import cut_bytes
 
 pytestmark = pytest.mark.unit

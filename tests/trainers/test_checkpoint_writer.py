@@ -20,7 +20,7 @@ from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import verify
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.credit import Credit
+from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy

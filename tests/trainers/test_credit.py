@@ -12,7 +12,7 @@ from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import ALGORITHMS, TrainRecipe
-from agentfactory.trainers.loop.credit import Credit, Credited, needed_scores
+from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
 
 pytestmark = pytest.mark.numbers
 

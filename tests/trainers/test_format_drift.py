@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.credit import Credit
+from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner, Terms
 from agentfactory.trainers.update.losses import negative_log_likelihood
 from agentfactory.trainers.update.policy_update import update_policy

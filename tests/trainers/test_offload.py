@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.credit import Credit, needed_scores
+from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.processes.host_memory import lock
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state

@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.trainers.batches.batch import Batch, make_batches, training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.credit import Credit
+from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner, Loss, Terms, Update
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.trainers.trl_oracle import Chains, GrpoOracle, make_oracle, make_trainer

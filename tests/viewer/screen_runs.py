@@ -13,7 +13,7 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
-from agentfactory.worlds.screens.base_screen import BaseScreen
+from agentfactory.worlds.screens.page_actions import BaseScreen
 from agentfactory.worlds.screens.screen import MarkedScreen, Screen
 from tests.saved_groups import write_groups
 from tests.viewer.viewer_runs import chain

@@ -18,10 +18,10 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.gateway.gateway_runner import check_native
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
 from agentfactory.rollout.gateway.gateway_turns import AskedTurns
-from agentfactory.rollout.gateway.message_matching import print_of
+from agentfactory.rollout.gateway.message_equality import print_of
 from agentfactory.rollout.gateway.request_options import Asked, Said, wrong
-from agentfactory.rollout.gateway.request_tree import Plan
 from agentfactory.rollout.gateway.responses import Stored
+from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.inference_client import Completion, InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.tools.calls.limits import Rates

@@ -11,10 +11,10 @@ from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.content import assistant
-from agentfactory.rollout.gateway.message_matching import Delivered, content_text
+from agentfactory.rollout.gateway.message_equality import Delivered, content_text
 from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key, wrong
-from agentfactory.rollout.gateway.request_tree import ChainTree, Plan
 from agentfactory.rollout.gateway.responses import Stored
+from agentfactory.rollout.gateway.turn_tree import ChainTree, Plan
 from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed

@@ -21,7 +21,7 @@ from mcp_types import (
 )
 from pydantic_core import from_json, to_json, to_jsonable_python
 
-from agentfactory.tools.calls.message_filter import BINARY_BYTES, passing
+from agentfactory.tools.calls.message_bounds import BINARY_BYTES, passing
 from agentfactory.tools.calls.truncation import cut_bytes, left_out_of, size_of
 from agentfactory.tools.messages import CallError, Content
 from agentfactory.tools.tool import Finish

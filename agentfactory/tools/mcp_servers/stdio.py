@@ -18,7 +18,7 @@ from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
-from agentfactory.tools.calls.message_filter import MessageFilter, id_of
+from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
 from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """Runs a program, and ends everything that it started when it ends, or when this process's stdin closes.
 
-Run as a program itself: `python -I -S end_with_parent.py COMMAND ...`. It needs only the standard library, and exits with the
-command's status. As a subreaper it inherits what the command leaves behind, in whatever session or process group.
+Run as a program itself: `python -I -S end_with_parent.py COMMAND ...`. It needs only the standard library, and exits
+with the command's status. As a subreaper it inherits what the command leaves behind, in whatever session or process
+group.
 """
 
 import ctypes

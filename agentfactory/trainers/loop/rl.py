@@ -30,10 +30,10 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.batches.batch import Batch
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import Symptom, TrainRecipe
-from agentfactory.trainers.loop.credit import Credit, Credited, needed_scores
 from agentfactory.trainers.loop.group_source import GroupSource
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import Turns
+from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
 from agentfactory.trainers.metrics import group_metrics
 from agentfactory.trainers.sync.canary import Canary, push_proven
 from agentfactory.trainers.sync.canary_verdict import Scores

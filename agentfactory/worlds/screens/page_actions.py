@@ -1,4 +1,4 @@
-"""`BaseScreen`: a browser on a page, without the actions that name a place."""
+"""`BaseScreen`: a page in a browser, what is done to it by mouse and keyboard, and its score."""
 
 import asyncio
 import inspect

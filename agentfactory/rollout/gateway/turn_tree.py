@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from agentfactory.rollout.gateway.message_matching import Delivered, Said, print_of
+from agentfactory.rollout.gateway.message_equality import Delivered, Said, print_of
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.templates import RenderError

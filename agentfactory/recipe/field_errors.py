@@ -1,0 +1,112 @@
+"""Explain what pydantic says about a recipe: the field, what is wrong with it, and what was probably meant."""
+
+import difflib
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from agentfactory.recipe.yaml_text import parse_yaml
+from agentfactory.rollout.config import DataConfig, source_of
+from agentfactory.tools.errors import SettingError, short
+
+
+def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) -> SettingError:
+    """Return the most telling of pydantic's errors about `data`, which is no `model`."""
+    # a misspelt key explains why the right one is missing
+    return SettingError(
+        *_explain(
+            min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden"), data, model
+        )
+    )
+
+
+def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
+    """Return field, problem and fix of one of pydantic's errors."""
+    # keep the part of the location that the file can show: pydantic adds the members of a union
+    keys: list[str] = []
+    section, last = model, len(error["loc"]) - 1
+    for depth, key in enumerate(error["loc"]):
+        inside = key in data if isinstance(data, dict) else isinstance(data, list) and key in range(len(data))
+        if not inside and error["type"] != "missing":
+            break
+        keys.append(str(key))
+        data = data[key] if inside else None
+        if depth < last and key in section.model_fields:
+            section = _section(section.model_fields[key].annotation) or section
+        elif depth < last and issubclass(section, DataConfig):
+            section = source_of(str(key)) or section
+    name = ".".join(keys)
+    got, wanted, context = short(error["input"]), error["msg"], error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            field = section.model_fields.get(keys[-1])
+            return name, "missing", f"add it{f': {field.description}' if field and field.description else ''}"
+        case "extra_forbidden":
+            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(section.model_fields), model)
+        case "value_error":
+            told = context["error"]
+            if isinstance(told, SettingError):
+                return ".".join(filter(None, (name, told.field))), told.problem, told.fix
+            return name, str(told), ""
+        case "literal_error" | "enum":
+            return name, f"got {got}", f"use {context['expected']}"
+        case "model_type" | "dict_type" | "model_attributes_type":
+            fix = f"write `{keys[-1]}:` and its keys below, indented"
+            if keys[-1] == "agent" and isinstance(error["input"], list):
+                fix = "write agent: {command: [...]}"
+            return name, f"got {got}, not a section", fix
+        case "list_type":
+            given = error["input"]
+            written = (
+                ", ".join(given.split() if keys[-1] in ("command", "args") else [given])
+                if isinstance(given, str)
+                else ""
+            )
+            return name, f"got {got}, not a list", f"write [{written}]" if written else "write a list"
+        case "string_type":
+            return name, f"got {got}, not text", "write text, in quotes where it looks like something else"
+    if (meant := _without_quotes(error["input"])) is not None:
+        return name, f"got {got}, which is text", f"write it without quotes: {meant}"
+    return name, f"got {got}", wanted.replace("Input should be", "it must be")
+
+
+def _without_quotes(given: Any) -> str | None:
+    """Return the text of a number or truth value that was written in quotes; None for anything else."""
+    if not isinstance(given, str):
+        return None
+    try:
+        meant = parse_yaml(given)
+    except ValueError:
+        return None
+    return given.strip() if isinstance(meant, (bool, int, float)) else None
+
+
+def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = None) -> str:
+    """Return the fix for an unknown field: the known one that is meant, in this section or elsewhere in `model`."""
+    parent, _, last = name.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    close = difflib.get_close_matches(last, known, n=1)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    elsewhere = [path for path in _all_names(model) if path.rpartition(".")[2] == last] if model else []
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"remove it; {parent or 'a recipe'} knows {', '.join(known)}"
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """Return the recipe section within an annotation such as `LoraConfig | None` or `dict[str, McpServerConfig]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for argument in get_args(annotation) if (found := _section(argument))), None)
+
+
+def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for key, field in model.model_fields.items():
+        names.append(prefix + key)
+        annotation = field.annotation
+        inner = _section(annotation)
+        if inner and not str(annotation).startswith(("dict", "list")):
+            names += _all_names(inner, f"{prefix}{key}.")
+    return names
