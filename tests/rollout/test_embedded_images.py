@@ -219,7 +219,7 @@ def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(tokens))
         return compute(network, inputs, tokens)
 
-    monkeypatch.setattr("agentfactory.rollout.inference.embedded.request_images.compute_features", counted)
+    monkeypatch.setattr("agentfactory.rollout.inference.embedded.image_encoder.compute_features", counted)
     return counts
 
 
