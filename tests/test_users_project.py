@@ -20,9 +20,9 @@ AGENTFACTORY = str(Path(sys.executable).with_name("agentfactory"))
 TAKEN = "raise RuntimeError('{} of the user was taken for the library')\n"
 
 FILES = {
-    # a name that ours has too: agentfactory/tools/environments/pool.py
-    "tools/environments/pool.py": "OWNER = 'user'\n",
-    "tools/helpers.py": "import tools.pool\n\ndef owner():\n    return tools.pool.OWNER\n",
+    # a name that ours has too: agentfactory/tools/messages.py
+    "tools/messages.py": "OWNER = 'user'\n",
+    "tools/helpers.py": "import tools.messages\n\ndef owner():\n    return tools.messages.OWNER\n",
     "trainers.py": "OWNER = 'user'\n",
     "rollout/__init__.py": "OWNER = 'user'\n",
     "datasets/__init__.py": TAKEN.format("datasets"),
