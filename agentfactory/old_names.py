@@ -40,11 +40,13 @@ class _Finder:
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         assert spec.origin is not None
         module = importlib.import_module(spec.origin)
-        self._own = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own  # the import has put that of the old name in its place
+        # the import has put the specification of the old name in the place of the module's own
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
     def get_code(self, name: str) -> object:
         """Return what `python -m` runs."""

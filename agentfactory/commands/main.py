@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentfactory.commands import completion
-from agentfactory.commands.options import make_parser, parse, registered_commands
+from agentfactory.commands.options import make_parser, parse
 
 if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -254,7 +254,7 @@ def _registered(options: argparse.Namespace) -> int:
     from agentfactory.tools.files.disk import DiskError
 
     try:
-        registered_commands()[options.command].run(options, _say)
+        options.run(options, _say)
     except SettingError as error:
         return _refuse(error)
     except DiskError as error:

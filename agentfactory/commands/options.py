@@ -7,13 +7,13 @@ import importlib.metadata
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from agentfactory.commands.completion import SHELLS, complete_override
 from agentfactory.launching.resume_option import add_resume_option, settle_resume
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.entry_points import COMMANDS, registered
 
 _ABOUT = {
@@ -96,17 +96,6 @@ exit status:
 _HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")
 
 
-def registered_commands() -> dict[str, ModuleType]:
-    """Return the commands that installed packages register, by name. One that cannot be loaded is told and left out."""
-    found = {}
-    for name, module in registered(COMMANDS).items():
-        try:
-            found[name] = importlib.import_module(module)
-        except Exception as error:  # boundary: the package may be anybody's
-            print(f"agentfactory: the command {name} cannot be loaded: {module}: {error!r}", file=sys.stderr)
-    return found
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse `arguments`. End the process with exit status 2 if they are invalid."""
     parser, commands = make_parser("view" in arguments[:1])
@@ -154,12 +143,10 @@ def make_parser(
     version = f"agentfactory {importlib.metadata.version('agentfactory')}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    others = registered_commands()
-    abouts = {**_ABOUT, **{name: command.ABOUT for name, command in others.items()}}
-    for name, about in abouts.items():
-        examples = others[name].EXAMPLES if name in others else _EXAMPLES[name]
+
+    def add(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
         lines = [line if name == "completion" else f"agentfactory {line}" for line in examples]
-        command = commands.add_parser(
+        return commands.add_parser(
             name,
             help=about,
             description=f"{about[0].upper()}{about[1:]}.",
@@ -167,11 +154,30 @@ def make_parser(
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if name in others:
-            others[name].add_options(command)
-        else:
-            _add_options(name, command, with_viewer)
+
+    for name, about in _ABOUT.items():
+        _add_options(name, add(name, about, _EXAMPLES[name]), with_viewer)
+    _add_registered(add)
     return parser, commands
+
+
+def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentParser]) -> None:
+    """Add the commands that installed packages register. Print the error of a command that cannot be added."""
+    try:
+        places = registered(COMMANDS)
+    except SettingError as error:
+        print(f"agentfactory: {error}", file=sys.stderr)
+        return
+    for name, place in places.items():
+        try:
+            if name in _ABOUT:
+                raise ValueError("AgentFactory has a command of this name")
+            module = importlib.import_module(place)
+            command = add(name, module.ABOUT, module.EXAMPLES)
+            module.add_options(command)
+            command.set_defaults(run=module.run)
+        except Exception as error:  # boundary: the package may be anybody's
+            print(f"agentfactory: the command {name} cannot be loaded: {place}: {error!r}", file=sys.stderr)
 
 
 def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool) -> None:

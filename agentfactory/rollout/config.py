@@ -1,6 +1,7 @@
 """The part of a recipe that the rollout package owns: model, data, rewards, rollout, server, eval."""
 
 import os
+from abc import abstractmethod
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -60,16 +61,16 @@ class ModelConfig(Section):
 
 
 class TaskSource(Section):
-    """Tasks that a package gives by a name of its own, `data.NAME`, which it registers by the entry point
-    `agentfactory.sources`. Its fields are what stands below that name in a recipe."""
+    """Base of sources of tasks that a package registers by the entry point `agentfactory.sources`. A recipe gives its
+    fields below `data.NAME`."""
 
     paths: ClassVar[tuple[str, ...]] = ()
     """Fields with paths, which a recipe gives relative to its own file: dotted names, `*` for each entry, "" for a
     value that stands for the whole section."""
 
+    @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
         """Return the tasks. Raises SettingError about one of the fields."""
-        raise NotImplementedError
 
 
 def source_of(name: str) -> type[TaskSource] | None:
@@ -123,7 +124,7 @@ class DataConfig(Section):
         if not isinstance(given, dict):
             return given
         found, errors = dict(given), []
-        for name in given.keys() - cls.model_fields.keys():
+        for name in [key for key in given if key not in cls.model_fields]:
             kind, value = source_of(name), found.pop(name)
             if kind is None:
                 errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=value))

@@ -13,7 +13,7 @@ from typing import Any
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.user_code.extension import load_extension
+from agentfactory.tools.user_code.extension import Extension, load_extension
 
 Task = dict[str, Any]
 """One row: `question` or `messages`, and any further fields."""
@@ -47,13 +47,17 @@ def check_source(config: DataConfig, section: str) -> None:
 
 
 def _called(config: DataConfig) -> list[Any]:
-    """Return the rows of the source as JSON values."""
-    assert config.source is not None
-    source = load_extension("source", config.source, {}, (), config)
+    """Return the rows of a function or of a registered source as JSON values."""
+    if config.registered is not None:
+        field, section = config.registered
+        source = Extension(section.rows, (), {}, field, f"{type(section).__name__}.rows")
+    else:
+        assert config.source is not None
+        source = load_extension("source", config.source, {}, (), config)
     with source.blamed():
         rows = source()
         if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-            raise SettingError("source", f"{source.name} returned {short(rows)}", "return, or yield, rows")
+            raise SettingError(source.field, f"{source.name} returned {short(rows)}", "return, or yield, rows")
         rows = list(islice(rows, config.limit))
     # images may be bytes or objects
     images = [row.get("images") if isinstance(row, dict) else None for row in rows]
@@ -61,13 +65,11 @@ def _called(config: DataConfig) -> list[Any]:
     try:
         plain = json.loads(json.dumps(bare))
     except (TypeError, ValueError) as error:
-        raise SettingError("source", f"{source.name} gives what is no JSON: {error}", "correct it") from error
+        raise SettingError(source.field, f"{source.name} gives what is no JSON: {error}", "correct it") from error
     return [row if found is None else {**row, "images": found} for row, found in zip(plain, images, strict=True)]
 
 
 def _read(config: DataConfig) -> list[Task]:
-    if config.registered is not None:
-        return config.registered[1].rows()
     if config.path is None:
         return _called(config)
     path = Path(config.path)

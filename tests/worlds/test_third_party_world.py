@@ -108,6 +108,11 @@ def test_a_recipe_names_a_world_of_another_package(
     assert "0 are dry" in agentfactory("tools", "call", str(recipe), "water").stdout
     assert agentfactory("beds", str(tmp_path / "task" / "plots.txt")).stdout == "3\n"
     assert "count the beds of a garden" in agentfactory("--help").stdout
+    # whatever its rows raise is named
+    (tmp_path / "task" / "plots.txt").write_text("one")
+    told = agentfactory("tools", "check", str(recipe)).stderr
+    assert "data.plots: Plots.rows failed: ValueError: " in told
+    assert "garden.py, line " in told
     # its fields are checked as ours are
     recipe.write_text(RECIPE.replace("file:", "fle:"))
     told = agentfactory("tools", "check", str(recipe)).stderr
@@ -119,25 +124,57 @@ def test_a_recipe_names_a_world_of_another_package(
     )
 
 
-def test_two_packages_cannot_register_one_name(
-    installed: Path, tmp_path: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("webshop", "two packages register 'webshop' in agentfactory.worlds: "),
+        (
+            "shell",
+            "other:Shop is registered as 'shell' in agentfactory.worlds, and AgentFactory has a tool of this name",
+        ),
+    ],
+)
+def test_a_name_that_is_taken_is_an_error(
+    name: str,
+    told: str,
+    installed: Path,
+    tmp_path: Path,
+    agentfactory: Callable[..., "subprocess.CompletedProcess[str]"],
 ) -> None:
     other = installed / "other-1.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (other / "entry_points.txt").write_text("[agentfactory.worlds]\nwebshop = other:Shop\n")
+    (other / "entry_points.txt").write_text(f"[agentfactory.worlds]\n{name} = other:Shop\n")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("tools: [webshop]\n")
-    told = agentfactory("tools", "list", str(recipe))
-    assert told.returncode == 2
-    assert "two packages register 'webshop' in agentfactory.worlds: " in told.stderr
-    assert "; fix: uninstall one of them" in told.stderr
+    recipe.write_text(f"tools: [{name}]\n")
+    done = agentfactory("tools", "list", str(recipe))
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "; fix: uninstall " in done.stderr
 
 
-def test_a_command_that_cannot_be_loaded_is_told_and_left_out(
-    installed: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
+@pytest.mark.parametrize(
+    ("name", "source", "told"),
+    [
+        ("beds", "raise RuntimeError('no water')", "RuntimeError('no water')"),
+        ("beds", "", "AttributeError(\"module 'beds' has no attribute 'ABOUT'\")"),
+        ("train", COMMAND, "ValueError('AgentFactory has a command of this name')"),
+    ],
+)
+def test_a_command_that_cannot_be_added_leaves_the_others(
+    name: str,
+    source: str,
+    told: str,
+    installed: Path,
+    tmp_path: Path,
+    agentfactory: Callable[..., "subprocess.CompletedProcess[str]"],
 ) -> None:
-    (installed / "beds.py").write_text("raise RuntimeError('no water')\n")
-    told = agentfactory("index", "--help")
-    assert told.returncode == 0
-    assert told.stderr == "agentfactory: the command beds cannot be loaded: beds: RuntimeError('no water')\n"
+    (installed / "beds.py").write_text(source)
+    points = installed / "gardens-1.0.dist-info" / "entry_points.txt"
+    points.write_text(points.read_text().replace("beds = beds", f"{name} = beds"))
+    done = agentfactory("index", "serve", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"agentfactory: the command {name} cannot be loaded: beds: {told}\n")
+    # said once, before the error of the command itself
+    assert done.stderr.count("cannot be loaded") == 1
+    assert "none" in done.stderr

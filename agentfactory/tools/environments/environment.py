@@ -18,7 +18,7 @@ class Environment:
     """
 
     sandboxed: ClassVar[bool] = False
-    """Whether it runs code in sandboxes, which this machine has to be able to start."""
+    """True: it runs code in sandboxes, and `doctor` checks that one starts."""
 
     @classmethod
     def check_machine(cls, *args: Any, **options: Any) -> None:

@@ -16,9 +16,11 @@ _MOST_RECORDS = 3
 def most_connections() -> int:
     """Raise this process's limit of open files as far as the system allows, and return how many connections a listener
     may hold: at most half of it, so that clients cannot use up what the process itself needs."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, hard // 2)
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:  # macOS does not take it as the soft limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        most = hard
+    return _MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most // 2)
 
 
 class ConnectionLimit:

@@ -290,7 +290,7 @@ class _Reader:
 
 
 class HarborImage(Section):
-    """What stands for an image that Harbor tasks begin with. A path alone stands for {root: PATH}."""
+    """The root file system for an image that Harbor tasks begin with. A path alone stands for {root: PATH}."""
 
     root: str
     """Folder with a root file system, shown read-only; `/` shows this machine's programs, libraries and /etc."""

@@ -1,4 +1,4 @@
-"""What the engine is asked to continue, and how it samples a token of each."""
+"""Requests of the embedded engine, and the sampling of their tokens."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -76,8 +76,8 @@ def sample(
 ) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
     """Return one token per row, and all log-probabilities, after bias and temperature. `logits` may be overwritten.
 
-    Inverts the cumulative distribution at one uniform number
-    per token, drawn from the request's own generator, so that a result does not depend on the rest of the batch."""
+    Inverts the cumulative distribution at one uniform number per token, drawn from the request's own generator, so that
+    a result does not depend on the rest of the batch."""
     temperature = [r.temperature for r in requests]
     scaled = logits.float()
     biases = [(row, *bias) for row, request in enumerate(requests) for bias in request.logit_bias.items()]
