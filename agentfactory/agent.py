@@ -14,6 +14,7 @@ from agentfactory.launching.processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.start_server import serve
 from agentfactory.recipe.field_errors import setting_error
+from agentfactory.recipe.old_fields import renew
 from agentfactory.rollout.chains.chain_runner import ENDINGS, ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.turn import AgentHooks
@@ -116,12 +117,11 @@ class Agent(AgentHooks):
             "model": {"path": path or "", **recipe.pop("model", {})},
             "server": {**server, "url": self._model} if is_url else server,
         }
+        renew(given, type(self).__name__)
         try:
             self._recipe = RolloutRecipe.model_validate(given)
         except ValidationError as errors:
             raise setting_error(errors, given, RolloutRecipe) from None
-        if only := self._recipe.server.vllm_only() if engine == "embedded" else {}:
-            raise SettingError("server", f"{', '.join(only)} is for vLLM", "remove it, or use engine='vllm'")
         if fault := self._recipe.server.quantization_fault():
             raise SettingError("server.quantization", *fault)
         self._tokenizer = tokenizer
@@ -233,8 +233,9 @@ class Agent(AgentHooks):
 
     def _check_engine(self) -> None:
         server = self._recipe.server
-        if server.engine == "vllm" and (missing := missing_from(server.python)):
-            where = "here" if server.python is None else f"for server={{'python': {server.python!r}}}"
+        if server.engine == "vllm" and (missing := missing_from(server.vllm.python)):
+            python = server.vllm.python
+            where = "here" if python is None else f"for server={{'options': {{'python': {python!r}}}}}"
             raise ValueError(
                 f"engine: {missing} is not installed {where}; install it, give the address of a running server, or use "
                 "engine='embedded' (small models)"

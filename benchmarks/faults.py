@@ -330,7 +330,7 @@ async def main() -> None:
     server: dict[str, Any] = {"engine": "embedded", "max_model_len": 160, "max_num_seqs": 64}
     if args.vllm:
         transfer = ["--weight-transfer-config", json.dumps({"backend": "file"})]
-        server |= {"engine": "vllm", "python": args.vllm, "max_num_seqs": 16, "args": transfer}
+        server |= {"engine": "vllm", "options": {"python": args.vllm, "args": transfer}, "max_num_seqs": 16}
     total: Counter[str] = Counter()
     print(f"{'fault':90} {'caught at':>9}  by")
     with tempfile.TemporaryDirectory() as name:

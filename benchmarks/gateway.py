@@ -40,7 +40,7 @@ from typing import Any
 import aiohttp
 
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import OutsideConfig, RolloutRecipe
+from agentfactory.rollout.config import OutsideOptions, RolloutRecipe
 from agentfactory.rollout.gateway.client_agents import FunctionAgent
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
@@ -258,7 +258,7 @@ async def gateway_of(url: str, count: int) -> AsyncIterator[GatewayRunner]:
         sections = {"model": {"path": "x"}, "tools": ["notes.py:note"], "rollout": limits}
         recipe = RolloutRecipe.model_validate(sections)
         renderer = make_renderer(make_tokenizer(TEMPLATE), parser=recipe.rollout.parser)
-        agent = OutsideAgent(OutsideConfig(port=0))
+        agent = OutsideAgent(OutsideOptions(port=0))
         async with (
             InferenceClient(url) as client,
             open_toolset(recipe, Path(folder)) as toolset,

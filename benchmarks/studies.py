@@ -53,7 +53,7 @@ class Setting:
 GRPO = Setting("grpo")
 GIGPO = Setting("gigpo", ("train.algorithm=gigpo",))
 ALGORITHMS = (
-    Setting("ppo", ("train.algorithm=ppo", "train.critic.learning_rate=1e-3")),
+    Setting("ppo", ("train.algorithm=ppo", "train.advantage.options.critic_learning_rate=1e-3")),
     Setting("reinforce_pp", ("train.algorithm=reinforce_pp",)),
     GRPO,
     Setting("rloo", ("train.algorithm=rloo",)),

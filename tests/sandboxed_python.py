@@ -14,4 +14,7 @@ def sandboxed_python(library: ModuleType, *arguments: str) -> dict[str, Any]:
     assert library.__file__ is not None
     packages = str(Path(library.__file__).parents[1])
     python = str(find_interpreter(sandbox_user()).executable)
-    return {"command": [python, *arguments], "readable": [packages], "env": {"PYTHONPATH": packages}}
+    return {
+        "command": [python, *arguments],
+        "options": {"readable": [packages], "env": {"PYTHONPATH": packages}},
+    }

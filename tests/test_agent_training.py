@@ -38,7 +38,7 @@ def test_server_and_trainer_agree(warm_start: Path, quickstart_run: Path, tmp_pa
             "max_total_tokens": 512,
             "agent": "my_agent.py:TwoPieces",
             "assistant_prefix": "<tool_call>\n",
-            "context": {"policy": "summarize", "max_tokens": 120, "keep_turns": 1},
+            "context": {"policy": "summarize", "options": {"max_tokens": 120, "keep_turns": 1}},
         },
         "train": {"algorithm": "grpo", "steps": 2, "batch_size": 2, "learning_rate": 1e-4},
         "server": {"engine": "embedded", "max_model_len": 512},

@@ -66,7 +66,7 @@ class HeldTreasureHunt(SlowTreasureHunt):
 @pytest.fixture(scope="module")
 def server(warm_start: Path) -> Iterator[str]:
     """An engine of the quickstart's warm start, for all runs of this file."""
-    flags = ("--max-model-len", "512", "--max-num-seqs", "64", "--max-loras", "8")
+    flags = ("--max-model-len", "512", "--max-num-seqs", "64")
     with embedded_server(warm_start, *flags) as url:
         yield url
 

@@ -165,7 +165,7 @@ def test_a_program(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> No
     recipe = recipe_of(warm_start, quickstart_run)
     recipe["rewards"] = ["my_reward.py:length"]
     program = sandboxed_python(anthropic, "my_agent.py", "${task.question}")
-    recipe["rollout"]["agent"] = {**program, "workspace": "template"}
+    recipe["rollout"]["agent"] = {**program, "options": {**program["options"], "workspace": "template"}}
     steps, chains = train(tmp_path, recipe)
     assert len(steps) == 2
     assert all(step["mismatch/max"] < 1e-4 for step in steps)
@@ -182,7 +182,7 @@ def test_a_program_elsewhere_trains_and_a_chain_that_it_keeps_too_long_is_droppe
         port = free.getsockname()[1]
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     recipe = recipe_of(warm_start, quickstart_run)
-    recipe["rollout"] |= {"agent": {"outside": {"port": port}}, "group_size": 4, "max_staleness": 1}
+    recipe["rollout"] |= {"agent": {"name": "outside", "options": {"port": port}}, "group_size": 4, "max_staleness": 1}
     recipe["train"]["steps"] = 5
     command = [sys.executable, str(tmp_path / "elsewhere.py"), f"http://127.0.0.1:{port}", str(QUICKSTART)]
     with subprocess.Popen(command) as program:

@@ -33,13 +33,13 @@ ENV = {
 def mini(folder: Path) -> AgentConfig:
     """In the sandbox, unless its Python is in root's own home."""
     options = ["-y", "--exit-immediately", "-m", "openai/policy", "-c", "mini.yaml", "-o", "${chain}/log.json"]
-    config = AgentConfig(command=[MINI, *options, "-t", "${task.question}"], env=ENV)
+    config = AgentConfig(command=[MINI, *options, "-t", "${task.question}"], options={"env": ENV})
     try:
         ProgramAgent(config, folder)
     except SettingError as error:
         if "can be read by its owner only" not in str(error):
             raise
-        return AgentConfig(command=config.command, env=ENV, sandbox=SandboxKind.NONE)
+        return AgentConfig(command=config.command, options={"env": ENV, "sandbox": SandboxKind.NONE})
     return config
 
 

@@ -168,7 +168,7 @@ def test_the_recipe_is_for_what_the_script_starts() -> None:
     assert isinstance(recipe, Recipe)
     assert (recipe.train.processes, recipe.train.strategy, recipe.sync.backend) == (2 * 8, "fsdp2", "file")
     assert recipe.model.lora is None
-    assert recipe.server.data_parallel_size == 8
+    assert recipe.server.options.data_parallel_size == 8
 
 
 def test_a_wrong_launch_is_told_with_the_command_of_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:

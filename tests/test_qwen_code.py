@@ -28,8 +28,7 @@ def qwen(folder: Path) -> AgentConfig:
     (template / ".qwen" / "settings.json").write_text(json.dumps(SETTINGS))
     return AgentConfig(
         command=[QWEN, "--auth-type", "openai", "--approval-mode", "yolo", "${task.question}"],
-        env={"OPENAI_MODEL": "policy"},
-        workspace=str(template),
+        options={"env": {"OPENAI_MODEL": "policy"}, "workspace": str(template)},
     )
 
 

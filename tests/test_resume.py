@@ -91,7 +91,7 @@ RESUMED = "resumed: "
 
 RECORDED = {"steps": 40, "batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 3, "schedule": "cosine"}
 FULL = {"algorithm": "grpo", "updates_per_batch": 2}
-ADAPTERS = {"algorithm": "ppo", "critic": {"learning_rate": 1e-3, "warmup_steps": 4}}
+ADAPTERS = {"algorithm": "ppo", "advantage": {"options": {"critic_learning_rate": 1e-3, "critic_warmup_steps": 4}}}
 """Policy and critic are adapters on one base."""
 
 
@@ -285,7 +285,7 @@ def test_live_every_task_is_trained_once_whatever_is_killed(
     output = tmp_path / "run"
     draw, log = random.Random(time.time_ns()), output.with_suffix(".log")
     # room for what one attempt needs: the adapters of those that were killed must go
-    flags = ("--max-model-len", "512", "--max-num-seqs", "64", "--max-loras", str(k + 2))
+    flags = ("--max-model-len", "512", "--max-num-seqs", "64")
     with embedded_server(warm_start, *flags) as url:
         recipe = live_recipe(tmp_path, warm_start, tmp_path / "tasks.jsonl", url, k, lora, workers[0])
         trainer = start(recipe, output)

@@ -29,7 +29,7 @@ def test_a_run_that_takes_turns_can_be_killed_and_resumed(
     quickstart_run: Path, warm_start: Path, tmp_path: Path
 ) -> None:
     engine, url = start_engine(
-        *(warm_start, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32", "--max-loras", "2"),
+        *(warm_start, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32"),
         log=tmp_path / "engine.log",
     )
     server, output = ServerControl(url), tmp_path / "run"

@@ -41,8 +41,13 @@ def complete_override(prefix: str, **_: Any) -> list[str]:
 
 def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names of the fields that an override can set, with their types."""
+    from agentfactory.tools.config import Choice
+
     for name, field in section.model_fields.items():
         below = [part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields")]
+        if name == "options" and issubclass(section, Choice):
+            for kind in dict.fromkeys(section.kinds.values()):
+                yield from _fields(kind, f"{prefix}options.")
         # entries of a list, or under names that the user chooses, are not separate fields
         if below and get_origin(field.annotation) not in (list, dict):
             yield from _fields(below[0], f"{prefix}{name}.")

@@ -196,13 +196,13 @@ def check_address(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
-    """Check that the vLLM of `server.python` (or this Python) can be used. Whether vLLM and AgentFactory are installed
+    """Check that the vLLM of `server.options.python` (or this Python) can be used. Whether vLLM and AgentFactory are installed
     there is checked with the recipe."""
-    found = _installed_vllm(recipe.server.python)
+    found = _installed_vllm(recipe.server.vllm.python)
     if found is None:
         return
     name, version = found
-    where = recipe.server.python or "this Python"
+    where = recipe.server.vllm.python or "this Python"
     specifier = _required("vllm").specifier
     if not specifier.contains(version, prereleases=True):
         fix = f"pip install '{name}{specifier}' there"

@@ -25,7 +25,7 @@ _MAY_DIFFER = (
     *("name", "output", "import_path", "server", "sync", "placement", "eval", "track"),
     *("rollout.concurrency", "rollout.timeout_seconds", "rollout.workers"),
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
-    *("train.gradient_checkpointing", "train.activation_offload", "train.liger", "train.compile"),
+    *("train.gradient_checkpointing", "train.liger", "train.compile"),
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
 )
 _BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}

@@ -325,7 +325,7 @@ def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolde
     if vision is None:
         return rows
     # a frozen tower stays what the server has loaded
-    return with_eyes(rows, vision, ImageStore(folder.images) if recipe.train.vision == "trained" else None, recipe.seed)
+    return with_eyes(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
 
 
 def _summary(

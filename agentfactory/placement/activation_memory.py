@@ -182,7 +182,7 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
         part = _fake(part, fake, values)
         inputs = (part.ids, part.sources, part.labels, part.positions, part.ends, None)
         live = LiveBytes(config.get_text_config().vocab_size)
-        if recipe.train.activation_offload and device == "cuda":
+        if recipe.train.gradient_checkpointing == "offload" and device == "cuda":
             for layer in decoder_layers(policy.network):
                 layer.register_forward_hook(lambda layer, args, output: live.leave_out(args[0]))
         with live, values:

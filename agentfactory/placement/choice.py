@@ -58,14 +58,14 @@ def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
 def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
     mode, train, server = recipe.placement.mode, recipe.train, recipe.server
     for_trainer = train.processes if need.trainer else 0
-    for_server = server.tensor_parallel_size * server.data_parallel_size if need.server else 0
+    for_server = server.vllm.tensor_parallel_size * server.vllm.data_parallel_size if need.server else 0
     here, both = len(machine.gpus), bool(for_trainer and for_server)
     if device_of(recipe, machine) == "cpu":
         return ["separate" if mode == "auto" or not both else mode]
     if not both:
         needed = for_trainer or for_server
         if here and needed > here:
-            field = "train.processes" if for_trainer else "server.tensor_parallel_size"
+            field = "train.processes" if for_trainer else "server.options.tensor_parallel_size"
             raise SettingError(
                 field,
                 f"needs {needed} GPUs, and there are {here} here",
@@ -119,7 +119,7 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     trainer = processes * sum(need.trainer.values())
     offloaded = processes * sum(size for name, size in need.trainer.items() if name in OFFLOADED)
     parts = _parts(need.server)
-    share = recipe.server.gpu_memory_utilization
+    share = recipe.server.vllm.gpu_memory_utilization
     cache = need.server.least_cache if need.server else 0
     if need.server and recipe.server.engine == "vllm":
         cache = VLLM_CPU_CACHE if share is None else max(0, int(share * machine.ram) - parts)
@@ -141,7 +141,7 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
 def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
     """Give the first GPUs to the trainer, and the last to the server."""
     server, count = recipe.server, len(machine.gpus)
-    for_server = server.tensor_parallel_size * server.data_parallel_size if need.server else 0
+    for_server = server.vllm.tensor_parallel_size * server.vllm.data_parallel_size if need.server else 0
     own = range(recipe.train.processes if need.trainer else 0)
     others = range(count - for_server, count) if need.trainer else range(for_server)
     sums: list[Sum] = []
@@ -162,8 +162,8 @@ def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
         usable, margin = 0, room.margin
         if server.engine == "vllm":
             usable = min(int(VLLM_SHARE * room.total), room.free - room.margin - transfer)
-            if server.gpu_memory_utilization is not None:
-                usable = int(server.gpu_memory_utilization * room.shared)
+            if server.vllm.gpu_memory_utilization is not None:
+                usable = int(server.vllm.gpu_memory_utilization * room.shared)
             margin = max(0, room.free - usable - transfer)
         cache, utilization = _fill(recipe, need.server, usable, room, bool(machine.gpus))
         if usable == int(VLLM_SHARE * room.shared):
@@ -207,8 +207,8 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
     left = sum(need.trainer.get(name, 0) for name in STAYS_ON_GPU)
     # what the server can use besides a trainer, or besides what an offloaded one leaves on the GPU
     usable = room.free - room.margin - (trainer if mode == "split" else left)
-    if recipe.server.gpu_memory_utilization is not None:
-        usable = int(recipe.server.gpu_memory_utilization * room.shared)
+    if recipe.server.vllm.gpu_memory_utilization is not None:
+        usable = int(recipe.server.vllm.gpu_memory_utilization * room.shared)
     cache, utilization = _fill(recipe, need.server, usable, room, bool(machine.gpus))
     least = _least_cache(recipe, need.server, cache)
 
@@ -240,7 +240,7 @@ def _parts(server: ServerMemory | None) -> int:
 
 def _least_cache(recipe: Recipe, server: ServerMemory, cache: int) -> int:
     # vLLM takes the share that it is told, whether needed or not
-    return cache if recipe.server.gpu_memory_utilization is not None else server.least_cache
+    return cache if recipe.server.vllm.gpu_memory_utilization is not None else server.least_cache
 
 
 def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_real: bool) -> tuple[int, float | None]:
@@ -248,12 +248,14 @@ def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_rea
     that it may."""
     if recipe.server.engine != "vllm":
         return server.least_cache, None
-    share, least = recipe.server.gpu_memory_utilization, _parts(server) + server.least_cache
+    share, least = recipe.server.vllm.gpu_memory_utilization, _parts(server) + server.least_cache
     if share is not None and usable < least:
         problem = (
             f"got {share:g}, which is {gib(usable)} GiB, and with the smallest cache the server needs {gib(least)} GiB"
         )
-        raise SettingError("server.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits")
+        raise SettingError(
+            "server.options.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits"
+        )
     cache = max(usable - _parts(server), server.least_cache)
     # cut, not rounded: vLLM refuses to start if a byte is missing. If it exceeds what is free, try less
     told = min(_parts(server) + cache, room.free)

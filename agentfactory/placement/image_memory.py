@@ -25,7 +25,7 @@ def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
         return 0
     patches = round(IMAGE_SHARE * recipe.train.token_budget * _patches_per_token(policy.network.config))
     trained = tower_is_trained(policy.network)
-    return patches * patch_memory(tower, policy.dtype, trained, recipe.train.gradient_checkpointing)
+    return patches * patch_memory(tower, policy.dtype, trained, bool(recipe.train.gradient_checkpointing))
 
 
 def server_image_memory(recipe: RolloutRecipe, network: Any, dtype: torch.dtype, step_tokens: int) -> int:

@@ -50,7 +50,8 @@ class Placement:
         """Return `recipe` with the server's settings from the placement."""
         if self.gpu_memory_utilization is None:
             return recipe
-        return _with(recipe, "server", gpu_memory_utilization=self.gpu_memory_utilization)
+        share = {"gpu_memory_utilization": self.gpu_memory_utilization}
+        return _with(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
 
     def for_trainer(self, recipe: Recipe) -> Recipe:
         """Return `recipe` with the trainer's settings from the placement."""
@@ -105,7 +106,7 @@ class Placement:
             needed, left = self.trainer_bytes / 2**30, free / 2**30
             raise PlacementError(
                 f"the trainer would need {needed:.2f} GiB of the GPU by the memory table, and beside the server "
-                f"{left:.2f} GiB are free; fix: end other processes on it, lower server.gpu_memory_utilization, or set "
+                f"{left:.2f} GiB are free; fix: end other processes on it, lower server.options.gpu_memory_utilization, or set "
                 "placement.mode=time_share"
             )
 

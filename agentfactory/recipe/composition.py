@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.recipe.old_fields import renew
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
 from agentfactory.tools.errors import SettingError, short
@@ -115,7 +116,9 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
         inherited.data.pop("name", None)
         composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
     composed.folders.insert(0, file.parent)
-    composed.merge(anchor(_from_here(data, file.parent), file.parent), source)
+    data = _from_here(data, file.parent)
+    renew(data, source)
+    composed.merge(anchor(data, file.parent), source)
     return composed
 
 
@@ -148,7 +151,9 @@ def override(composed: Composed, name: str, value: Any) -> None:
     nested: dict[str, Any] = {last: value}
     for key in reversed(parents):
         nested = {key: nested}
-    composed.merge(anchor(_from_here(nested, Path.cwd()), Path.cwd()), COMMAND_LINE)
+    nested = _from_here(nested, Path.cwd())
+    renew(nested, COMMAND_LINE)
+    composed.merge(anchor(nested, Path.cwd()), COMMAND_LINE)
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -206,9 +211,9 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "rewards.*.reward": _reference,
     "rollout.agent": _reference,
     "rollout.agent.name": _reference,
-    "rollout.agent.workspace": _absolute,
-    "rollout.agent.keep_workspaces": _absolute,
-    "rollout.agent.readable.*": _absolute,
+    "rollout.agent.options.workspace": _absolute,
+    "rollout.agent.options.keep_workspaces": _absolute,
+    "rollout.agent.options.readable.*": _absolute,
     "rollout.parser": _reference,
     "train.advantage.estimator": _reference,
     "train.loss.policy": _reference,
@@ -219,7 +224,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "mcp_servers.*.cwd": _absolute,
     "mcp_servers.*.workspace": _absolute,
     "mcp_servers.*.keep_workspaces": _absolute,
-    "server.python": _program,
+    "server.options.python": _program,
     "model.path": _hub_or_absolute,
     "server.model": _hub_or_absolute,
     "model.chat_template": _absolute,
@@ -259,7 +264,9 @@ def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
 def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a recipe as a run in `folder` saved it, with absolute paths."""
     output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
-    return replace_prefixes(_from_here(recipe, folder), output)
+    resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
+    renew(resolved)
+    return resolved
 
 
 def _from_here(value: Any, folder: Path) -> Any:

@@ -7,7 +7,9 @@ from pydantic import BaseModel, ValidationError
 
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, source_of
+from agentfactory.tools.config import Choice
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.trainers.config import ALGORITHMS
 
 
 def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) -> SettingError:
@@ -24,14 +26,19 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
     """Return field, problem and fix of one of pydantic's errors."""
     # keep the part of the location that the file can show: pydantic adds the members of a union
     keys: list[str] = []
+    whole = data
     section, last = model, len(error["loc"]) - 1
+    choice: tuple[type[Choice], str] | None = None
     for depth, key in enumerate(error["loc"]):
         inside = key in data if isinstance(data, dict) else isinstance(data, list) and key in range(len(data))
         if not inside and error["type"] != "missing":
             break
         keys.append(str(key))
-        data = data[key] if inside else None
-        if depth < last and key in section.model_fields:
+        within, data = data, data[key] if inside else None
+        if depth < last and key == "options" and issubclass(section, Choice):
+            choice = section, _chosen(section, keys[:-1], within, whole)
+            section = section.options_type(choice[1]) or section
+        elif depth < last and key in section.model_fields:
             section = _section(section.model_fields[key].annotation) or section
         elif depth < last and issubclass(section, DataConfig):
             section = source_of(str(key)) or section
@@ -41,6 +48,12 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
         case "missing":
             field = section.model_fields.get(keys[-1])
             return name, "missing", f"add it{f': {field.description}' if field and field.description else ''}"
+        case "extra_forbidden" if choice is not None:
+            return (
+                name,
+                f"unknown key {keys[-1]!r}",
+                _other_choice(*choice, keys) or did_you_mean(name, list(section.model_fields), model),
+            )
         case "extra_forbidden":
             return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(section.model_fields), model)
         case "value_error":
@@ -70,6 +83,23 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
     return name, f"got {got}", wanted.replace("Input should be", "it must be")
 
 
+def _chosen(section: type[Choice], keys: list[str], given: Any, recipe: Any) -> str:
+    """Return what a section of `recipe` chooses, at the place `keys`: itself, or by the algorithm's default."""
+    found = section.choice(given) if isinstance(given, dict) else None
+    train = recipe.get("train") if isinstance(recipe, dict) else None
+    preset = ALGORITHMS.get(str(train.get("algorithm")), {}) if isinstance(train, dict) else {}
+    default = section.model_fields[section.chooser].default
+    return str(found or preset.get(".".join([*keys, section.chooser]), default))
+
+
+def _other_choice(section: type[Choice], choice: str, keys: list[str]) -> str | None:
+    """Return the fix for an option, at `keys`, that other choices have; None if none has it."""
+    *path, _, name = keys
+    others = [other for other, kind in section.kinds.items() if name in kind.model_fields]
+    chooser = ".".join([*path, section.chooser])
+    return f"remove it: {' or '.join(others)} has it, and {chooser} is {choice}" if others else None
+
+
 def _without_quotes(given: Any) -> str | None:
     """Return the text of a number or truth value that was written in quotes; None for anything else."""
     if not isinstance(given, str):
@@ -88,7 +118,8 @@ def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = No
     close = difflib.get_close_matches(last, known, n=1)
     if close:
         return f"did you mean {prefix}{close[0]}?"
-    elsewhere = [path for path in _all_names(model) if path.rpartition(".")[2] == last] if model else []
+    names = dict.fromkeys(_all_names(model)) if model else {}
+    elsewhere = [path for path in names if path.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     return f"remove it; {parent or 'a recipe'} knows {', '.join(known)}"
@@ -106,6 +137,8 @@ def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
     for key, field in model.model_fields.items():
         names.append(prefix + key)
         annotation = field.annotation
+        if key == "options" and issubclass(model, Choice):
+            names += [f"{prefix}options.{name}" for kind in model.kinds.values() for name in kind.model_fields]
         inner = _section(annotation)
         if inner and not str(annotation).startswith(("dict", "list")):
             names += _all_names(inner, f"{prefix}{key}.")

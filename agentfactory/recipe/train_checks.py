@@ -11,7 +11,7 @@ from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
-from agentfactory.trainers.config import ALGORITHMS, TrainConfig, owners
+from agentfactory.trainers.config import ALGORITHMS, TrainConfig
 from agentfactory.trainers.loop.estimators import Estimator
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
@@ -131,8 +131,8 @@ def check_placement(recipe: Recipe) -> None:
     alone = f"with placement.mode={mode}: one trainer process and one server share the GPU"
     for name, value in {
         "train.processes": recipe.train.processes,
-        "server.tensor_parallel_size": server.tensor_parallel_size,
-        "server.data_parallel_size": server.data_parallel_size,
+        "server.options.tensor_parallel_size": server.vllm.tensor_parallel_size,
+        "server.options.data_parallel_size": server.vllm.data_parallel_size,
     }.items():
         if value > 1:
             raise SettingError(name, f"got {value} {alone}", "use 1, or set placement.mode=separate")
@@ -158,9 +158,9 @@ def _check_schedule(recipe: Recipe) -> None:
     if train.schedule == "wsd" and not 0 < train.decay_steps <= train.steps - train.warmup_steps:
         problem = f"got {train.decay_steps} with schedule wsd, {train.steps} steps and {train.warmup_steps} of warm-up"
         raise SettingError("train.decay_steps", problem, "give wsd some of the steps after the warm-up for its decay")
-    if train.critic.warmup_steps >= train.steps:
-        problem = f"got {train.critic.warmup_steps}, and train.steps={train.steps}: the policy would never learn"
-        raise SettingError("train.critic.warmup_steps", problem, "lower it")
+    if train.has_critic and train.critic.critic_warmup_steps >= train.steps:
+        problem = f"got {train.critic.critic_warmup_steps}, and train.steps={train.steps}: the policy would never learn"
+        raise SettingError("train.advantage.options.critic_warmup_steps", problem, "lower it")
 
 
 def _check_workers(recipe: Recipe) -> None:
@@ -210,8 +210,6 @@ def _check_algorithm(recipe: Recipe) -> None:
     if compares and recipe.rollout.group_size < 2:
         raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
     _check_replaced(train)
-    if estimator == "gigpo":
-        _check_gigpo(recipe)
     if train.loss.kl.place == "reward" and compares:
         whole = "turn" if estimator == "gigpo" else "chain"
         problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a {whole} the same"
@@ -225,9 +223,6 @@ def _check_algorithm(recipe: Recipe) -> None:
     if distance.coefficient and distance.estimator == "k1" and distance.place == "loss":
         problem = "got 'k1', whose gradient as a loss is 0 on average: nothing holds the policy back"
         raise SettingError("train.loss.kl.estimator", problem, "use k2 or k3, or place: reward")
-    mismatch = train.loss.mismatch
-    if mismatch.correction.endswith("mask") and mismatch.low >= mismatch.high:
-        raise SettingError("train.loss.mismatch.low", f"got {mismatch.low}, and high is {mismatch.high}", "lower it")
     if train.overlong is not None and train.overlong.buffer > recipe.rollout.max_total_tokens:
         problem = f"got {train.overlong.buffer}, more than rollout.max_total_tokens={recipe.rollout.max_total_tokens}"
         raise SettingError("train.overlong.buffer", problem, "lower it")
@@ -245,43 +240,22 @@ def _check_replaced(train: TrainConfig) -> None:
             raise SettingError("train.algorithm", problem, f"use {next(others, 'grpo')}, or remove {name}")
 
 
-def _check_gigpo(recipe: Recipe) -> None:
-    train = recipe.train
-    if train.advantage.scale == "batch":
-        problem = "got 'batch' with advantage.estimator=gigpo: turns in the same state are too few chains' to share it"
-        raise SettingError("train.advantage.scale", problem, "use group or none")
-
-
 def _check_unused(recipe: Recipe) -> None:
     """Refuse a changed field that would have no effect."""
     train = recipe.train
-    sft, optimizer = train.algorithm == "sft", train.optimizer.name
-    distance, correction = train.loss.kl, train.loss.mismatch.correction
+    sft, optimizer, distance = train.algorithm == "sft", train.optimizer.name, train.loss.kl
     needs = {
         "train.decay_steps": (train.schedule == "wsd", "train.schedule=wsd"),
-        "train.activation_offload": (train.gradient_checkpointing, "train.gradient_checkpointing=true"),
         "train.optimizer.betas": (optimizer != "adafactor", "another optimiser than adafactor"),
         "train.optimizer.eps": (optimizer.startswith("adamw") or optimizer == "muon", "adamw, adamw_8bit or muon"),
-        "train.vision_learning_rate": (train.vision == "trained", "train.vision=trained"),
         "train.min_reward": (sft and train.from_trajectories is not None, "sft on train.from_trajectories"),
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
         "train.loss": (not sft, "a reinforcement learning algorithm"),
         "train.overlong": (not sft, "a reinforcement learning algorithm"),
         "train.stop_when": (not sft, "a reinforcement learning algorithm"),
-        "train.critic": (train.has_critic, "train.advantage.estimator=gae"),
         "train.loss.kl.estimator": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),
         "train.loss.kl.place": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),
-        "train.loss.mismatch.low": (correction.endswith("mask"), "train.loss.mismatch.correction=token_mask or alike"),
-        "train.loss.mismatch.high": (correction != "none", "a train.loss.mismatch.correction"),
     }
-    chosen = {"train.advantage": ("estimator", train.advantage), "train.loss": ("policy", train.loss)}
-    for prefix, (key, config) in chosen.items():
-        function = getattr(config, key)
-        own = ".py:" in function
-        needs[f"{prefix}.options"] = (own, f"{prefix}.{key}=FILE.py:NAME")
-        for name in type(config).model_fields:
-            if of := owners(config, name):
-                needs[f"{prefix}.{name}"] = (function in of, f"{prefix}.{key}={' or '.join(of)}")
     for name, (used, with_what) in needs.items():
         section: Any = train
         *path, last = name.split(".")[1:]
@@ -290,8 +264,8 @@ def _check_unused(recipe: Recipe) -> None:
         value, default = getattr(section, last), type(section).model_fields[last].default
         if not used and value != default:
             shown = "a setting" if isinstance(value, BaseModel) else short(value)
-            fix = "set it to null, or change that" if name.endswith(".options") else "remove it, or change that"
-            raise SettingError(name, f"got {shown}, which has an effect only with {with_what}", fix)
+            problem = f"got {shown}, which has an effect only with {with_what}"
+            raise SettingError(name, problem, "remove it, or change that")
 
 
 def _check_mismatch(recipe: Recipe) -> None:
@@ -308,10 +282,10 @@ def _check_mismatch(recipe: Recipe) -> None:
 def _check_adapted_tower(recipe: Recipe) -> None:
     """Check that vLLM, if it is started here, applies an adapter's part in the vision tower: by default it answers 200
     and drops it."""
-    adapted, server = recipe.model.lora is not None and recipe.train.vision == "trained", recipe.server
-    if adapted and server.engine == "vllm" and server.url is None and ADAPTED_TOWER not in server.args:
+    adapted, server = recipe.model.lora is not None and recipe.train.trains_vision, recipe.server
+    if adapted and server.engine == "vllm" and server.url is None and ADAPTED_TOWER not in server.vllm.args:
         problem = "got trained with model.lora, and vLLM drops the adapter's part in the vision tower"
-        raise SettingError("train.vision", problem, f"add {ADAPTED_TOWER} to server.args, or use frozen")
+        raise SettingError("train.vision", problem, f"add {ADAPTED_TOWER} to server.options.args, or use frozen")
 
 
 def _check_full_weights(recipe: Recipe) -> None:

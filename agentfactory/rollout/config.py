@@ -2,6 +2,7 @@
 
 import os
 from abc import abstractmethod
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -18,7 +19,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails
 
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import Options, PositiveInt, Section, ToolsRecipe
+from agentfactory.tools.config import Choice, NoOptions, Options, PositiveInt, Section, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind
 from agentfactory.tools.user_code.entry_points import SOURCES, load_named, registered
@@ -189,40 +190,37 @@ class EqualRewards(StrEnum):
     """Not trained, and another task takes its place (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2)."""
 
 
-class CurriculumConfig(Section):
-    """Visits tasks according to the policy's success, so that those that teach little come up less often. A task's
-    success rate is the mean `success` of its last group's chains, averaged with the previous rate."""
+class TruncateOptions(Section):
+    """Options of `rollout.context` with `policy: truncate`."""
 
-    solved: float = Field(default=0.95, ge=0, le=1)
-    """A task with at least this success rate is solved."""
-    hopeless: float = Field(default=0.05, ge=0, le=1)
-    """A task with at most this success rate is hopeless."""
-    visit: float = Field(default=0.25, ge=0.01, le=1)
-    """Probability that a solved or hopeless task is visited when its turn comes."""
-
-    @model_validator(mode="after")
-    def _tasks_are_left(self) -> "CurriculumConfig":
-        if self.hopeless >= self.solved:
-            raise ValueError(f"hopeless={self.hopeless} has to be less than solved={self.solved}")
-        return self
-
-
-class ContextConfig(Section):
-    """How a chain continues when its context grows long. The turns that follow are sampled in a new row, which shares
-    the chain's advantage."""
-
-    policy: Literal["keep", "truncate", "summarize"] = "keep"
-    """keep: the context grows until rollout.max_total_tokens ends the chain. truncate: the new row leaves out old
-    turns. summarize: the model writes a summary, which opens the new row; the summary is a turn and is trained."""
     max_tokens: PositiveInt | None = None
     """Context length that triggers the policy; null means three quarters of rollout.max_total_tokens."""
     keep_turns: int = Field(default=2, ge=0)
     """Number of last turns, with their tool results, to keep in the new row."""
+
+
+class SummarizeOptions(TruncateOptions):
+    """Options of `rollout.context` with `policy: summarize`."""
+
+    prompt: str = "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
+    """Prompt that asks the model for a summary."""
+
+
+class ContextConfig(Choice):
+    """How a chain continues when its context grows long. The turns that follow are sampled in a new row, which shares
+    the chain's advantage."""
+
+    chooser: ClassVar[str] = "policy"
+    kinds: ClassVar[dict[str, type[Section]]] = {"truncate": TruncateOptions, "summarize": SummarizeOptions}
+
+    policy: Literal["keep", "truncate", "summarize"] = "keep"
+    """keep: the context grows until rollout.max_total_tokens ends the chain. truncate: the new row leaves out old
+    turns. summarize: the model writes a summary, which opens the new row; the summary is a turn and is trained."""
+    options: Any = Field(default=None, validate_default=True)
+    """Options of the policy."""
     keep_images: PositiveInt | None = None
     """Most images in a row, under any policy: when a tool's result exceeds it, a new row begins without the oldest
     turns that have images. The opening messages and the last turn always stay. Null: no limit."""
-    prompt: str = "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
-    """Prompt that asks the model for a summary."""
 
 
 class RewardConfig(Section):
@@ -241,37 +239,16 @@ class RewardConfig(Section):
     """Further arguments, by name; they take precedence over fields of the data."""
 
 
-class OutsideConfig(Section):
-    """Programs elsewhere that take tasks by HTTP: `POST /tasks`, `/tools` and `/reward` beside the model's routes."""
+class ProgramOptions(Section):
+    """Options of `rollout.agent.command`, a program as an agent."""
 
-    port: int = Field(default=0, ge=0, le=65535)
-    """Loopback port at which tasks are given; 0 picks a free one. The address is told."""
-    token_env: str = "AGENTFACTORY_TOKEN"
-    """Environment variable that contains the token for which tasks are given."""
-    fields: list[str] | None = None
-    """The fields of a row that programs get; null gives the whole row."""
-
-
-class AgentConfig(Section):
-    """The agent that plays the chains: a class or a function by name, a program, which is a process for each chain, or
-    programs elsewhere. A name alone stands for {name: NAME}, and `outside` alone for {outside: {}}."""
-
-    name: str | None = None
-    """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`, created without arguments; or of an
-    async function with a loop of its own."""
-    command: list[str] = []
-    """Instead of name: a program and its arguments. `${task.FIELD}` stands for a field of the row, `${chain}` for the
-    chain's folder, in which it starts. `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
-    `ANTHROPIC_API_KEY` in its environment name the model."""
     env: dict[str, str] = {}
-    """Further environment variables of command, with `${task.FIELD}`, `${chain}`, and `${NAME}` for a variable of this
-    process. It gets only PATH and a few others by default, and the chain's folder as HOME."""
+    """Further environment variables of the program, with `${task.FIELD}`, `${chain}`, and `${NAME}` for a variable of
+    this process. It gets only PATH and a few others by default, and the chain's folder as HOME."""
     workspace: str | None = None
     """Folder that is copied into each chain's folder before the program starts."""
     keep_workspaces: str | None = None
     """Folder into which the folders of ended chains are moved; null: they are removed."""
-    outside: OutsideConfig | None = None
-    """Instead of name and command: programs elsewhere, which take tasks by HTTP."""
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
     """bubblewrap: the program sees the machine's programs and libraries, what command names and its folder, and reaches
     the model and nothing else. none: it may do whatever this process may (docs/sandbox.md)."""
@@ -285,14 +262,7 @@ class AgentConfig(Section):
     """In the sandbox: size of the files in a chain's folder, in MiB."""
 
     @model_validator(mode="after")
-    def _is_one_agent(self) -> "AgentConfig":
-        if [self.name is None, not self.command, self.outside is None].count(False) != 1:
-            problem = "it has to be a name, a command or programs outside"
-            raise SettingError("", problem, "set one of name, command and outside")
-        for field in self.model_fields_set - {"name", "command", "outside"}:
-            if not self.command and getattr(self, field) != type(self).model_fields[field].default:
-                problem = f"got {getattr(self, field)!r}, and {self.name or 'outside'} is no program that we start"
-                raise SettingError(field, problem, "remove it")
+    def _limits_can_hold(self) -> "ProgramOptions":
         for field in ("readable", "processes", "memory_mb", "disk_mb"):
             # a recipe that was written and read again, as each process of a run reads it, has every field
             if self.sandbox is SandboxKind.NONE and getattr(self, field) != type(self).model_fields[field].default:
@@ -302,6 +272,59 @@ class AgentConfig(Section):
         except ValueError as error:
             field, _, problem = str(error).partition(": ")
             raise SettingError(field, problem, "change it") from None
+        return self
+
+
+class OutsideOptions(Section):
+    """Options of the agent `outside`: programs elsewhere that take tasks by HTTP, with `POST /tasks`, `/tools` and
+    `/reward` beside the model's routes."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Loopback port at which tasks are given; 0 picks a free one. The address is told."""
+    token_env: str = "AGENTFACTORY_TOKEN"
+    """Environment variable that contains the token for which tasks are given."""
+    fields: list[str] | None = None
+    """The fields of a row that programs get; null gives the whole row."""
+
+
+class AgentConfig(Choice):
+    """The agent that plays the chains: a class or a function by name, a program, which is a process for each chain, or
+    programs elsewhere. A name alone stands for {name: NAME}."""
+
+    chooser: ClassVar[str] = "name"
+    kinds: ClassVar[dict[str, type[Section]]] = {"command": ProgramOptions, "outside": OutsideOptions}
+
+    name: str | None = None
+    """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`, created without arguments; or of an
+    async function with a loop of its own. `outside`: programs elsewhere, which take tasks by HTTP."""
+    command: list[str] = []
+    """Instead of name: a program and its arguments. `${task.FIELD}` stands for a field of the row, `${chain}` for the
+    chain's folder, in which it starts. `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY` in its environment name the model."""
+    options: Any = Field(default=None, validate_default=True)
+    """Options of command or outside."""
+
+    @classmethod
+    def choice(cls, fields: Mapping[str, Any]) -> str | None:
+        """See Choice."""
+        return "command" if fields.get("command") else fields.get("name")
+
+    @classmethod
+    def options_type(cls, choice: str) -> type[Section]:
+        """See Choice."""
+        return cls.kinds.get(choice, NoOptions)
+
+    @property
+    def outside(self) -> OutsideOptions | None:
+        """The options of programs elsewhere; None for another agent."""
+        return self.options if isinstance(self.options, OutsideOptions) else None
+
+    @model_validator(mode="after")
+    def _is_one_agent(self) -> "AgentConfig":
+        if (self.name is None) == (not self.command):
+            raise SettingError("", "it has to be a name or a command", "set one of name and command")
+        if self.name is not None and self.name != "outside" and ".py:" not in self.name:
+            raise SettingError("name", f"got {self.name!r}", "write FILE.py:NAME, or outside")
         return self
 
 
@@ -375,20 +398,20 @@ class RolloutConfig(Section):
     """Outcome -> drop | mask | keep | retry. By default, failed chains are dropped and all others are kept.
     {max_tokens: mask, context_overflow: mask} trains no chain that was cut short. Chains without a reward cannot be
     trained: cancelled allows only drop, reward_error only drop or retry."""
-    curriculum: CurriculumConfig | None = None
-    """Visit solved and hopeless tasks less often; null visits each task once per epoch."""
+    curriculum: float | None = Field(default=None, ge=0.01, le=1)
+    """Probability with which a task is visited, when its turn comes, that teaches little: one that the policy solves at
+    least 95 % of the time, or at most 5 %. Its success rate is the mean `success` of its last group's chains, averaged
+    with the previous rate. Null visits each task once per epoch."""
 
     @field_validator("agent", mode="before")
     @classmethod
     def _name_alone(cls, agent: Any) -> Any:
-        if agent == "outside":
-            return {"outside": {}}
         return {"name": agent} if isinstance(agent, str) else agent
 
     @field_serializer("agent", mode="wrap")
     def _as_name(self, agent: AgentConfig | None, plain: SerializerFunctionWrapHandler) -> Any:
         # as a person writes it, and as older runs have it
-        return plain(agent) if agent is None or agent.name is None else agent.name
+        return plain(agent) if agent is None or not isinstance(agent.options, NoOptions) else agent.name
 
     @model_validator(mode="after")
     def _policies_can_work(self) -> "RolloutConfig":
@@ -426,15 +449,34 @@ EMBEDDED_QUANTIZATIONS = ("int8", "int4")
 """Precisions that the embedded engine rounds to: see rollout/inference/embedded/quantization.py, which needs torch."""
 
 
-class ServerConfig(Section):
-    """The inference server: either started by `agentfactory serve` and `agentfactory train`, or already running at
-    `url`."""
+class VllmOptions(Section):
+    """Options of vLLM."""
 
-    engine: Literal["vllm", "embedded"] = "vllm"
-    """vllm, or embedded: a small decode loop for a CPU or one GPU."""
     python: str | None = None
     """Python that runs vLLM, such as .venv-vllm/bin/python; null uses the current one. AgentFactory must be installed
     there too; `pip install --no-deps .` is enough."""
+    tensor_parallel_size: PositiveInt = 1
+    """Number of devices that share each layer."""
+    data_parallel_size: PositiveInt = 1
+    """Number of replicas, each with a copy of the model and a cache. A chain stays with one."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of the GPU's memory to use, or of the machine's memory on a CPU. Null uses what `placement` leaves,
+    otherwise vLLM's default; on a CPU, 1 GiB of cache."""
+    args: list[str] = []
+    """Further command-line flags, passed unchanged."""
+
+
+class ServerConfig(Choice):
+    """The inference server: either started by `agentfactory serve` and `agentfactory train`, or already running at
+    `url`."""
+
+    chooser: ClassVar[str] = "engine"
+    kinds: ClassVar[dict[str, type[Section]]] = {"vllm": VllmOptions}
+
+    engine: Literal["vllm", "embedded"] = "vllm"
+    """vllm, or embedded: a small decode loop for a CPU or one GPU."""
+    options: Any = Field(default=None, validate_default=True)
+    """Options of the engine."""
     url: str | list[str] | None = None
     """Address of a running server, or a list of addresses; null starts a server."""
     retry_seconds: float = Field(default=300.0, gt=0)
@@ -453,20 +495,9 @@ class ServerConfig(Section):
     """Longest sequence, prompt included."""
     max_num_seqs: PositiveInt = 128
     """Maximum number of sequences decoded together."""
-    max_loras: PositiveInt = 4
-    """Maximum number of adapters loaded at a time."""
-    tensor_parallel_size: PositiveInt = 1
-    """vLLM: number of devices that share each layer."""
-    data_parallel_size: PositiveInt = 1
-    """vLLM: number of replicas, each with a copy of the model and a cache. A chain stays with one."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """vLLM: share of the GPU's memory to use, or of the machine's memory on a CPU. Null uses what `placement` leaves,
-    otherwise vLLM's default; on a CPU, 1 GiB of cache."""
     quantization: str | None = None
     """Quantisation of the served base model. vLLM: fp8, awq, gptq (bitsandbytes through a plugin). embedded: int8 or
     int4, which rounds weights without saving memory, to try how rounding affects learning."""
-    args: list[str] = []
-    """Further command-line flags for vLLM, passed unchanged."""
     startup_seconds: float = Field(default=600.0, gt=0)
     """How long the server may take to start answering."""
 
@@ -475,18 +506,10 @@ class ServerConfig(Section):
         """The addresses in `url`."""
         return [self.url] if isinstance(self.url, str) else self.url or []
 
-    def vllm_only(self) -> dict[str, object]:
-        """Return the fields that only vLLM uses, as far as they are set."""
-        names = (
-            "python",
-            "tensor_parallel_size",
-            "data_parallel_size",
-            "gpu_memory_utilization",
-            "args",
-        )
-        return {
-            name: value for name in names if (value := getattr(self, name)) != type(self).model_fields[name].default
-        }
+    @property
+    def vllm(self) -> VllmOptions:
+        """The options of vLLM: the defaults for another engine."""
+        return self.options if isinstance(self.options, VllmOptions) else VllmOptions()
 
     def quantization_fault(self) -> tuple[str, str] | None:
         """Return the problem and the fix if the engine cannot apply `quantization` to the weights that it serves."""
@@ -536,6 +559,11 @@ class RolloutRecipe(ToolsRecipe):
         if not isinstance(rewards, list):
             return rewards
         return [{"reward": entry} if isinstance(entry, str) else entry for entry in rewards]
+
+    @property
+    def max_loras(self) -> int:
+        """Number of adapters that the server holds at a time: the next one, and all that turns may still use."""
+        return max(4, self.rollout.max_staleness + 2)
 
     def with_model(self, path: str) -> Self:
         """Return the same recipe for the model at `path`."""

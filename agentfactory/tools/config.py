@@ -1,10 +1,12 @@
 """The part of a recipe that the tools package owns: `tools:`, `mcp_servers:` and `limits:`."""
 
+import json
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.tools.errors import SettingError, short
 
@@ -15,6 +17,8 @@ RESULT_BYTES = 1 << 20
 """Default of `limits.result_bytes`: 1 MiB."""
 CHAIN = "${chain}"
 """In `args`, `env` and `cwd` of an MCP server: the folder of the chain."""
+WAYS = ("command", "url", "module", "container")
+"""The fields of an MCP server that say what it is."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -22,6 +26,46 @@ class Section(BaseModel):
     """Base of every recipe section: unknown keys are errors, and a field's docstring is its description."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class Choice(Section):
+    """Base of sections that choose something by name, whose field `options` has the options of what is chosen."""
+
+    chooser: ClassVar[str]
+    """Name of the field that chooses. It is declared before `options`."""
+    kinds: ClassVar[Mapping[str, type[Section]]]
+    """Choice -> type of its options. A choice that is not listed has none; `FILE.py:NAME` takes any."""
+
+    @classmethod
+    def choice(cls, fields: Mapping[str, Any]) -> str | None:
+        """Return what a section with these `fields` chooses; None if that is not known."""
+        found = fields.get(cls.chooser)
+        return None if found is None else str(found)
+
+    @classmethod
+    def options_type(cls, choice: str) -> type[Section] | None:
+        """Return the type of the options of `choice`; None if they are the user's own."""
+        return None if ".py:" in choice else cls.kinds.get(choice, NoOptions)
+
+    @field_validator("options", mode="before", check_fields=False)
+    @classmethod
+    def _read_options(cls, given: Any, info: ValidationInfo) -> Any:
+        choice = cls.choice(info.data)
+        if choice is None:
+            return given  # the choice itself is wrong, which is reported
+        kind, given = cls.options_type(choice), {} if given is None else given
+        if kind is None:
+            if not isinstance(given, dict):
+                raise SettingError("", f"got {short(given)}", "write arguments by name")
+            return given
+        if isinstance(given, Section):
+            given = given.model_dump(mode="json", exclude_unset=True)
+        # as strictly as the recipe itself
+        return kind.model_validate_json(json.dumps(given, default=str), strict=True)
+
+
+class NoOptions(Section):
+    """Options of a choice that has none."""
 
 
 class EnvironmentTools(Section):
@@ -69,8 +113,6 @@ class McpServerConfig(Section):
     """One MCP server, in the format of the usual `mcpServers` block: `command` (stdio), `url` (streamable HTTP),
     `module` (in this process) or `container` (docker or podman)."""
 
-    type: Literal["stdio", "http", "streamable-http"] | None = None
-    """Transport type, as other programs write it next to `command` or `url`; must agree with them."""
     command: str | None = None
     """Program to start; it uses MCP on stdin and stdout."""
     args: list[str] = []
@@ -117,17 +159,27 @@ class McpServerConfig(Section):
     timeout_seconds: PositiveFloat = 60.0
     """Time limit of one call."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_transport(cls, given: Any) -> Any:
+        """Take out `type`, which other programs write beside `command` or `url`, and which says the same."""
+        if not isinstance(given, dict) or given.get("type") is None:
+            return {key: value for key, value in given.items() if key != "type"} if isinstance(given, dict) else given
+        fields = dict(given)
+        kind, way = fields.pop("type"), next((way for way in WAYS if fields.get(way)), None)
+        fitting = {"command": ("stdio",), "url": ("http", "streamable-http")}
+        if way is not None and kind not in fitting.get(way, ()):
+            raise SettingError("type", f"got {short(kind)} with {way}", "remove it")
+        return fields
+
     @model_validator(mode="after")
     def _fields_agree(self) -> "McpServerConfig":
-        ways = ("command", "url", "module", "container")
-        given = [name for name in ways if getattr(self, name)]
+        given = [name for name in WAYS if getattr(self, name)]
         if len(given) != 1:
-            raise SettingError("", f"got {given or 'none'}", f"give exactly one of {', '.join(ways)}")
+            raise SettingError("", f"got {given or 'none'}", f"give exactly one of {', '.join(WAYS)}")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise SettingError("url", f"got {self.url!r}", "write an address such as http://127.0.0.1:8000/mcp")
         way = given[0]
-        if self.type is not None and way != ("command" if self.type == "stdio" else "url"):
-            raise SettingError("type", f"got {self.type!r} with {way}", "remove it")
         owners = {"args": ("command", "container"), "env": ("command", "container"), "cwd": ("command",)}
         owners |= {"headers": ("url",), "options": ("module",)}
         for name, those in owners.items():

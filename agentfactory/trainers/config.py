@@ -2,12 +2,12 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
-from agentfactory.tools.config import Options, Section
+from agentfactory.tools.config import Choice, Options, PositiveFloat, Section
 from agentfactory.tools.errors import SettingError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -31,11 +31,6 @@ def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
     return name
 
 
-def _of(*names: str) -> dict[str, Any]:
-    """Marks a field as an option of only these estimators or policy losses."""
-    return {"of": names}
-
-
 class Symptom(StrEnum):
     """A kind of problem in a run."""
 
@@ -46,30 +41,67 @@ class Symptom(StrEnum):
     UNSTABLE = "unstable"
 
 
-class AdvantageConfig(Section):
+class GrpoOptions(Section):
+    """Options of `estimator: grpo`."""
+
+    scale: Literal["none", "group", "batch"] = "group"
+    """Divide by the standard deviation of the group's rewards, or of the batch's."""
+
+
+class ReturnOptions(Section):
+    """Options of estimators that use returns: `estimator: reinforce_pp`."""
+
+    gamma: Share = 1.0
+    """Discount, per sampled token (reinforce_pp, gae) or per turn (gigpo)."""
+
+
+class GaeOptions(ReturnOptions):
+    """Options of `estimator: gae`, which trains a critic. With an adapter, the critic is a second adapter on the same
+    base; otherwise a separate network."""
+
+    gae_lambda: Share = 1.0
+    """1 uses whole returns; lower values rely more on the critic."""
+    critic_learning_rate: float = Field(default=1e-5, gt=0)
+    """Learning rate of the critic, independent of the policy's."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """Number of initial steps in which only the critic learns."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Values are clipped to this distance from those at the start of the update; null does not clip."""
+
+
+class GigpoOptions(ReturnOptions):
+    """Options of `estimator: gigpo`."""
+
+    scale: Literal["none", "group"] = "group"
+    """Divide by the standard deviation of the group's rewards, or of the turns' in the same state."""
+    step_weight: float = Field(default=1.0, ge=0)
+    """Weight of a turn's advantage among turns in the same state; that of its chain has 1."""
+    anchors: Literal["environment", "observation"] = "environment"
+    """Turns begin in the same state if the environment says so (Environment.anchor), or if the model was shown the same
+    since its last turn."""
+
+
+class AdvantageConfig(Choice):
     """Computes an advantage for each sampled token from the rewards."""
+
+    chooser: ClassVar[str] = "estimator"
+    kinds: ClassVar[dict[str, type[Section]]] = {
+        "grpo": GrpoOptions,
+        "reinforce_pp": ReturnOptions,
+        "gae": GaeOptions,
+        "gigpo": GigpoOptions,
+    }
 
     estimator: str = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
     critic; gigpo: grpo's, plus a turn's among those in the same state; or `FILE.py:NAME` of your own function
     (docs/add-an-algorithm.md)."""
-    options: Options = {}
-    """FILE.py:NAME: arguments for its further parameters."""
-    scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo", "gigpo"))
-    """grpo, gigpo: divide by the standard deviation of the group's rewards, or (grpo) of the batch's."""
+    options: Any = Field(default=None, validate_default=True)
+    """Options of the estimator; of your own function, arguments for its further parameters."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
     """blamed: tokens of a turn whose calls cannot be read get an advantage of at most minus the root mean square of
     their group's advantages, so that a chain that succeeds despite such a turn does not reinforce it."""
-    gamma: Share = Field(default=1.0, json_schema_extra=_of("reinforce_pp", "gae", "gigpo"))
-    """reinforce_pp, gae: discount per sampled token; gigpo: per turn."""
-    gae_lambda: Share = Field(default=1.0, json_schema_extra=_of("gae"))
-    """gae: 1 uses whole returns; lower values rely more on the critic."""
-    step_weight: float = Field(default=1.0, ge=0, json_schema_extra=_of("gigpo"))
-    """gigpo: weight of a turn's advantage among turns in the same state; that of its chain has 1."""
-    anchors: Literal["environment", "observation"] = Field(default="environment", json_schema_extra=_of("gigpo"))
-    """gigpo: turns begin in the same state if the environment says so (Environment.anchor), or if the model was shown
-    the same since its last turn."""
 
     @field_validator("estimator")
     @classmethod
@@ -89,8 +121,37 @@ class KlConfig(Section):
     """loss: a term of the loss; reward: a cost per token that advantages include (reinforce_pp and gae only)."""
 
 
-class MismatchConfig(Section):
+class TruncateOptions(Section):
+    """Options of corrections that cap the ratio."""
+
+    high: float = Field(default=2.0, gt=0)
+    """Largest ratio."""
+
+
+class MaskOptions(TruncateOptions):
+    """Options of corrections that mask."""
+
+    low: float = Field(default=0.5, ge=0)
+    """Smallest ratio that the mask lets through."""
+
+    @model_validator(mode="after")
+    def _bounds_leave_a_range(self) -> "MaskOptions":
+        if self.low >= self.high:
+            raise SettingError("low", f"got {self.low}, and high is {self.high}", "lower it")
+        return self
+
+
+class MismatchConfig(Choice):
     """Corrects differences between trainer and server, using ratios of proximal to behaviour probabilities."""
+
+    chooser: ClassVar[str] = "correction"
+    kinds: ClassVar[dict[str, type[Section]]] = {
+        "token_truncate": TruncateOptions,
+        "token_mask": MaskOptions,
+        "sequence_truncate": TruncateOptions,
+        "sequence_mask": MaskOptions,
+        "geometric_mask": MaskOptions,
+    }
 
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
@@ -99,30 +160,51 @@ class MismatchConfig(Section):
     [low, high] (token_mask is IcePop). The ratio is the token's, or its sequence's (the product over its tokens).
     geometric_mask: multiply by 1, or by 0 if the sequence's geometric mean is outside [low, high]; use bounds close to
     1, such as 0.99 and 1.01."""
-    low: float = Field(default=0.5, ge=0)
-    """Smallest ratio that a mask lets through."""
-    high: float = Field(default=2.0, gt=0)
-    """Largest ratio."""
+    options: Any = Field(default=None, validate_default=True)
+    """Options of the correction."""
 
 
-class LossConfig(Section):
+class CispoOptions(Section):
+    """Options of `policy: cispo`."""
+
+    clip_high: float = Field(default=0.2, ge=0)
+    """Upper bound of probability ratios is 1 + clip_high."""
+
+
+class ClipOptions(CispoOptions):
+    """Options of `policy: clip` and `policy: gspo`."""
+
+    clip_low: float = Field(default=0.2, ge=0)
+    """Lower bound of probability ratios is 1 - clip_low."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Upper bound of ratios if the advantage is negative."""
+
+
+class SapoOptions(Section):
+    """Options of `policy: sapo`."""
+
+    positive_temperature: float = Field(default=1.0, gt=0)
+    """Temperature of the gate if the advantage is positive."""
+    negative_temperature: float = Field(default=1.05, gt=0)
+    """Temperature of the gate otherwise."""
+
+
+class LossConfig(Choice):
     """The loss per sampled token."""
+
+    chooser: ClassVar[str] = "policy"
+    kinds: ClassVar[dict[str, type[Section]]] = {
+        "clip": ClipOptions,
+        "gspo": ClipOptions,
+        "cispo": CispoOptions,
+        "sapo": SapoOptions,
+    }
 
     policy: str = "clip"
     """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
     gate; reinforce: plain policy gradient; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
-    options: Options = {}
-    """FILE.py:NAME: arguments for its further parameters."""
-    clip_low: float = Field(default=0.2, ge=0, json_schema_extra=_of("clip", "gspo"))
-    """clip, gspo: lower bound of probability ratios is 1 - clip_low."""
-    clip_high: float = Field(default=0.2, ge=0, json_schema_extra=_of("clip", "gspo", "cispo"))
-    """clip, gspo, cispo: upper bound of probability ratios is 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1, json_schema_extra=_of("clip", "gspo"))
-    """clip, gspo: upper bound of ratios if the advantage is negative."""
-    sapo_positive: float = Field(default=1.0, gt=0, json_schema_extra=_of("sapo"))
-    """sapo: temperature of the gate if the advantage is positive."""
-    sapo_negative: float = Field(default=1.05, gt=0, json_schema_extra=_of("sapo"))
-    """sapo: temperature of the gate otherwise."""
+    options: Any = Field(default=None, validate_default=True)
+    """Options of the policy loss; of your own function, arguments for its further parameters."""
     normaliser: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: mean over each chain's tokens, then over chains (GRPO);
     sequence_sum: sum over tokens, mean over chains; constant: sum divided by chains x rollout.max_total_tokens (Dr.
@@ -143,18 +225,6 @@ class LossConfig(Section):
         return _named(policy, POLICIES)
 
 
-class CriticConfig(Section):
-    """gae: the value function. With an adapter, it is a second adapter on the same base; otherwise a separate
-    network."""
-
-    learning_rate: float = Field(default=1e-5, gt=0)
-    """Learning rate of the critic, independent of the policy's."""
-    value_clip: float | None = Field(default=0.2, gt=0)
-    """Values are clipped to this distance from those at the start of the update; null does not clip."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of initial steps in which only the critic learns."""
-
-
 class OverlongConfig(Section):
     """Soft penalty for long chains (DAPO, equation 13): from 0 at max_total_tokens - buffer down to -penalty."""
 
@@ -162,17 +232,6 @@ class OverlongConfig(Section):
     """Number of tokens before rollout.max_total_tokens over which the penalty grows."""
     penalty: float = Field(default=1.0, gt=0)
     """Penalty for a chain of rollout.max_total_tokens."""
-
-
-class ParameterGroup(Section):
-    """Settings for trainable weights whose names match; the first matching group applies."""
-
-    match: str
-    """Regular expression, searched for in the weight's name."""
-    learning_rate: float | None = Field(default=None, gt=0)
-    """Null uses the recipe's."""
-    weight_decay: float | None = Field(default=None, ge=0)
-    """Null uses the optimiser's."""
 
 
 class OptimizerConfig(Section):
@@ -187,8 +246,9 @@ class OptimizerConfig(Section):
     """Epsilon of adamw (including muon's) and adamw_8bit."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay; norms and biases, which have one dimension, do not decay."""
-    groups: list[ParameterGroup] = []
-    """Settings for weights selected by name."""
+    learning_rates: dict[str, PositiveFloat] = {}
+    """Learning rates of weights by name: regular expression, searched for in the weight's name -> rate, instead of
+    train.learning_rate. The first that matches applies."""
 
 
 class TrainConfig(Section):
@@ -216,19 +276,16 @@ class TrainConfig(Section):
     """Groups, or rows (SFT), per step, over all processes."""
     updates_per_batch: PositiveInt = 1
     """Optimiser updates on each batch of groups."""
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = LossConfig()
-    critic: CriticConfig = CriticConfig()
+    advantage: AdvantageConfig = Field(default=AdvantageConfig(), validate_default=True)
+    loss: LossConfig = Field(default=LossConfig(), validate_default=True)
     overlong: OverlongConfig | None = None
     """Penalise chains near rollout.max_total_tokens."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of the policy after the warm-up; adapters need about ten times the rate for training all
     weights."""
-    vision: Literal["frozen", "trained"] = "frozen"
-    """The vision tower of a model that sees: frozen, or trained with the language model. With model.lora, trained gives
-    it adapters."""
-    vision_learning_rate: float | None = Field(default=None, gt=0)
-    """Learning rate of a trained vision tower; null uses learning_rate."""
+    vision: Literal["frozen", "trained"] | PositiveFloat = "frozen"
+    """The vision tower of a model that sees: frozen, or trained with the language model; a number trains it with that
+    learning rate. With model.lora, it gets adapters of its own."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning-rate schedule after the warm-up. linear and cosine fall to 0, which the step after the last would have;
@@ -247,10 +304,9 @@ class TrainConfig(Section):
     """Tokens (padding included) per micro-batch and process."""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
     """Attention implementation in the trainer; auto is transformers' choice. The last two need a GPU."""
-    gradient_checkpointing: bool = False
-    """Store only the inputs of layers, and recompute the rest in the backward pass."""
-    activation_offload: bool = False
-    """Store in CPU memory the inputs that gradient_checkpointing keeps."""
+    gradient_checkpointing: bool | Literal["offload"] = False
+    """Store only the inputs of layers, and recompute the rest in the backward pass. offload: store them in CPU
+    memory."""
     liger: bool = False
     """Use the layer kernels of liger-kernel (GPU)."""
     compile: bool = False
@@ -280,12 +336,45 @@ class TrainConfig(Section):
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained with the policy."""
-        return self.algorithm != "sft" and self.advantage.estimator == "gae"
+        return self.algorithm != "sft" and isinstance(self.advantage.options, GaeOptions)
+
+    @property
+    def critic(self) -> GaeOptions:
+        """The options of the critic. Only for a recipe that has one."""
+        assert isinstance(self.advantage.options, GaeOptions)
+        return self.advantage.options
 
     @property
     def has_reference(self) -> bool:
         """Whether the policy's distance to the reference is used."""
         return self.algorithm != "sft" and self.loss.kl.coefficient > 0
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether the vision tower is trained."""
+        return self.vision != "frozen"
+
+    @field_validator("advantage", "loss", mode="before")
+    @classmethod
+    def _apply_algorithm(cls, given: Any, info: ValidationInfo) -> Any:
+        """Apply the algorithm's defaults to fields that the recipe leaves out."""
+        if isinstance(given, Section):
+            given = given.model_dump(mode="json", exclude_unset=True)
+        if not isinstance(given, dict):
+            return given
+        section: type[Choice] = AdvantageConfig if info.field_name == "advantage" else LossConfig
+        prefix = f"train.{info.field_name}."
+        preset = ALGORITHMS.get(info.data.get("algorithm", ""), {})
+        own = {name.removeprefix(prefix): value for name, value in preset.items() if name.startswith(prefix)}
+        options = {key.removeprefix("options."): own.pop(key) for key in [*own] if key.startswith("options.")}
+        fields = own | given
+        chosen = fields.get(section.chooser, section.model_fields[section.chooser].default)
+        kind = section.options_type(str(chosen))
+        known = {} if kind is None else {name: value for name, value in options.items() if name in kind.model_fields}
+        mine = fields.get("options")
+        if known and (mine is None or isinstance(mine, dict)):
+            fields["options"] = known | (mine or {})
+        return fields
 
 
 class SyncConfig(Section):
@@ -354,18 +443,18 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     # DeepSeekMath (arXiv:2402.03300), with DAPO's normaliser: a chain of many turns should not count less per token
     "grpo": {},
     # arXiv:2503.20783
-    "dr_grpo": {"train.advantage.scale": "none", "train.loss.normaliser": "constant"},
+    "dr_grpo": {"train.advantage.options.scale": "none", "train.loss.normaliser": "constant"},
     # arXiv:2503.14476
-    "dapo": {"train.loss.clip_high": 0.28, "rollout.equal_rewards": EqualRewards.REFILL},
+    "dapo": {"train.loss.options.clip_high": 0.28, "rollout.equal_rewards": EqualRewards.REFILL},
     # arXiv:2507.18071, section 5.1
     "gspo": {
         "train.loss.policy": "gspo",
-        "train.loss.clip_low": 3e-4,
-        "train.loss.clip_high": 4e-4,
+        "train.loss.options.clip_low": 3e-4,
+        "train.loss.options.clip_high": 4e-4,
         "train.loss.normaliser": "sequence",
     },
     # MiniMax-M1 (arXiv:2506.13585)
-    "cispo": {"train.loss.policy": "cispo", "train.loss.clip_high": 4.0},
+    "cispo": {"train.loss.policy": "cispo", "train.loss.options.clip_high": 4.0},
     # arXiv:2511.20347
     "sapo": {"train.loss.policy": "sapo", "train.loss.normaliser": "sequence"},
     # arXiv:2402.14740
@@ -376,22 +465,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     # arXiv:1707.06347
     "ppo": {"train.advantage.estimator": "gae"},
     # arXiv:2505.10978, with the discount of its published code
-    "gigpo": {"train.advantage.estimator": "gigpo", "train.advantage.gamma": 0.95},
+    "gigpo": {"train.advantage.estimator": "gigpo", "train.advantage.options.gamma": 0.95},
     "sft": {},
 }
 """The defaults of each algorithm, by recipe field."""
-
-
-def owners(section: Section, name: str) -> tuple[str, ...]:
-    """Returns the estimators or policy losses that a field belongs to; empty if it is not specific to any."""
-    extra = type(section).model_fields[name].json_schema_extra
-    found = extra.get("of", ()) if isinstance(extra, dict) else ()
-    return tuple(found) if isinstance(found, tuple) else ()
-
-
-def _applies(section: Section, name: str) -> bool:
-    chosen = getattr(section, "policy", None) or getattr(section, "estimator", None)
-    return not (of := owners(section, name)) or chosen in of
 
 
 class TrainRecipe(RolloutRecipe):
@@ -416,14 +493,11 @@ class TrainRecipe(RolloutRecipe):
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":
-        """Applies the algorithm's defaults to fields that the recipe leaves out; saved groups are not filtered."""
+        """Apply the algorithm's defaults outside of `train` to fields that the recipe leaves out; saved groups are not
+        filtered."""
         for name, value in ALGORITHMS[self.train.algorithm].items():
-            if name.startswith("rollout.") and self.train.from_trajectories:
-                continue
-            section: Any = self
-            *path, last = name.split(".")
-            for key in path:
-                section = getattr(section, key)
-            if last not in section.model_fields_set and _applies(section, last):
-                setattr(section, last, value)
+            section, _, field = name.partition(".")
+            if section == "rollout" and not self.train.from_trajectories:
+                if field not in self.rollout.model_fields_set:
+                    setattr(self.rollout, field, value)
         return self

@@ -120,11 +120,6 @@ BROKEN = {
     ),
     "caches of adapters kept": ({}, ["model.lora.rank=8", "rollout.inflight=keep"], ["rollout.inflight", "adapter"]),
     "caches kept of no turn": ({}, ["rollout.inflight=keep"], ["rollout.inflight", "rollout.max_staleness=0"]),
-    "adapters that turns still use": (
-        {},
-        ["model.lora.rank=8", "rollout.max_staleness=4"],
-        ["server.max_loras", "got 4", "at least 6"],
-    ),
     "float16 training": ({}, ["model.dtype=float16"], ["model.dtype", "'float16'", "bfloat16"]),
     "processes without strategy": ({}, ["train.processes=2"], ["train.strategy", "'single'", "ddp"]),
     "best of what nobody measures": (

@@ -95,8 +95,14 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_written(recipe: 
         (["server.url=http://127.0.0.1:1"], ["server.url", "runs already", "null"]),
         (["server.quantization=fp8"], ["server.quantization", "'fp8'", "server.engine=vllm"]),
         (["server.engine=vllm", "server.host=0.0.0.0"], ["server.host", "no key guards", "server.api_key_env"]),
-        (["server.engine=vllm", "server.python=none/python"], ["server.python", "none/python", "no such program"]),
-        (["server.engine=vllm", f"server.python={sys.base_prefix}/bin/python3"], ["server.python", "has no vLLM"]),
+        (
+            ["server.engine=vllm", "server.options.python=none/python"],
+            ["server.options.python", "none/python", "no such program"],
+        ),
+        (
+            ["server.engine=vllm", f"server.options.python={sys.base_prefix}/bin/python3"],
+            ["server.options.python", "has no vLLM"],
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(

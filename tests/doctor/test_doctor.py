@@ -246,9 +246,9 @@ def test_a_server_of_another_model(project: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.processes
 def test_a_python_without_vllm(project: Path, agentfactory: Command) -> None:
-    result = agentfactory("doctor", "recipe.yaml", "server.engine=vllm", f"server.python={sys.executable}")
+    result = agentfactory("doctor", "recipe.yaml", "server.engine=vllm", f"server.options.python={sys.executable}")
     assert result.returncode == 1
-    assert "problem  recipe: server.python: " in result.stdout
+    assert "problem  recipe: server.options.python: " in result.stdout
     assert "has no vLLM" in result.stdout
 
 
@@ -261,7 +261,7 @@ def test_a_vllm_of_another_version(project: Path) -> None:
     python = project / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={project / "packages"} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    recipe = load("server.engine=vllm", f"server.python={python}")
+    recipe = load("server.engine=vllm", f"server.options.python={python}")
     said = the_problem(doctor_recipe.check_vllm(recipe, 1))
     assert "is 0.20.1, and AgentFactory is made for <0.33,>=0.32" in said
     (project / "packages" / "vllm-0.20.1.dist-info").rename(project / "packages" / "vllm-0.32.0.dist-info")

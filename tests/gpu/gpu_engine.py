@@ -135,7 +135,7 @@ def test_speed_with_and_without_graphs_is_printed(large: Path) -> None:
 @pytest.fixture(scope="module")
 def server(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerControl]:
     """0.2 GB of weights and 2 GiB of cache, in a process of its own."""
-    section = {"engine": "embedded", "max_model_len": 2048, "max_num_seqs": 64, "max_loras": 2}
+    section = {"engine": "embedded", "max_model_len": 2048, "max_num_seqs": 64}
     policy = {"path": str(large), "dtype": "bfloat16", "lora": {"rank": 8}}
     with serve({"model": policy, "server": section}, tmp_path_factory.mktemp("server")) as url:
         yield ServerControl(url)

@@ -127,7 +127,7 @@ def test_flash_attention_equals_sdpa(small: Path, on_cpu: Scored, batching: str)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_equal_plain_ones(small: Path, lora: dict[str, Any] | None, checkpointing: bool) -> None:
     torch._dynamo.reset()
-    settings = {"compile": True, "gradient_checkpointing": checkpointing, "activation_offload": checkpointing}
+    settings = {"compile": True, "gradient_checkpointing": "offload" if checkpointing else False}
     Scored(recipe(small, lora=lora, **settings)).check(Scored(recipe(small, lora=lora)), 1e-3)
 
 
@@ -226,7 +226,7 @@ def test_checkpointing_and_offloading_save_memory(cost: Callable[..., Cost]) -> 
     plain = cost().peak
     checkpointing = cost(gradient_checkpointing=True).peak
     assert checkpointing < 0.7 * plain
-    assert cost(gradient_checkpointing=True, activation_offload=True).peak < checkpointing
+    assert cost(gradient_checkpointing="offload").peak < checkpointing
 
 
 @pytest.mark.parametrize(

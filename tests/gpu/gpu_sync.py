@@ -25,7 +25,7 @@ pytestmark = NEEDS_GPU
 def serve_small(model: Path, folder: Path) -> Any:
     """A server in bfloat16 on the GPU, whose cache has room for several versions of the canary's contexts. It is no
     fork of a process that may have asked for the GPU, which cannot use it."""
-    section = {"engine": "embedded", "max_model_len": 160, "max_num_seqs": 64, "max_loras": 64}
+    section = {"engine": "embedded", "max_model_len": 160, "max_num_seqs": 64}
     return serve({"model": {"path": str(model), "dtype": "bfloat16"}, "server": section}, folder)
 
 

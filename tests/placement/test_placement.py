@@ -187,13 +187,15 @@ def test_several_changes_together_and_none_that_helps() -> None:
 
 
 def test_a_share_that_the_recipe_sets_is_held_to_the_table() -> None:
-    plan = chosen(recipe(server={"gpu_memory_utilization": 0.45}), gpus(24), estimate())
+    plan = chosen(recipe(server={"options": {"gpu_memory_utilization": 0.45}}), gpus(24), estimate())
     assert plan.utilization is None, "the recipe's stands"
     assert rows(plan)["server"]["KV cache"] == pytest.approx((0.45 * 24 - 6.5) * GIB, abs=2)
-    too_much = recipe(server={"gpu_memory_utilization": 0.9}, placement={"mode": "split"})
-    assert advice(too_much, gpus(24), estimate()).fix.startswith("server.gpu_memory_utilization=null: then 20.20 of")
+    too_much = recipe(server={"options": {"gpu_memory_utilization": 0.9}}, placement={"mode": "split"})
+    assert advice(too_much, gpus(24), estimate()).fix.startswith(
+        "server.options.gpu_memory_utilization=null: then 20.20 of"
+    )
     with pytest.raises(SettingError, match=r"got 0\.3, which is 7\.20 GiB, and with the smallest .* needs 8\.50 GiB"):
-        choose(recipe(server={"gpu_memory_utilization": 0.3}), gpus(24), estimate())
+        choose(recipe(server={"options": {"gpu_memory_utilization": 0.3}}), gpus(24), estimate())
 
 
 def test_weights_go_by_the_fastest_way_that_there_is() -> None:
@@ -290,8 +292,8 @@ REFUSED = {
         "placement.mode=separate",
     ),
     "copies on one GPU": (
-        ["placement.mode=time_share", "server.engine=vllm", "server.data_parallel_size=2"],
-        "server.data_parallel_size",
+        ["placement.mode=time_share", "server.engine=vllm", "server.options.data_parallel_size=2"],
+        "server.options.data_parallel_size",
         "use 1",
     ),
     "turns ahead": (["placement.mode=time_share", "rollout.max_staleness=1"], "rollout.max_staleness", "use 0"),
@@ -365,7 +367,7 @@ def test_what_the_processes_are_told(project: Path) -> None:
     told = placement.for_trainer(asked)
     assert (told.placement.mode, told.sync.backend) == ("split", "ipc")
     assert placement.weight_transfer(asked) == "ipc"
-    assert placement.for_server(asked).server.gpu_memory_utilization == 0.4
+    assert placement.for_server(asked).server.options.gpu_memory_utilization == 0.4
     assert placement.environment("trainer") == {"CUDA_VISIBLE_DEVICES": "0"}
     assert placement.environment("server") == {}
     assert Placement().weight_transfer(asked) == "file"

@@ -137,7 +137,7 @@ def test_weights_and_cache_of_a_known_model() -> None:
     # the group's chains; a sequence of max_model_len where that is more
     assert planned.least_cache == 8 * 4096 * planned.cache_per_token
     assert plan(Qwen2Config(**SEVEN), max_model_len=65536).least_cache == 65536 * planned.cache_per_token
-    shared = plan(Qwen2Config(**SEVEN), tensor_parallel_size=8)
+    shared = plan(Qwen2Config(**SEVEN), options={"tensor_parallel_size": 8})
     assert shared.parts["weights"] == planned.parts["weights"] // 8
     # 4 heads for 8 devices: each has one
     assert shared.cache_per_token == planned.cache_per_token // 4
@@ -162,10 +162,10 @@ def test_adapters_take_the_places_that_vllm_makes() -> None:
     assert "adapters" not in plan(Qwen3Config(**SMALL)).parts
     linear = 3 * sum(map(sum, [(128, 128), (128, 64), (128, 64), (128, 128), (128, 256), (128, 256), (256, 128)]))
     tables = 2 * (8000 + 128)
-    vllm = plan(Qwen3Config(**SMALL), lora={"rank": 12}, max_loras=3)
+    vllm = plan(Qwen3Config(**SMALL), lora={"rank": 12})
     # a rank of 12 gets a place of 16
     assert vllm.parts["adapters"] == 3 * 16 * (linear + tables) * 2
-    embedded = plan(Qwen3Config(**SMALL), lora={"rank": 12}, max_loras=3, engine="embedded")
+    embedded = plan(Qwen3Config(**SMALL), lora={"rank": 12}, engine="embedded")
     assert embedded.parts["adapters"] == 3 * 12 * (linear + 8000 + 128) * 2
 
 

@@ -244,7 +244,7 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     kept, offloaded = (
         trainer_memory(
             make_recipe(
-                dtype="bfloat16", lora=LORA, batching="packed", gradient_checkpointing=True, activation_offload=offload
+                dtype="bfloat16", lora=LORA, batching="packed", gradient_checkpointing="offload" if offload else True
             ),
             SEVEN,
             "cuda",

@@ -8,7 +8,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.errors import SettingError
 
-OUTSIDE = "rollout.agent={outside: {port: 8100}}"
+OUTSIDE = "rollout.agent={name: outside, options: {port: 8100}}"
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +21,18 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([OUTSIDE, "rollout.workers=2"], "rollout.workers", "programs outside take tasks at one address; fix: use 1"),
         (["rollout.agent=outside", "rollout.workers=2"], "rollout.workers", "at one address"),
-        (["rollout.agent={outside: {}, workspace: desk}"], "rollout.agent.workspace", "no program that we start"),
-        (["rollout.agent={outside: {}, command: [x]}"], "rollout.agent", "set one of name, command and outside"),
-        (["rollout.agent={command: [x], sandbox: none, disk_mb: 9}"], "rollout.agent.disk_mb", "with sandbox=none"),
-        (["rollout.agent={command: [x], processes: 1}"], "rollout.agent.processes", "change it"),
+        (
+            ["rollout.agent={name: outside, options: {workspace: desk}}"],
+            "rollout.agent.options.workspace",
+            "remove it: command has it, and rollout.agent.name is outside",
+        ),
+        (["rollout.agent={name: outside, command: [x]}"], "rollout.agent", "set one of name and command"),
+        (
+            ["rollout.agent={command: [x], options: {sandbox: none, disk_mb: 9}}"],
+            "rollout.agent.options.disk_mb",
+            "with sandbox=none",
+        ),
+        (["rollout.agent={command: [x], options: {processes: 1}}"], "rollout.agent.options.processes", "change it"),
     ],
 )
 def test_refused(project: Path, overrides: list[str], field: str, said: str) -> None:
@@ -34,7 +42,7 @@ def test_refused(project: Path, overrides: list[str], field: str, said: str) -> 
 
 
 def test_a_program_without_a_sandbox_is_one_in_every_process_of_a_run(project: Path) -> None:
-    recipe = load_recipe("recipe.yaml", ["rollout.agent={command: [ls], sandbox: none}"], purpose="train")
+    recipe = load_recipe("recipe.yaml", ["rollout.agent={command: [ls], options: {sandbox: none}}"], purpose="train")
     assert isinstance(recipe, Recipe)
     # as the launcher, the trainer and the worker pass it on
     assert Recipe.model_validate(recipe.model_dump(mode="json")).rollout.agent == recipe.rollout.agent

@@ -8,7 +8,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import ALGORITHMS
 
-GIGPO = ["train.advantage.estimator=gigpo", "train.advantage.anchors=observation"]
+GIGPO = ["train.advantage.estimator=gigpo", "train.advantage.options.anchors=observation"]
 REFUSED = {
     "k1 in the loss": (
         ["train.loss.kl.coefficient=0.1", "train.loss.kl.estimator=k1"],
@@ -22,14 +22,18 @@ REFUSED = {
     ),
     "estimator of no distance": (["train.loss.kl.estimator=k2"], "train.loss.kl.estimator", "kl.coefficient > 0"),
     "mask that nothing passes": (
-        ["train.loss.mismatch={correction: token_mask, low: 3}"],
-        "train.loss.mismatch.low",
+        ["train.loss.mismatch={correction: token_mask, options: {low: 3}}"],
+        "train.loss.mismatch.options.low",
         "lower it",
     ),
-    "lower bound of a truncation": (["train.loss.mismatch.low=0.1"], "train.loss.mismatch.low", "token_mask"),
+    "lower bound of a truncation": (
+        ["train.loss.mismatch.options.low=0.1"],
+        "train.loss.mismatch.options.low",
+        "token_mask",
+    ),
     "bound of no correction": (
-        ["train.loss.mismatch={correction: none, high: 3}"],
-        "train.loss.mismatch.high",
+        ["train.loss.mismatch={correction: none, options: {high: 3}}"],
+        "train.loss.mismatch.options.high",
         "correction",
     ),
     "dropout of an adapter": (["model.lora={rank: 4, dropout: 0.1}"], "model.lora.dropout", "use 0"),
@@ -56,14 +60,26 @@ REFUSED = {
         "use cispo",
     ),
     "states and the batch's deviation": (
-        [*GIGPO, "train.advantage.scale=batch"],
-        "train.advantage.scale",
-        "use group or none",
+        [*GIGPO, "train.advantage.options.scale=batch"],
+        "train.advantage.options.scale",
+        "'none' or 'group'",
     ),
     "states of one chain": ([*GIGPO, "rollout.group_size=1"], "rollout.group_size", "at least 2"),
-    "weight of no state": (["train.advantage.step_weight=0.5"], "train.advantage.step_weight", "remove it"),
-    "anchors of no state": (["train.advantage.anchors=observation"], "train.advantage.anchors", "remove it"),
-    "another algorithm's option": (["train.algorithm=cispo", "train.loss.clip_low=0.1"], "train.loss.clip_low", "gspo"),
+    "weight of no state": (
+        ["train.advantage.options.step_weight=0.5"],
+        "train.advantage.options.step_weight",
+        "remove it",
+    ),
+    "anchors of no state": (
+        ["train.advantage.options.anchors=observation"],
+        "train.advantage.options.anchors",
+        "remove it",
+    ),
+    "another algorithm's option": (
+        ["train.algorithm=cispo", "train.loss.options.clip_low=0.1"],
+        "train.loss.options.clip_low",
+        "gspo",
+    ),
 }
 
 
@@ -80,8 +96,8 @@ def test_refused(project: Path, case: str) -> None:
     [
         ["train.algorithm=ppo", "train.loss.kl={coefficient: 0.1, estimator: k1, place: reward}"],
         ["train.loss.kl={coefficient: 0.1, estimator: k2}"],
-        ["train.loss.mismatch={correction: geometric_mask, low: 0.99, high: 1.01}"],
-        ["train.loss.mismatch.high=0.4"],
+        ["train.loss.mismatch={correction: geometric_mask, options: {low: 0.99, high: 1.01}}"],
+        ["train.loss.mismatch.options.high=0.4"],
         *([f"train.algorithm={name}"] for name in ALGORITHMS if name != "gigpo"),
         *(
             [*GIGPO, f"train.algorithm={name}"]

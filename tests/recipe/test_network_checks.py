@@ -38,11 +38,6 @@ REFUSED = {
         "train.attention",
         "pip install flash-attn",
     ),
-    "nothing to offload": (
-        ["train.activation_offload=true"],
-        "train.activation_offload",
-        "train.gradient_checkpointing=true",
-    ),
     "betas of adafactor": (
         ["train.optimizer={name: adafactor, betas: [0.8, 0.9]}"],
         "train.optimizer.betas",
@@ -50,11 +45,6 @@ REFUSED = {
     ),
     "eps of sgd": (["train.optimizer={name: sgd, eps: 1e-6}"], "train.optimizer.eps", "adamw"),
     "decay of a cosine": (["train.schedule=cosine", "train.decay_steps=3"], "train.decay_steps", "schedule=wsd"),
-    "a rate for a frozen tower": (
-        ["train.vision_learning_rate=1e-6"],
-        "train.vision_learning_rate",
-        "only with train.vision=trained",
-    ),
     "an adapter that vLLM drops": (
         ["server={engine: vllm}", "model.lora={rank: 8}", "train.vision=trained"],
         "train.vision",
@@ -133,11 +123,11 @@ def test_an_agent_s_own_server_refuses_it_too() -> None:
         [LORA, UNCORRECTED],
         # nothing is sampled
         [NF4, "train.algorithm=sft"],
-        [*FSDP2, "model.lora.rank=8", "train.gradient_checkpointing=true", "train.activation_offload=true"],
+        [*FSDP2, "model.lora.rank=8", "train.gradient_checkpointing=offload"],
         [*FSDP2, "train.compile=true", "train.optimizer.name=sgd"],
         ["train.optimizer={name: muon, eps: 1e-6, betas: [0.95, 0.99]}", "train.attention=flex_attention"],
         ["train.schedule=wsd", "train.warmup_steps=3", "train.decay_steps=7"],
-        ["train.optimizer={groups: [{match: embed, learning_rate: 1e-6}, {match: norm, weight_decay: 0.1}]}"],
+        ["train.optimizer={learning_rates: {embed: 1e-6}}"],
     ],
 )
 def test_accepted(project: Path, overrides: list[str]) -> None:

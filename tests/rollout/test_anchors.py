@@ -165,7 +165,7 @@ async def test_worlds_without_anchors_leave_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_summary_is_no_turn_of_a_state(tmp_path: Path) -> None:
-    context = {"policy": "summarize", "max_tokens": 260, "keep_turns": 1}
+    context = {"policy": "summarize", "options": {"max_tokens": 260, "keep_turns": 1}}
     texts = [call("go", steps=1), call("go", steps=1), "so far so good", "done"]
     chain = await play(tmp_path, texts, rollout={"context": context, "max_turns": 12, "max_total_tokens": 4000})
     assert chain.outcome is Outcome.COMPLETED

@@ -79,7 +79,7 @@ async def test_truncate_leaves_old_turns_out_of_a_new_row(tmp_path: Path, templa
         "rollout": {
             "max_turns": 12,
             "max_total_tokens": limit + 200,
-            "context": {"policy": "truncate", "max_tokens": limit, "keep_turns": 1},
+            "context": {"policy": "truncate", "options": {"max_tokens": limit, "keep_turns": 1}},
         }
     }
     async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
@@ -110,7 +110,7 @@ async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, tem
     calls = [call(f"entry {word} with some more words") for word in ("one", "two", "three")]
     limit = (await prompt_lengths(tmp_path, [*calls, "done"], template))[3]
     texts = [*calls, "All is well.", call("four"), "done"]
-    context = {"policy": "summarize", "max_tokens": limit, "keep_turns": keep, "prompt": "Sum up!"}
+    context = {"policy": "summarize", "options": {"max_tokens": limit, "keep_turns": keep, "prompt": "Sum up!"}}
     fields = {"rollout": {"max_turns": 9, "max_total_tokens": limit + 300, "context": context}}
     async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
         trajectory = await summarized(chains)
@@ -134,7 +134,7 @@ async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, tem
 async def test_a_chain_does_not_summarize_for_ever(tmp_path: Path) -> None:
     limit = (await prompt_lengths(tmp_path, ["done"]))[0] + 1
     texts = [call("one"), "so far", call("two"), "so far", call("three"), call("four")]
-    context = {"policy": "summarize", "max_tokens": limit, "keep_turns": 0}
+    context = {"policy": "summarize", "options": {"max_tokens": limit, "keep_turns": 0}}
     fields = {"rollout": {"max_turns": 5, "max_total_tokens": limit + 500, "context": context}}
     async with scripted_chains(tmp_path, texts, **fields) as chains:
         trajectory = await summarized(chains)
@@ -146,7 +146,7 @@ async def test_a_chain_does_not_summarize_for_ever(tmp_path: Path) -> None:
 async def test_what_no_policy_can_shorten_overflows(tmp_path: Path) -> None:
     (opening,) = await prompt_lengths(tmp_path, ["done"])
     for policy in ("truncate", "summarize"):
-        context = {"policy": policy, "max_tokens": opening + 10, "keep_turns": 3}
+        context = {"policy": policy, "options": {"max_tokens": opening + 10, "keep_turns": 3}}
         fields = {"rollout": {"max_total_tokens": opening + 60, "context": context}}
         async with scripted_chains(tmp_path, [call("one")] * 3, **fields) as chains:
             trajectory = await chains.run()

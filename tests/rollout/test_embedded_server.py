@@ -71,7 +71,7 @@ class Running:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Running]]:
     folder = tmp_path_factory.mktemp("models")
-    flags = ("--max-model-len", str(MAX_MODEL_LEN), "--max-loras", "2")
+    flags = ("--max-model-len", str(MAX_MODEL_LEN))
     qwen3 = Running(make_model(folder / "qwen3"), *flags, "--max-num-seqs", "12")
     # a cache of 125 MiB, of which the tests touch little
     flags += ("--max-num-seqs", "512")
@@ -396,7 +396,6 @@ async def test_adapters_and_base_in_one_batch(client: Client, tmp_path: Path) ->
         return (await client.post("/v1/load_lora_adapter", body, 400))["error"]["message"]
 
     assert "already been loaded" in await refused("run-1", paths["run-2"])
-    assert "higher server.max_loras" in await refused("run-3", paths["run-2"])
     # unloading takes the name away at once; a request in flight finishes with its adapter
     running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=1500))
     await busy(client.server.url)

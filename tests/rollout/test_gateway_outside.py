@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import AgentConfig, OutsideConfig, RolloutConfig
+from agentfactory.rollout.config import AgentConfig, OutsideOptions, RolloutConfig
 from agentfactory.rollout.data import TaskOrder
 from agentfactory.rollout.gateway import outside_agent as outside
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
@@ -65,7 +65,7 @@ class Program:
 
 @asynccontextmanager
 async def elsewhere(folder: Path, texts: list[str], **fields: Any) -> AsyncIterator[tuple[Scripted, Program]]:
-    agent = OutsideAgent(OutsideConfig(**fields.pop("outside", {})))
+    agent = OutsideAgent(OutsideOptions(**fields.pop("outside", {})))
     async with scripted_chains(folder, texts, agent=agent, **fields) as chains, aiohttp.ClientSession() as session:
         assert isinstance(chains.runner, GatewayRunner)
         yield chains, Program(session, chains.runner.gateway.url)
@@ -263,17 +263,17 @@ async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Mon
     async with elsewhere(tmp_path, []) as (_, program):
         port = int(program.url.rpartition(":")[2])
         with pytest.raises(SettingError, match=rf"rollout\.agent\.outside\.port: got {port}: .*in use"):
-            async with OutsideAgent(OutsideConfig(port=port)).gateway():
+            async with OutsideAgent(OutsideOptions(port=port)).gateway():
                 pass
     monkeypatch.delenv("AGENTFACTORY_TOKEN")
     with pytest.raises(SettingError, match=r"outside\.token_env: the variable AGENTFACTORY_TOKEN is not set"):
-        OutsideAgent(OutsideConfig())
+        OutsideAgent(OutsideOptions())
     monkeypatch.setenv("AGENTFACTORY_TOKEN", TOKEN)
-    agent = OutsideAgent(OutsideConfig(fields=["question", "secrets"]))
+    agent = OutsideAgent(OutsideOptions(fields=["question", "secrets"]))
     with pytest.raises(
         SettingError, match=r"outside\.fields\.1: .*row 2 of data has no secrets .*; fix: write secret$"
     ):
         agent.check_rows([{"question": "", "secrets": ""}, {"question": "", "secret": ""}], "data")
-    assert RolloutConfig(agent="outside").agent == AgentConfig(outside=OutsideConfig())  # type: ignore[arg-type]
+    assert RolloutConfig(agent="outside").agent == AgentConfig(name="outside")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one of name, command and outside"):
-        AgentConfig(name="x.py:run", outside=OutsideConfig())
+        AgentConfig(name="outside", command=["x"])

@@ -89,9 +89,10 @@ async def play(
     given: dict[str, Any] = {"command": [sys.executable, "agent.py", *arguments]}
     if kind == "bubblewrap":
         given = sandboxed_python(openai, "agent.py", *arguments)
-        program["readable"] = [*given["readable"], *program.get("readable", [])]
-        program["env"] = {**given["env"], **program.get("env", {})}
-    agent = ProgramAgent(AgentConfig(**{**given, **program}), folder)
+        own = given["options"]
+        program["readable"] = [*own["readable"], *program.get("readable", [])]
+        program["env"] = {**own["env"], **program.get("env", {})}
+    agent = ProgramAgent(AgentConfig(command=given["command"], options=program), folder)
     async with scripted_chains(folder, texts, agent=agent, source=REWARD, **fields) as chains:
         trajectory = await chains.run()
         chains.check(trajectory)
@@ -271,7 +272,8 @@ async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Pat
     (tmp_path / "template").mkdir()
     (tmp_path / "template" / "agent.py").write_text(FOREIGN)
     given = sandboxed_python(openai, "agent.py", "${task.key}")
-    agent = ProgramAgent(AgentConfig(**given, workspace=str(tmp_path / "template")), tmp_path)
+    given["options"]["workspace"] = str(tmp_path / "template")
+    agent = ProgramAgent(AgentConfig(**given), tmp_path)
     async with scripted_chains(tmp_path, ["tea", "other"], agent=agent, source=REWARD) as chains:
         assert isinstance(chains.runner, GatewayRunner)
         other = chains.runner.episode(begin("other"), {"question": "go"}, Sampling("policy", 1.0, seed="s"))
@@ -325,26 +327,26 @@ async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"rollout\.agent\.env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
-        ({"workspace": "/no/such/folder"}, r"rollout\.agent\.workspace: .*not a folder"),
-        ({"keep_workspaces": "/proc/1"}, r"rollout\.agent\.keep_workspaces: "),
-        ({"readable": ["/no/such/file"]}, r"rollout\.agent\.readable: there is no /no/such/file"),
+        ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"rollout\.agent\.options\.env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
+        ({"workspace": "/no/such/folder"}, r"rollout\.agent\.options\.workspace: .*not a folder"),
+        ({"keep_workspaces": "/proc/1"}, r"rollout\.agent\.options\.keep_workspaces: "),
+        ({"readable": ["/no/such/file"]}, r"rollout\.agent\.options\.readable: there is no /no/such/file"),
     ],
 )
 def test_what_a_program_cannot_have_is_found_at_the_start(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(SettingError, match=problem):
-        ProgramAgent(AgentConfig(command=["x"], **fields), tmp_path)
+        ProgramAgent(AgentConfig(command=["x"], options=fields), tmp_path)
 
 
 def test_a_workspace_that_is_larger_than_its_limit_is_found_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "desk").mkdir()
     with (tmp_path / "desk" / "large").open("wb") as file:
         file.truncate(3 << 20)
-    config = AgentConfig(command=["sh"], workspace=str(tmp_path / "desk"), sandbox="bubblewrap", disk_mb=2)
+    config = AgentConfig(command=["sh"], options={"workspace": str(tmp_path / "desk"), "disk_mb": 2})
     with pytest.raises(SettingError, match=r"rollout\.agent\.disk_mb: got 2, and .*desk has 3 MiB; fix: raise it"):
         ProgramAgent(config, tmp_path)
 
 
 def test_a_program_of_the_system_is_shown_already() -> None:
     """/lib, a link to the system's, does not make / the folder of a Python of its own."""
-    ProgramAgent(AgentConfig(command=["/bin/sh", "-c", "true"], sandbox=SandboxKind.BUBBLEWRAP), Path.cwd())
+    ProgramAgent(AgentConfig(command=["/bin/sh", "-c", "true"]), Path.cwd())

@@ -110,9 +110,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def start(engine: str, model: Path, folder: Path, lora: bool = False) -> Any:
-    server: dict[str, Any] = {"engine": engine, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 12, "max_loras": 3}
+    server: dict[str, Any] = {"engine": engine, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 12}
     if engine == "vllm":
-        server["python"] = VLLM_PYTHON
+        server["options"] = {"python": VLLM_PYTHON}
     if lora:
         server["api_key_env"] = KEY_VARIABLE
     policy = {"path": str(model), "dtype": "float32", "lora": {"rank": 8} if lora else None}

@@ -23,20 +23,21 @@ def command(
 
 
 def test_vllm_gets_what_the_recipe_says() -> None:
-    text = command("file", python="/v/bin/python", max_model_len=512, max_num_seqs=7)
+    text = command("file", options={"python": "/v/bin/python"}, max_model_len=512, max_num_seqs=7)
     server = shlex.join(own_python("-m", "agentfactory.rollout.inference.vllm.vllm_server", executable="/v/bin/python"))
     assert text.startswith(f"{server} m --host 127.0.0.1 --port 0 --dtype bfloat16 ")
     assert "--max-model-len 512 --max-num-seqs 7" in text
     assert "--logprobs-mode processed_logprobs" in text
     assert '--weight-transfer-config \'{"backend": "file"}\'' in text
     assert "lora" not in text
-    text = command(tensor_parallel_size=2, data_parallel_size=3, gpu_memory_utilization=0.5, quantization="fp8")
+    parallel = {"tensor_parallel_size": 2, "data_parallel_size": 3}
+    text = command(options=parallel | {"gpu_memory_utilization": 0.5}, quantization="fp8")
     assert "--tensor-parallel-size 2 --data-parallel-size 3 --gpu-memory-utilization 0.5 --quantization fp8" in text
-    assert command(args=["--block-size", "32"]).endswith(" --block-size 32")
+    assert command(options={"args": ["--block-size", "32"]}).endswith(" --block-size 32")
 
 
 def test_vllm_gets_adapters_of_a_rank_that_it_knows(tmp_path: Path) -> None:
-    assert "--enable-lora --max-loras 3 --max-lora-rank 16" in command(lora=9, max_loras=3)
+    assert "--enable-lora --max-loras 4 --max-lora-rank 16" in command(lora=9)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 40}))
     text = command(adapters={"checkpoint": tmp_path})
     assert "--enable-lora --max-loras 4 --max-lora-rank 64" in text
@@ -46,7 +47,7 @@ def test_vllm_gets_adapters_of_a_rank_that_it_knows(tmp_path: Path) -> None:
 def test_the_embedded_engine_gets_what_it_knows(tmp_path: Path) -> None:
     text = command("file", {"checkpoint": tmp_path}, engine="embedded", api_key_env="KEY")
     assert " -m agentfactory.rollout.inference.embedded m --host 127.0.0.1 --port 0 --dtype bfloat16 " in text
-    assert f"--api-key-env KEY --max-loras 4 --adapter checkpoint={tmp_path}" in text
+    assert f"--api-key-env KEY --adapter checkpoint={tmp_path}" in text
     assert "weight-transfer" not in text
 
 
@@ -74,7 +75,7 @@ SAID = {
     ),
     "RuntimeError: operator torchvision::nms does not exist": "pip uninstall torchvision torchaudio torchcodec",
     "(APIServer pid=1) ERROR 1 ModuleNotFoundError: No module named 'torchvision'": "a model that sees needs it",
-    "error: vLLM cannot be imported by /v/bin/python: No module named 'vllm'": "server.python",
+    "error: vLLM cannot be imported by /v/bin/python: No module named 'vllm'": "server.options.python",
 }
 
 

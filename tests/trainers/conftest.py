@@ -56,7 +56,7 @@ def server(model_folder: Path) -> Iterator[ServerControl]:
     """An embedded server of the model, behind an API key."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_SYNC_KEY", "s3cret")
-        flags = ("--api-key-env", "TEST_SYNC_KEY", "--max-model-len", "64", "--max-loras", "2")
+        flags = ("--api-key-env", "TEST_SYNC_KEY", "--max-model-len", "64")
         with embedded_server(model_folder, *flags) as url:
             yield ServerControl(url, "TEST_SYNC_KEY")
 

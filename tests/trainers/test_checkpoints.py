@@ -98,7 +98,10 @@ def test_other_weights_are_refused(
 RECORDED: dict[str, dict[str, Any]] = {
     "every weight, several updates": {"updates_per_batch": 2},
     "adapter with dropout": {"lora": {"rank": 2, "dropout": 0.3}},
-    "critic of its own, alone at first": {"algorithm": "ppo", "critic": {"warmup_steps": 3, "learning_rate": 1e-3}},
+    "critic of its own, alone at first": {
+        "algorithm": "ppo",
+        "advantage": {"options": {"critic_warmup_steps": 3, "critic_learning_rate": 1e-3}},
+    },
     "critic as an adapter": {"algorithm": "ppo", "lora": {"rank": 2}},
     "muon": {"optimizer": {"name": "muon"}},
     "adafactor": {"optimizer": {"name": "adafactor"}},

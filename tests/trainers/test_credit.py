@@ -48,7 +48,7 @@ def credited(recipe: TrainRecipe, *groups: Group, scores: Sequence[dict[str, lis
 
 
 def test_a_chain_that_broke_is_neither_trained_nor_in_the_baseline(make_recipe: Make) -> None:
-    recipe = make_recipe(advantage={"scale": "none"})
+    recipe = make_recipe(advantage={"options": {"scale": "none"}})
     broken = chain(90.0, outcome=Outcome.TIMEOUT)
     groups = group(chain(1.0), chain(2.0), broken, chain(None))
     assert advantages(credited(recipe, groups)) == [[-0.5] * 3, [0.5] * 3]
@@ -88,7 +88,7 @@ def test_what_was_put_into_a_turn_is_credited_with_nothing(make_recipe: Make) ->
 def test_rows_of_a_chain_that_forked_count_once_in_the_baseline(make_recipe: Make) -> None:
     forked = chain(1.0)
     forked.rows = [*forked.rows, *chain(1.0, [4]).rows]
-    done = credited(make_recipe(advantage={"scale": "none"}), group(forked, chain(0.0)))
+    done = credited(make_recipe(advantage={"options": {"scale": "none"}}), group(forked, chain(0.0)))
     assert advantages(done) == [[0.5] * 3, [0.5] * 4, [-0.5] * 3]
 
 
@@ -117,7 +117,7 @@ def test_leave_one_out(make_recipe: Make) -> None:
 
 def test_scaling_by_the_batch(make_recipe: Make) -> None:
     """Rewards 0, 2, 4, 6: sample standard deviation sqrt(20 / 3); group means 1 and 5."""
-    recipe = make_recipe(advantage={"scale": "batch"})
+    recipe = make_recipe(advantage={"options": {"scale": "batch"}})
     done = credited(recipe, group(chain(0.0), chain(2.0)), group(chain(4.0), chain(6.0)))
     unit = 1.0 / ((20 / 3) ** 0.5 + 1e-4)
     assert [row.streams["advantage"][0] for row in done.rows] == pytest.approx([-unit, unit, -unit, unit])
@@ -142,11 +142,11 @@ def malformed(reward: float, *turns: int) -> Trajectory:
 
 def test_a_turn_that_cannot_be_read_is_blamed(make_recipe: Make) -> None:
     groups = group(malformed(3.0, 0), malformed(1.0, 1), chain(2.0))
-    recipe = make_recipe(advantage={"scale": "none"})
+    recipe = make_recipe(advantage={"options": {"scale": "none"}})
     # the group's advantages are 1, -1 and 0, for 3 tokens each
     bound = -math.sqrt(2 / 3)
     assert advantages(credited(recipe, groups)) == [[bound, bound, 1.0], [-1.0] * 3, [0.0] * 3]
-    recipe = make_recipe(advantage={"scale": "none", "malformed_turns": "like_others"})
+    recipe = make_recipe(advantage={"options": {"scale": "none"}, "malformed_turns": "like_others"})
     assert advantages(credited(recipe, groups)) == [[1.0] * 3, [-1.0] * 3, [0.0] * 3]
     # where nothing is to be learned, nothing is blamed
     assert advantages(credited(make_recipe(), group(malformed(1.0, 0), chain(1.0)))) == [[0.0] * 3] * 2
@@ -168,7 +168,7 @@ def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, al
 def test_turn_rewards_do_not_keep_a_malformed_turn_from_blame(make_recipe: Make) -> None:
     first, second = malformed(0.0, 1), chain(0.0)
     first.turn_rewards, second.turn_rewards = [0.0, 2.0], [0.0, 0.0]
-    done = credited(make_recipe(advantage={"scale": "none"}), group(first, second))
+    done = credited(make_recipe(advantage={"options": {"scale": "none"}}), group(first, second))
     # before: 1, 1, 1.5 and -1, -1, -0.5
     bound = -math.sqrt((2 + 1.5**2 + 2 + 0.5**2) / 6)
     assert advantages(done) == [[1.0, 1.0, bound], [-1.0, -1.0, -0.5]]
@@ -176,7 +176,7 @@ def test_turn_rewards_do_not_keep_a_malformed_turn_from_blame(make_recipe: Make)
 
 def test_overlong_chains_are_punished(make_recipe: Make) -> None:
     """max_total_tokens 20, buffer 10: 18 tokens lie 8 into the buffer."""
-    recipe = make_recipe(overlong={"buffer": 10, "penalty": 2.0}, advantage={"scale": "none"})
+    recipe = make_recipe(overlong={"buffer": 10, "penalty": 2.0}, advantage={"options": {"scale": "none"}})
     recipe.rollout.max_total_tokens = 20
     done = credited(recipe, group(chain(1.0, [15]), chain(1.0, [2])))
     assert advantages(done) == [[-0.8] * 15, [0.8] * 2]
@@ -185,7 +185,7 @@ def test_overlong_chains_are_punished(make_recipe: Make) -> None:
 def test_reinforce_pp_whitens_returns_over_the_batch(make_recipe: Make) -> None:
     """Rewards 1 and 0 on 3 tokens each: every token's return is the reward; with gamma 1/2 the first token of a chain
     of 3 sees a quarter."""
-    recipe = make_recipe(algorithm="reinforce_pp", advantage={"gamma": 0.5})
+    recipe = make_recipe(algorithm="reinforce_pp", advantage={"options": {"gamma": 0.5}})
     done = credited(recipe, group(chain(1.0), chain(0.0)))
     raw = [0.25, 0.5, 1.0, 0.0, 0.0, 0.0]
     mean, deviation = fmean(raw), pstdev(raw)
@@ -212,7 +212,7 @@ def test_the_distance_to_the_reference_is_paid_per_token(make_recipe: Make) -> N
 def test_generalised_advantages_step_over_tool_tokens(make_recipe: Make) -> None:
     """Values 0.5 at each of 3 sampled tokens, reward 1, gamma 1, lambda 0: only the last step surprises, by 0.5, though
     two tool tokens stand before it."""
-    recipe = make_recipe(algorithm="ppo", advantage={"gae_lambda": 0.0})
+    recipe = make_recipe(algorithm="ppo", advantage={"options": {"gae_lambda": 0.0}})
     done = credited(recipe, group(chain(1.0), chain(0.5)), scores=[{"value": [0.5] * 3}] * 2)
     flat = [value for row in done.rows for value in row.streams["advantage"]]
     raw = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
@@ -227,7 +227,7 @@ def test_generalised_advantages_step_over_tool_tokens(make_recipe: Make) -> None
 def test_turn_rewards_are_paid_at_the_last_token_of_their_turn(make_recipe: Make) -> None:
     """With values of 0 and lambda 0, a token's return is the reward that is paid at it: the turns have 2 tokens and 1,
     and the chain's reward of 1 is paid at the last."""
-    recipe = make_recipe(algorithm="ppo", advantage={"gae_lambda": 0.0})
+    recipe = make_recipe(algorithm="ppo", advantage={"options": {"gae_lambda": 0.0}})
     pair = with_rewards(chain(1.0), [2.0, 0.5]), with_rewards(chain(0.0), [0.0, 4.0])
     done = credited(recipe, group(*pair), scores=[{"value": [0.0] * 3}] * 2)
     returns = [pytest.approx(row.streams["return"]) for row in done.rows]
@@ -235,7 +235,7 @@ def test_turn_rewards_are_paid_at_the_last_token_of_their_turn(make_recipe: Make
 
 
 def test_only_uncertain_tokens_are_trained(make_recipe: Make) -> None:
-    recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"scale": "none"})
+    recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"options": {"scale": "none"}})
     scores = [{"entropy": [0.1, 0.9, 0.2]}, {"entropy": [0.8, 0.7, 0.3]}]
     done = credited(recipe, group(chain(1.0), chain(0.0)), scores=scores)
     assert advantages(done) == [[0.0, 0.5, 0.0], [-0.5, -0.5, 0.0]]
@@ -269,7 +269,7 @@ def test_every_algorithm_prefers_the_better_chain(make_recipe: Make, algorithm: 
 
 def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
     """Rows are those of the trajectory, positions those of its row, and a group that teaches nothing has a line too."""
-    recipe = make_recipe(advantage={"scale": "none"})
+    recipe = make_recipe(advantage={"options": {"scale": "none"}})
     split = chain(1.0, turns=(2,))
     split.id = "split"
     unsampled = Row()
@@ -310,7 +310,7 @@ def test_a_turn_that_begins_a_row_shifts_no_reward(make_recipe: Make) -> None:
         return made
 
     def streams(*chains: Trajectory) -> list[list[float]]:
-        recipe = make_recipe(advantage={"scale": "none"})
+        recipe = make_recipe(advantage={"options": {"scale": "none"}})
         return [row.streams["advantage"].tolist() for row in credited(recipe, group(*chains)).rows]
 
     rewards = ([1.0, 0.0], [0.0, 0.0])
@@ -327,7 +327,7 @@ def with_rewards(trajectory: Trajectory, turn_rewards: list[float]) -> Trajector
 @pytest.mark.parametrize("noise", [0.0, 1e-6, -1e-6])
 def test_equal_entropies_at_the_quantile_are_told_apart_by_their_place(make_recipe: Make, noise: float) -> None:
     """The first tokens of a group's chains are equal but for rounding, which depends on the batching."""
-    recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"scale": "none"})
+    recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"options": {"scale": "none"}})
     chains = [chain(reward, (3,)) for reward in (1.0, 0.0, 0.0, 0.0)]
     scores = [{"entropy": [1.0 + noise * sign, 0.1, 2.0 if sign > 0 else 0.2]} for sign in (1, -1, 2, -2)]
     rows = credited(recipe, group(*chains), scores=scores).rows

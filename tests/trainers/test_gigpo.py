@@ -54,7 +54,7 @@ def test_both_levels_by_hand() -> None:
     assert gigpo([[first, second]], "none", 0.5, 2.0) == [[-1.0, -1.0, -0.5], [1.0, 0.5]]
     # a weight of 0 leaves grpo's, of the sum of all rewards
     assert gigpo([[first, second]], "none", 0.5, 0.0) == [[-0.5] * 3, [0.5] * 2]
-    config = AdvantageConfig(estimator="gigpo", scale="none", gamma=0.5, step_weight=2.0)
+    config = AdvantageConfig(estimator="gigpo", options={"scale": "none", "gamma": 0.5, "step_weight": 2.0})
     assert Estimator(config)([[first, second]]) == ([[-1.0, -1.0, -0.5], [1.0, 0.5]], [])
 
 
@@ -124,7 +124,9 @@ def test_the_state_decides_between_equal_chains(make_recipe: Make) -> None:
     prefers the turn that leads from a to the goal."""
     quick, detour = played(1.0, ["a", None]), played(1.0, ["a", "b", "a", None])
     assert credited(make_recipe(), quick, detour)[0] == [[0.0] * 2, [0.0] * 4]
-    advantages, metrics = credited(make_recipe(algorithm="gigpo", advantage={"scale": "none"}), quick, detour)
+    advantages, metrics = credited(
+        make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none"}}), quick, detour
+    )
     # returns at a: .95, .95^3, .95
     at_a = [0.95, 0.95**3, 0.95]
     mean = fmean(at_a)
@@ -134,7 +136,7 @@ def test_the_state_decides_between_equal_chains(make_recipe: Make) -> None:
 
 
 def test_a_chain_in_several_rows_is_credited_turn_by_turn(make_recipe: Make) -> None:
-    recipe = make_recipe(algorithm="gigpo", advantage={"scale": "none", "gamma": 1.0})
+    recipe = make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none", "gamma": 1.0}})
     whole = [played(1.0, ["a", "b"], tokens=2), played(0.0, ["a", "b"], tokens=2)]
     split = played(1.0, ["a"], tokens=2)
     split.rows += played(1.0, ["b"], tokens=2).rows
@@ -144,7 +146,7 @@ def test_a_chain_in_several_rows_is_credited_turn_by_turn(make_recipe: Make) -> 
 
 
 def test_a_masked_chain_counts_and_is_not_trained(make_recipe: Make) -> None:
-    recipe = make_recipe(algorithm="gigpo", advantage={"scale": "none", "gamma": 1.0})
+    recipe = make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none", "gamma": 1.0}})
     recipe.rollout.on_outcome = {Outcome.MAX_TURNS: OutcomePolicy.MASK}
     chains = [played(1.0, ["a"]), played(0.0, ["a"], outcome=Outcome.MAX_TURNS)]
     # half from the chains, half from the turns
@@ -152,7 +154,7 @@ def test_a_masked_chain_counts_and_is_not_trained(make_recipe: Make) -> None:
 
 
 def test_chains_without_anchors_get_the_chains_part(make_recipe: Make, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = make_recipe(algorithm="gigpo", advantage={"scale": "none"})
+    recipe = make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none"}})
     mixed = [played(1.0, ["a"]), played(0.0, [None])]
     mixed[1].anchors = []
     with caplog.at_level(logging.WARNING):

@@ -260,9 +260,7 @@ def test_a_checkpoint_is_a_model_that_sees(model: Path, album: Album, tmp_path: 
 
 
 def test_the_tower_has_its_own_learning_rate(model: Path) -> None:
-    learner = Learner(
-        recipe_of(model, vision="trained", vision_learning_rate=1e-6, learning_rate=1e-4), Accelerator(cpu=True)
-    )
+    learner = Learner(recipe_of(model, vision=1e-6, learning_rate=1e-4), Accelerator(cpu=True))
     rates = {id(weight): group["lr"] for group in learner.optimizer.param_groups for weight in group["params"]}
     for name, weight in learner.policy.named_parameters():
         assert rates[id(weight)] == (1e-6 if ".visual." in name else 1e-4)

@@ -40,7 +40,7 @@ def of_ratios(config: LossConfig, ratios: Tensor, advantage: Tensor, sequence: T
 
 
 def test_clipping_by_hand() -> None:
-    config = LossConfig(clip_low=0.2, clip_high=0.3)
+    config = LossConfig(options={"clip_low": 0.2, "clip_high": 0.3})
     terms, clipped = of_ratios(config, double(1.5, 1.5, 0.5, 0.5, 1.1), double(2, -2, 2, -2, 1))
     # 1.3 x 2; -1.5 x 2; 0.5 x 2; -0.8 x 2; 1.1 x 1
     assert terms.tolist() == pytest.approx([-2.6, 3.0, -1.0, 1.6, -1.1])
@@ -49,7 +49,7 @@ def test_clipping_by_hand() -> None:
 
 def test_dual_clip_by_hand() -> None:
     """A ratio counts at most 3 where the advantage is negative, and clip_high bounds it where it is positive."""
-    config = LossConfig(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    config = LossConfig(options={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})
     terms, clipped = of_ratios(config, double(5, 5, 2, 0.5), double(-2, 2, -2, -2))
     assert terms.tolist() == pytest.approx([6.0, -2.6, 4.0, 1.6])
     assert clipped.tolist() == [True, True, False, True]
@@ -57,7 +57,7 @@ def test_dual_clip_by_hand() -> None:
 
 def test_sequence_ratio_by_hand() -> None:
     """Ratios 2 and 1/2 make 1, ratios 4 and 1 make 2, which is clipped at 1.5 where that is the smaller gain."""
-    config = LossConfig(policy="gspo", clip_low=0.5, clip_high=0.5)
+    config = LossConfig(policy="gspo", options={"clip_low": 0.5, "clip_high": 0.5})
     sequence = torch.tensor([0, 0, 1, 1])
     terms, clipped = of_ratios(config, double(2, 0.5, 4, 1), double(1, 1, 1, 1), sequence)
     assert terms.tolist() == pytest.approx([-1, -1, -1.5, -1.5])
@@ -69,7 +69,7 @@ def test_sequence_ratio_by_hand() -> None:
 
 def test_clipped_weights_by_hand() -> None:
     """Weights 1/2 and, of 8, at most 5; log-probabilities -1 + log of the ratio."""
-    config = LossConfig(policy="cispo", clip_high=4.0)
+    config = LossConfig(policy="cispo", options={"clip_high": 4.0})
     terms, clipped = of_ratios(config, double(0.5, 8, 8), double(2, 1, -1))
     assert terms.tolist() == pytest.approx([1 + math.log(2), 5 * (1 - math.log(8)), -5 * (1 - math.log(8))])
     assert clipped.tolist() == [False, True, True]
@@ -77,7 +77,7 @@ def test_clipped_weights_by_hand() -> None:
 
 def test_soft_gate_by_hand() -> None:
     """Temperatures 1 and 2: 4 sigmoid(r - 1) and 2 sigmoid(2 (r - 1)), so 2 and 1 at r = 1."""
-    config = LossConfig(policy="sapo", sapo_positive=1.0, sapo_negative=2.0)
+    config = LossConfig(policy="sapo", options={"positive_temperature": 1.0, "negative_temperature": 2.0})
     terms, clipped = of_ratios(config, double(1, 1, 1 + math.log(3), 1 + math.log(3)), double(3, -3, 1, -1))
     # sigmoid(log 3) = 3/4, sigmoid(2 log 3) = 9/10
     assert terms.tolist() == pytest.approx([-6, 3, -3, 1.8])
@@ -92,9 +92,9 @@ def test_plain_policy_gradient_by_hand() -> None:
 
 POLICIES: list[dict[str, Any]] = [
     {"policy": "clip"},
-    {"policy": "clip", "clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5},
-    {"policy": "gspo", "clip_low": 0.05, "clip_high": 0.1},
-    {"policy": "cispo", "clip_high": 0.2},
+    {"policy": "clip", "options": {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5}},
+    {"policy": "gspo", "options": {"clip_low": 0.05, "clip_high": 0.1}},
+    {"policy": "cispo", "options": {"clip_high": 0.2}},
     {"policy": "sapo"},
     {"policy": "reinforce"},
 ]
@@ -141,7 +141,7 @@ def test_clipped_weights_are_held_fast() -> None:
     torch.manual_seed(0)
     proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
-    terms, clipped = PolicyLoss(LossConfig(policy="cispo", clip_high=0.2))(
+    terms, clipped = PolicyLoss(LossConfig(policy="cispo", options={"clip_high": 0.2}))(
         logprob=logprob, proximal=proximal, advantage=advantage, sequence=ONE_ROW
     )
     assert 0 < clipped.sum() < 8
@@ -154,7 +154,7 @@ def test_gspo_keeps_apart_what_turns_deserve() -> None:
     """Two tokens with advantages 1 and -1 and one ratio: the gradients are -s and s (equation 14), not their mean 0."""
     logprob = double(-1.0, -2.0).requires_grad_()
     proximal = double(-1.1, -2.1)
-    config = LossConfig(policy="gspo", clip_low=0.5, clip_high=0.5)
+    config = LossConfig(policy="gspo", options={"clip_low": 0.5, "clip_high": 0.5})
     terms, _ = PolicyLoss(config)(logprob=logprob, proximal=proximal, advantage=double(1.0, -1.0), sequence=ONE_ROW[:2])
     terms.sum().backward()
     assert logprob.grad.tolist() == pytest.approx([-math.exp(0.1), math.exp(0.1)])

@@ -103,13 +103,10 @@ def test_state_is_taken_and_put_back(make_recipe: Make, name: str) -> None:
     assert not any(torch.equal(other[name], value) for name, value in expected.items())
 
 
-def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
+def test_weights_get_learning_rates_of_their_own(make_recipe: Make) -> None:
     policy = load_policy(make_recipe())
-    groups = [
-        {"match": r"layers\.0\.self_attn", "learning_rate": 0.5},
-        {"match": r"self_attn|\bnorm", "weight_decay": 0.3},
-    ]
-    optimizer = make_optimizer(policy, config("adamw", groups=groups))
+    rates = {r"layers\.0\.self_attn": 0.5, r"self_attn|\bnorm": 0.3}
+    optimizer = make_optimizer(policy, config("adamw", learning_rates=rates))
     settings = {}
     for group in optimizer.param_groups:
         for weight in group["params"]:
@@ -120,14 +117,16 @@ def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
         if "layers.0.self_attn" in name:
             expected = (0.5, plain)
         elif "self_attn" in name or ".norm" in name:
-            expected = (0.01, 0.3)
+            expected = (0.3, plain)
         assert settings[id(weight)] == expected, name
     assert optimizer.param_groups[0]["lr"] == 0.01, "the one that is logged is the recipe's"
 
 
 def test_the_critics_weights_get_its_learning_rate(make_recipe: Make) -> None:
     for lora in (None, {"rank": 2}):
-        recipe = make_recipe(lora=lora, algorithm="ppo", learning_rate=0.01, critic={"learning_rate": 0.02})
+        recipe = make_recipe(
+            lora=lora, algorithm="ppo", learning_rate=0.01, advantage={"options": {"critic_learning_rate": 0.02}}
+        )
         model = make_actor_critic(recipe, load_policy(recipe))
         rates = {
             id(w): group["lr"] for group in make_optimizer(model, recipe.train).param_groups for w in group["params"]
@@ -139,10 +138,10 @@ def test_the_critics_weights_get_its_learning_rate(make_recipe: Make) -> None:
             assert rates[id(weight)] == (0.02 if role_of(name) == Role.CRITIC else 0.01), name
 
 
-@pytest.mark.parametrize("groups", [["nothing"], ["embed_tokens", "embed"]])
-def test_a_group_without_weights_is_refused(make_recipe: Make, groups: list[str]) -> None:
-    settings = config("sgd", groups=[{"match": match} for match in groups])
-    with pytest.raises(ValueError, match=rf"groups\.{len(groups) - 1}\.match: '{groups[-1]}' matches no trainable"):
+@pytest.mark.parametrize("patterns", [["nothing"], ["embed_tokens", "embed"]])
+def test_a_rate_without_weights_is_refused(make_recipe: Make, patterns: list[str]) -> None:
+    settings = config("sgd", learning_rates=dict.fromkeys(patterns, 1.0))
+    with pytest.raises(ValueError, match=rf"learning_rates: '{patterns[-1]}' matches no trainable"):
         make_optimizer(load_policy(make_recipe()), settings)
 
 

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(model: Path, dtype: str) -> Any:
     """An embedded engine on `model`, whose cache has room for several versions of the canary's contexts."""
-    flags = ["--max-model-len", "160", "--max-num-seqs", "64", "--max-loras", "64"]
+    flags = ["--max-model-len", "160", "--max-num-seqs", "64"]
     return embedded_server(model, *flags, "--dtype", dtype)
 
 

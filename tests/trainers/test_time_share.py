@@ -140,7 +140,7 @@ class Chains(LiveSource):
 @pytest.fixture(scope="module")
 def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an engine of the model."""
-    flags = ("--dtype", "float32", "--max-model-len", "1024", "--max-loras", "2")
+    flags = ("--dtype", "float32", "--max-model-len", "1024")
     process, url = start_engine(model_folder, *flags, log=tmp_path_factory.mktemp("engine") / "engine.log")
     yield url
     process.kill(signal.SIGTERM)

@@ -44,31 +44,39 @@ UNBOUNDED = ("cispo", "sapo", "distance to a reference", "all together")
 BANDS: tuple[float | None, float | None] = (0.8, 1.25)
 CASES = [
     Case("grpo", {"loss_type": "grpo"}, {"normaliser": "sequence"}),
-    Case("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}, {"clip_high": 0.28}),
+    Case("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}, {"options": {"clip_high": 0.28}}),
     Case(
         "dr_grpo",
         {"loss_type": "dr_grpo", "scale_rewards": "none", "max_completion_length": MAX_TOTAL_TOKENS},
         {"normaliser": "constant"},
-        {"scale": "none"},
+        {"options": {"scale": "none"}},
     ),
-    Case("batch scale", {"loss_type": "dapo", "scale_rewards": "batch"}, {}, {"scale": "batch"}),
+    Case("batch scale", {"loss_type": "dapo", "scale_rewards": "batch"}, {}, {"options": {"scale": "batch"}}),
     Case("sum per chain", {"loss_type": "luspo"}, {"normaliser": "sequence_sum"}),
-    Case("dual clip", {"loss_type": "dapo", "delta": 1.4}, {"dual_clip": 1.4}),
-    Case("cispo", {"loss_type": "cispo", "epsilon_high": 1.2}, {"policy": "cispo", "clip_high": 0.2}),
+    Case("dual clip", {"loss_type": "dapo", "delta": 1.4}, {"options": {"dual_clip": 1.4}}),
+    Case("cispo", {"loss_type": "cispo", "epsilon_high": 1.2}, {"policy": "cispo", "options": {"clip_high": 0.2}}),
     Case(
         "sapo",
         {"loss_type": "sapo", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
-        {"policy": "sapo", "sapo_positive": 1.5, "sapo_negative": 2.5, "normaliser": "sequence"},
+        {
+            "policy": "sapo",
+            "options": {"positive_temperature": 1.5, "negative_temperature": 2.5},
+            "normaliser": "sequence",
+        },
     ),
     Case(
         "gspo",
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04},
-        {"policy": "gspo", "clip_low": 0.03, "clip_high": 0.04, "normaliser": "sequence"},
+        {"policy": "gspo", "options": {"clip_low": 0.03, "clip_high": 0.04}, "normaliser": "sequence"},
     ),
     Case(
         "gspo, sum per chain, dual clip",
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.03, "delta": 1.05},
-        {"policy": "gspo", "clip_low": 0.03, "clip_high": 0.03, "dual_clip": 1.05, "normaliser": "sequence_sum"},
+        {
+            "policy": "gspo",
+            "options": {"clip_low": 0.03, "clip_high": 0.03, "dual_clip": 1.05},
+            "normaliser": "sequence_sum",
+        },
     ),
     Case(
         "distance to a reference",
@@ -88,8 +96,7 @@ CASES = [
             "top_entropy_quantile": 0.5,
         },
         {
-            "clip_high": 0.3,
-            "dual_clip": 1.5,
+            "options": {"clip_high": 0.3, "dual_clip": 1.5},
             "kl": {"coefficient": 0.1},
             "top_entropy": 0.5,
             "normaliser": "sequence",
@@ -97,6 +104,14 @@ CASES = [
         mismatch=("token_mask", *BANDS),
     ),
 ]
+
+
+def mismatch_of(correction: str | None, low: float | None, high: float | None) -> dict[str, Any]:
+    """Return `train.loss.mismatch`, with the options that the correction has."""
+    if correction is None:
+        return {"correction": "none"}
+    bounds = {"high": high or 2.0} | ({"low": low or 0.0} if correction.endswith("mask") else {})
+    return {"correction": correction, "options": bounds}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -116,7 +131,7 @@ def test_loss_and_gradient_equal_trl(
     stopped = chains.at_sampled(their_gradients[0]) == 0
     assert 0 < stopped.sum() < sum(chains.lengths) or case.name in UNBOUNDED
 
-    mismatch = {"correction": correction or "none", "low": low or 0.0, "high": high or 2.0}
+    mismatch = mismatch_of(correction, low, high)
     recipe = make_recipe(
         loss={"behaviour_kl": 0.0, **case.loss, "mismatch": mismatch}, advantage=case.advantage, updates_per_batch=2
     )
@@ -153,7 +168,7 @@ def test_every_policy_with_every_correction(
     oracle = make_oracle(GrpoOracle, model_folder, tmp_path, chains, GROUP_SIZE, **case.trl)
     theirs = oracle.loss(oracle.score(correction, low, high))
     (their_gradient,) = torch.autograd.grad(theirs, current)
-    mismatch = {"correction": correction, "low": low or 0.0, "high": high or 2.0}
+    mismatch = mismatch_of(correction, low, high)
     recipe = make_recipe(loss={"behaviour_kl": 0.0, **case.loss, "mismatch": mismatch}, updates_per_batch=2)
     recipe.rollout.max_total_tokens = MAX_TOTAL_TOKENS
     ours = our_loss(chains, recipe)
@@ -264,7 +279,7 @@ def test_updates_of_a_model_equal_trl(
     rng = random.Random(1)
     rows = [make_row(rng, turns=3) for _ in range(6)]
     advantages = [rng.gauss(0.0, 1.0) for _ in rows]
-    loss = {"clip_high": 0.3, "mismatch": {"correction": "none"}}
+    loss = {"options": {"clip_high": 0.3}, "mismatch": {"correction": "none"}}
     recipe = make_recipe(
         learning_rate=3e-2, updates_per_batch=2, max_grad_norm=1e9, token_budget=100, loss={"behaviour_kl": 0.0, **loss}
     )

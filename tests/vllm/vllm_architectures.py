@@ -112,8 +112,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp(request.param)
     model = {"path": str(make_model(request.param, folder / "model")), "dtype": "float32"}
     recipe = TrainRecipe.model_validate({"model": model, "train": {"steps": STEPS, "learning_rate": 1e-3}})
-    server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
-    server["tensor_parallel_size"] = TENSOR_PARALLEL.get(request.param, 1)
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON}, "max_model_len": 512}
+    server["options"]["tensor_parallel_size"] = TENSOR_PARALLEL.get(request.param, 1)
     with serve({"model": model, "server": server}, folder, "file") as url:
         yield Run(request.param, Learner(recipe, Accelerator(cpu=True)), recipe, ServerControl(url), folder)
 

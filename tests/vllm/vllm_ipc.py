@@ -78,7 +78,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     folder = tmp_path_factory.mktemp("ipc")
     recipe = {
         "model": {"path": str(make_model(folder / "model", tied=True)), "dtype": "float32"},
-        "server": {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512, "api_key_env": "IPC_TEST_KEY"},
+        "server": {
+            "engine": "vllm",
+            "options": {"python": VLLM_PYTHON},
+            "max_model_len": 512,
+            "api_key_env": "IPC_TEST_KEY",
+        },
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPC_TEST_KEY", KEY)

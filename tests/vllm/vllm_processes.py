@@ -25,7 +25,7 @@ GONE_WITHIN = 10.0
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     make_model(folder / "model", tied=True)
-    server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON}, "max_model_len": 512}
     train = {"steps": 1}
     text = json.dumps({"model": {"path": "model", "dtype": "float32"}, "server": server, "train": train})
     (folder / "recipe.yaml").write_text(text)

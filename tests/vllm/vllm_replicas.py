@@ -58,8 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     breakable = ["--worker-extension-cls", "tests.vllm.broken_replica.BreakableReplica"]
     flags = ["--block-size", str(BLOCK), "--enable-prompt-tokens-details", *breakable]
-    section = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 1536, "max_num_seqs": 16, "args": flags}
-    recipe = {"model": {"path": str(model), "dtype": "float32"}, "server": {**section, "data_parallel_size": 2}}
+    section = {"engine": "vllm", "max_model_len": 1536, "max_num_seqs": 16}
+    recipe = {"model": {"path": str(model), "dtype": "float32"}, "server": section}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         folder = tmp_path_factory.mktemp("server")
@@ -93,7 +93,7 @@ async def test_a_run_is_synced_and_its_chains_keep_their_caches(server: str, mod
                 **{"max_tokens": 16, "max_total_tokens": 1500},
             },
             "train": {"steps": STEPS, "batch_size": 2, "learning_rate": 1e-4, "warmup_steps": 0},
-            "server": {"engine": "vllm", "url": proxy.url, "data_parallel_size": 2},
+            "server": {"engine": "vllm", "url": proxy.url, "options": {"data_parallel_size": 2}},
             "output": "run",
         }
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))

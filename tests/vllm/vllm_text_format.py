@@ -30,7 +30,7 @@ def habit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_vllm_stops_and_rows_fork(habit: Path, tmp_path: Path) -> None:
-    server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 1024}
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON}, "max_model_len": 1024}
     (model,) = (habit / "checkpoints").glob("step-*")
     with serve({"model": {"path": str(model), "dtype": "float32"}, "server": server}, tmp_path) as url:
         for template in (KEEPS, DROPS):
@@ -42,7 +42,7 @@ def test_a_template_that_drops_reasoning_is_trained(habit: Path, tmp_path: Path)
     overrides = [
         *("prepare=null", f"model.path={model}", f"model.chat_template={DROPS}", "rollout.parser=react"),
         *(f"data.path={habit}/prepared/train.jsonl", f"eval.data.path={habit}/prepared/heldout.jsonl"),
-        *("server.engine=vllm", f"server.python={VLLM_PYTHON}", "server.max_model_len=1024"),
+        *("server.engine=vllm", f"server.options.python={VLLM_PYTHON}", "server.max_model_len=1024"),
         *("rollout.max_tokens=40", "rollout.max_total_tokens=1024", "train.token_budget=8192"),
         *(f"train.steps={STEPS}", "train.warmup_steps=0", "eval.data.limit=20", "eval.greedy=false"),
     ]

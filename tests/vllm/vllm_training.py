@@ -17,7 +17,7 @@ from tests.server_process import VLLM_PYTHON, serve
 
 STEPS = 2
 CHAINS = 500
-VLLM = ["server.engine=vllm", f"server.python={VLLM_PYTHON}"]
+VLLM = ["server.engine=vllm", f"server.options.python={VLLM_PYTHON}"]
 SHORT = [f"train.steps={STEPS}", "train.warmup_steps=0", "eval.data.limit=20", "eval.greedy=false"]
 
 
@@ -88,7 +88,7 @@ def test_an_adapter_is_trained_and_brought_back(full_run: Path, tmp_path: Path) 
 
 def test_no_token_drifts(full_run: Path, tmp_path: Path) -> None:
     """500 chains of several turns: what is trained is what vLLM was sent and sampled, and scored alike."""
-    server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 1024}
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON}, "max_model_len": 1024}
     with serve({"model": {"path": str(checkpoint(full_run)), "dtype": "float32"}, "server": server}, tmp_path) as url:
         played = play_chains(checkpoint(full_run), full_run / "prepared" / "train.jsonl", server, url, CHAINS)
     check_exactness(*played)

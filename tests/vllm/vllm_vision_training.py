@@ -24,7 +24,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp(request.param)
     make = make_vision_model if request.param in KINDS else make_family
     model = {"path": str(make(folder / "model", request.param)), "dtype": "float32"}
-    server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON}, "max_model_len": 512}
     with serve({"model": model, "server": server}, folder, "file") as url:
         yield SeeingRun(folder, url)
 

@@ -61,16 +61,19 @@ def count_images(messages: Sequence[Message]) -> int:
 
 def is_long(length: int, config: RolloutConfig) -> bool:
     """Return whether `rollout.context` has to act on a row of `length` tokens."""
-    limit = config.context.max_tokens or config.max_total_tokens * 3 // 4
-    return config.context.policy != "keep" and length >= limit
+    if config.context.policy == "keep":
+        return False
+    return length >= (config.context.options.max_tokens or config.max_total_tokens * 3 // 4)
 
 
 def check_context(config: RolloutConfig) -> None:
     """Raise ValueError if the context policy cannot work."""
-    context = config.context
-    if context.policy == "truncate" and context.keep_turns == 0:
+    if config.context.policy == "keep":
+        return
+    context = config.context.options
+    if config.context.policy == "truncate" and context.keep_turns == 0:
         raise SettingError(
-            "rollout.context.keep_turns",
+            "rollout.context.options.keep_turns",
             "got 0 with policy=truncate, which would leave nothing of the work so far",
             "use at least 1, or policy=summarize",
         )
@@ -78,4 +81,4 @@ def check_context(config: RolloutConfig) -> None:
         problem = (
             f"got {context.max_tokens}, which rollout.max_total_tokens={config.max_total_tokens} never lets a row reach"
         )
-        raise SettingError("rollout.context.max_tokens", problem, "lower it")
+        raise SettingError("rollout.context.options.max_tokens", problem, "lower it")

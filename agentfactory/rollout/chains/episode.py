@@ -287,17 +287,17 @@ class Episode:
     async def _shorten(self, answers: list[Message], length: int) -> bool:
         """Begin a row with less context, as `rollout.context` says. Return False if that would leave nothing out."""
         policy = self.config.context
-        if len(self.context.turns) <= policy.keep_turns:
+        if len(self.context.turns) <= policy.options.keep_turns:
             return False
         if policy.policy == "truncate":
-            shorter = self.context.last_turns(policy.keep_turns)
+            shorter = self.context.last_turns(policy.options.keep_turns)
             piece = self._opened(shorter.messages)
             if len(piece.ids) >= length:
                 return False
         elif self.config.max_turns - self.trajectory.turns < 2:
             return False  # the summary would be the chain's last turn
         else:
-            shorter = self.context.last_turns(policy.keep_turns, await self._summarize(answers))
+            shorter = self.context.last_turns(policy.options.keep_turns, await self._summarize(answers))
             piece = self._opened(shorter.messages)
         self.context = shorter
         self._begin_row(piece)
@@ -305,7 +305,7 @@ class Episode:
 
     async def _summarize(self, answers: list[Message]) -> str:
         """Ask the model for a summary in the current row; this is a turn. Raises ContextOverflowError."""
-        prompt = self.config.context.prompt
+        prompt = self.config.context.options.prompt
         question: Message = {"role": "user", "content": prompt}
         self.trajectory.messages.append(question)
         # many templates require the roles to alternate

@@ -12,7 +12,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from agentfactory.rollout.chains.turn import AgentFailed
-from agentfactory.rollout.config import OutsideConfig
+from agentfactory.rollout.config import OutsideOptions
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
@@ -25,7 +25,7 @@ from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureErr
 logger = logging.getLogger(__name__)
 
 _PAGE = "docs/own-agents.md"
-_FIELD = "rollout.agent.outside"
+_FIELD = "rollout.agent.options"
 POLL_SECONDS = 3.0
 """How long a request waits for a task: less than the clients' usual limits."""
 PATIENCE_SECONDS = 60.0
@@ -60,7 +60,7 @@ class OutsideAgent(ClientAgent):
 
     elsewhere = True
 
-    def __init__(self, config: OutsideConfig) -> None:
+    def __init__(self, config: OutsideOptions) -> None:
         """Raises SettingError if there is no token."""
         token = os.environ.get(config.token_env, "")
         if not token:

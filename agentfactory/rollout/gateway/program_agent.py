@@ -16,7 +16,7 @@ from mcp import StdioServerParameters
 from mcp.client.stdio import get_default_environment
 
 from agentfactory.rollout.chains.turn import AgentFailed
-from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit, missing_field
 from agentfactory.tools.environments.workspaces import (
@@ -48,31 +48,33 @@ class ProgramAgent(ClientAgent):
 
     def __init__(self, config: AgentConfig, base: Path) -> None:
         """Raises SettingError if a variable of `env` is not set, or files and folders cannot be used."""
-        for number, part in enumerate(config.command):
+        command, options = config.command, config.options
+        assert isinstance(options, ProgramOptions)
+        for number, part in enumerate(command):
             # of other paths nobody knows whether the program reads or writes them
             if os.path.isabs(part) and part.endswith(_SCRIPTS) and not os.path.isfile(part):
                 raise SettingError(
                     f"rollout.agent.command.{number}", f"{part}: no such file", "name an existing script"
                 )
-        self._command = program_of(config.command[0], config.command[1:], base)
-        self._env = expand_variables("rollout.agent.env", config.env)
-        self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(config.command)}
-        self._texts |= {f"rollout.agent.env.{name}": value for name, value in self._env.items()}
-        self._template = Path(config.workspace) if config.workspace else None
-        self._kept = Path(config.keep_workspaces) if config.keep_workspaces else None
-        self._sandboxed = config.sandbox is SandboxKind.BUBBLEWRAP
-        self._limits = ProgramLimits(config.processes, config.memory_mb, config.disk_mb)
+        self._command = program_of(command[0], command[1:], base)
+        self._env = expand_variables("rollout.agent.options.env", options.env)
+        self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(command)}
+        self._texts |= {f"rollout.agent.options.env.{name}": value for name, value in self._env.items()}
+        self._template = Path(options.workspace) if options.workspace else None
+        self._kept = Path(options.keep_workspaces) if options.keep_workspaces else None
+        self._sandboxed = options.sandbox is SandboxKind.BUBBLEWRAP
+        self._limits = ProgramLimits(options.processes, options.memory_mb, options.disk_mb)
         self._readable: tuple[Path, ...] = ()
         if self._template is not None:
-            size = check_template("rollout.agent.workspace", self._template) >> 20
-            if self._sandboxed and size > config.disk_mb:
-                problem = f"got {config.disk_mb}, and {self._template} has {size} MiB"
-                raise SettingError("rollout.agent.disk_mb", problem, "raise it, or make the workspace smaller")
+            size = check_template("rollout.agent.options.workspace", self._template) >> 20
+            if self._sandboxed and size > options.disk_mb:
+                problem = f"got {options.disk_mb}, and {self._template} has {size} MiB"
+                raise SettingError("rollout.agent.options.disk_mb", problem, "raise it, or make the workspace smaller")
         if self._kept is not None:
-            check_kept("rollout.agent.keep_workspaces", self._kept)
+            check_kept("rollout.agent.options.keep_workspaces", self._kept)
         if self._sandboxed:
-            further = [Path(path) for path in config.readable]
-            check_readable("rollout.agent.readable", further)
+            further = [Path(path) for path in options.readable]
+            check_readable("rollout.agent.options.readable", further)
             named = _named(self._command)
             check_readable("rollout.agent.command", named)
             self._readable = tuple(dict.fromkeys((*named, *further)))
@@ -82,7 +84,7 @@ class ProgramAgent(ClientAgent):
             try:
                 await asyncio.to_thread(find_bwrap, sandbox_user())
             except SandboxUnavailable as error:
-                raise SettingError("rollout.agent.sandbox", error.problem, error.fix) from None
+                raise SettingError("rollout.agent.options.sandbox", error.problem, error.fix) from None
         return self
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:

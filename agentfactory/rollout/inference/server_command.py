@@ -31,7 +31,7 @@ def server_command(
         if server.engine == "vllm"
         else "agentfactory.rollout.inference.embedded"
     )
-    command = own_python("-m", module, server.model or recipe.model.path, executable=server.python)
+    command = own_python("-m", module, server.model or recipe.model.path, executable=server.vllm.python)
     command += ["--host", server.host, "--port", str(server.port), "--dtype", recipe.model.dtype]
     command += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(server.max_num_seqs)]
     if server.api_key_env:
@@ -39,7 +39,6 @@ def server_command(
     if server.engine == "vllm":
         sleep = ["--enable-sleep-mode"] if sleeps else []
         return [*command, *vllm_arguments(recipe, adapters, weight_transfer), *sleep]
-    command += ["--max-loras", str(server.max_loras)]
     if server.quantization is not None:
         command += ["--quantization", server.quantization]
     for name, path in adapters.items():
@@ -80,7 +79,7 @@ def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
         return None
     if (problem := _listening_problem("127.0.0.1", agent.outside.port)) is None:
         return None
-    return SettingError("rollout.agent.outside.port", problem, "name a free port, and tell the programs")
+    return SettingError("rollout.agent.options.port", problem, "name a free port, and tell the programs")
 
 
 def chat_fault(port: int) -> SettingError | None:
@@ -117,7 +116,9 @@ def stage(log: Sequence[str]) -> str:
     return next(name for name, mark in reversed(_STAGES) if any(mark in line for line in log) or not mark)
 
 
-_MEMORY = "fix: lower server.gpu_memory_utilization, server.max_num_seqs or server.max_model_len, or free memory"
+_MEMORY = (
+    "fix: lower server.options.gpu_memory_utilization, server.max_num_seqs or server.max_model_len, or free memory"
+)
 _FAILURES: tuple[tuple[str, str], ...] = (
     (
         r"cannot listen on (\S+): .*Address already in use",
@@ -136,7 +137,7 @@ _FAILURES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"vLLM cannot be imported by (\S+): (.*)",
-        "vLLM cannot be imported by {0} ({1}); fix: name the Python that has it, as server.python",
+        "vLLM cannot be imported by {0} ({1}); fix: name the Python that has it, as server.options.python",
     ),
     (
         r"(?:No module named|find module specification for) '?rollout",
@@ -155,7 +156,7 @@ _FAILURES: tuple[tuple[str, str], ...] = (
         r"max seq len \((\d+)\), \(?([\d.]+ \w+) KV cache is needed, which is larger than the available KV cache "
         r"memory \(([\d.]+ \w+)\)",
         "a chain of server.max_model_len={0} tokens needs {1} of cache, and there are {2}; fix: lower it, or give more "
-        "memory: server.gpu_memory_utilization",
+        "memory: server.options.gpu_memory_utilization",
     ),
     (r"No available memory for the cache blocks", f"the weights leave no memory for the cache; {_MEMORY}"),
     (r"(?:Available|Free) memory on (.*?) on startup is less than desired", f"too little memory on {{0}}; {_MEMORY}"),

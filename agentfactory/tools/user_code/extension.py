@@ -53,16 +53,17 @@ def load_extension(
 ) -> Extension:
     """Load what `reference`, the value of the recipe's `field`, names: one of `ours`, or `FILE.py:NAME`.
 
-    Its parameters are some of `inputs`, by name, and options. For a built-in function, options are the fields of
-    `settings` with the parameters' names; for a user's function, they are `settings.options`.
+    Its parameters are some of `inputs`, by name, and `settings.options`; of these, one of `ours` takes those that it
+    has parameters for.
 
     Raises SettingError if it cannot be loaded, is not a function, or its parameters do not fit the options.
     """
     if reference in ours:
         function = ours[reference]
-        known = type(settings).model_fields
-        names = [name for name in inspect.signature(function).parameters if name not in inputs and name in known]
-        return Extension(function, _taken(function, inputs), {name: getattr(settings, name) for name in names})
+        given = dict(settings.options)  # type: ignore[attr-defined]
+        parameters = inspect.signature(function).parameters
+        own = {name: value for name, value in given.items() if name in parameters}
+        return Extension(function, _taken(function, inputs), own)
     try:
         function = load_object(reference, Path.cwd())
     except UserCodeError as error:

@@ -270,7 +270,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "gae": gae,
     "gigpo": gigpo,
 }
-"""`train.advantage.estimator` -> function. Its parameters are some of INPUTS, and fields of AdvantageConfig."""
+"""`train.advantage.estimator` -> function. Its parameters are some of INPUTS, and the fields of its options."""
 
 INPUTS = ("rewards", "batch_rewards", "groups")
 
@@ -280,7 +280,7 @@ class Estimator:
 
     def __init__(self, config: AdvantageConfig) -> None:
         """Raises SettingError if it cannot be loaded or its parameters do not fit."""
-        self._scale: Scale = config.scale if config.estimator == "grpo" else "none"
+        self._scale: Scale = config.options.scale if config.estimator == "grpo" else "none"
         self._function = load_extension("train.advantage.estimator", config.estimator, ESTIMATORS, INPUTS, config)
         takes = self._function.takes
         if "groups" in takes and len(takes) > 1:

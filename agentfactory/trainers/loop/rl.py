@@ -234,7 +234,9 @@ class _Loop:
         credited = credit.assign(rows) if self.accelerator.is_main_process else Credited()
         batch = learner.deal(credited.rows, credited.normaliser)
         learning_rate = learner.learning_rate
-        done = update_policy(learner, batch, self.recipe, critic_only=step <= train.critic.warmup_steps)
+        done = update_policy(
+            learner, batch, self.recipe, critic_only=train.has_critic and step <= train.critic.critic_warmup_steps
+        )
         learner.end_step()
         seconds = time.perf_counter() - started
         expected = self.canary_scores()

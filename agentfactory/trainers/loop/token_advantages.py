@@ -223,7 +223,7 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     sources = [trajectory.rows[place] for place in places]
     advantage = recipe.train.advantage
     malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
-    anchors = turn_anchors(trajectory, advantage.anchors)
+    anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
     if trajectory.turn_rewards is None and not malformed and not anchors and advantage.estimator != "gigpo":
         return _Chain(trajectory.id, reward, [], [], [], rows, places, sources, [])
     # without context to predict it from, the first token of a row is not trained: see training_row

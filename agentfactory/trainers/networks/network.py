@@ -104,11 +104,11 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
         # above the limit torch would run layers uncompiled, and FlexAttention with scores of length x length
         torch._dynamo.config.recompile_limit = 32
     tower = tower_of(network)
-    if tower is None and train.vision == "trained":
-        problem = f"got trained, but {type(network).__name__} has no vision tower that can be trained"
+    if tower is None and train.trains_vision:
+        problem = f"got {train.vision}, but {type(network).__name__} has no vision tower that can be trained"
         raise SettingError("train.vision", problem, "remove it, or train a model that sees")
     untrained: set[nn.Module] = set()
-    if tower is not None and train.vision == "frozen":
+    if tower is not None and not train.trains_vision:
         tower.requires_grad_(False)
         # without gradients, nothing of it is stored
         untrained = set(tower.modules())
@@ -120,7 +120,9 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if train.gradient_checkpointing:
             # transformers' own checkpointing depends on module.training, which also turns dropout on
-            layer.forward = _checkpointed(layer.forward, offload=train.activation_offload, pin=device.type == "cuda")
+            layer.forward = _checkpointed(
+                layer.forward, offload=train.gradient_checkpointing == "offload", pin=device.type == "cuda"
+            )
 
 
 def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Callable[..., Any]:

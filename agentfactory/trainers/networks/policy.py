@@ -175,7 +175,7 @@ def make_policy(
     banned = banned_token_ids(network)
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
-    adapted = adapted_modules(network, config.lora.target_modules, recipe.train.vision)
+    adapted = adapted_modules(network, config.lora.target_modules, recipe.train.trains_vision)
     return Policy(add_adapter(network, config.lora, adapted, recipe.seed), dtype, batching, banned).train()
 
 

@@ -58,14 +58,14 @@ def banned_token_ids(network: Any) -> list[int]:
     return [*banned_in({name: getattr(network.config, name, None) for name in names})]
 
 
-def adapted_modules(network: Any, asked: str | list[str], vision: str) -> str | list[str]:
+def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str | list[str]:
     """Return peft's `target_modules` for model.lora.target_modules of a network that peft has not changed yet.
 
-    "all-linear" means the language model's layers, unless the tower is trained, too (`vision`: train.vision). Raises
-    SettingError if it is frozen, and would be adapted.
+    "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if it is
+    frozen, and would be adapted.
     """
     tower = tower_of(network)
-    if tower is None or vision == "trained":
+    if tower is None or trained:
         return asked
     language = language_name(network)
     if asked == "all-linear":

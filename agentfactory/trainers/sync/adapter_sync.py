@@ -31,8 +31,7 @@ class LoraSync:
         """Adapters are called {prefix}{version}; a version that is pushed again gets -2, -3 and so on.
 
         Every server must be able to read `folder` under the same path. The `keep` newest stay loaded:
-        rollout.max_staleness + 2, so that no turn loses its adapter; a server must have room for as many
-        (server.max_loras).
+        rollout.max_staleness + 2, so that no turn loses its adapter; a server must have room for as many.
         """
         self._servers = servers
         self._folder = folder

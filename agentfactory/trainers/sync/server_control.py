@@ -110,7 +110,7 @@ class ServerControl:
         """
         fix = (
             "it needs the memory that it had: end what else uses its device, or give it less "
-            "(server.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and go on with "
+            "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and go on with "
             "--resume"
         )
         try:

@@ -97,11 +97,11 @@ def cispo(logprob: PerToken, proximal: PerToken, advantage: PerToken, clip_high:
 
 
 def sapo(
-    logprob: PerToken, proximal: PerToken, advantage: PerToken, sapo_positive: float, sapo_negative: float
+    logprob: PerToken, proximal: PerToken, advantage: PerToken, positive_temperature: float, negative_temperature: float
 ) -> PerToken:
-    """-A sigmoid(t (r - 1)) 4 / t, with t = sapo_positive if A > 0, else sapo_negative (Gao et al., 2025,
+    """-A sigmoid(t (r - 1)) 4 / t, with t = positive_temperature if A > 0, else negative_temperature (Gao et al., 2025,
     arXiv:2511.20347): the slope in r is 1 at r = 1, and fades on both sides. Nothing is clipped."""
-    positive, negative = logprob.new_tensor([sapo_positive, sapo_negative])
+    positive, negative = logprob.new_tensor([positive_temperature, negative_temperature])
     temperature = torch.where(advantage > 0, positive, negative)
     gate = torch.sigmoid(temperature * ((logprob - proximal).exp() - 1)) * 4 / temperature
     return -gate * advantage
@@ -119,7 +119,7 @@ POLICY_LOSSES: dict[str, Callable[..., Any]] = {
     "sapo": sapo,
     "reinforce": reinforce,
 }
-"""`train.loss.policy` -> function. Its parameters are some of POLICY_INPUTS, and fields of LossConfig."""
+"""`train.loss.policy` -> function. Its parameters are some of POLICY_INPUTS, and the fields of its options."""
 
 POLICY_INPUTS = ("logprob", "proximal", "behaviour", "advantage", "sequence")
 """Inputs that a policy loss can take, per trained token: log-probabilities of the policy (the only ones with a

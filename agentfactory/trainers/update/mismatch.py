@@ -31,9 +31,9 @@ def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowN
         case "none":
             return torch.ones_like(log_ratio)
         case "token_truncate":
-            return log_ratio.exp().clamp(max=config.high)
+            return log_ratio.exp().clamp(max=config.options.high)
         case "sequence_truncate":
-            return over_sequence(log_ratio, sequence).exp().clamp(max=config.high)
+            return over_sequence(log_ratio, sequence).exp().clamp(max=config.options.high)
         case "token_mask":
             ratio = log_ratio.exp()
             return ratio.where(_within(config, ratio), 0.0)
@@ -45,7 +45,7 @@ def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowN
 
 
 def _within(config: MismatchConfig, ratio: PerToken) -> Flags:
-    return (ratio >= config.low) & (ratio <= config.high)
+    return (ratio >= config.options.low) & (ratio <= config.options.high)
 
 
 def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:

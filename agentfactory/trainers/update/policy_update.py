@@ -55,7 +55,9 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         sums = {
             "entropy": entropy.detach()[real].sum(),
             "clipped": clipped[real].sum(),
-            "corrected": ((correction == 0) | (correction == config.mismatch.high))[real].sum(),
+            "corrected": ((correction == 0) | (correction == getattr(config.mismatch.options, "high", None)))[
+                real
+            ].sum(),
             "mismatch": gap.abs().sum(),
             "mismatch_kl": mismatch_kl(gap, torch.zeros_like(gap)).sum(),
             "mixed": mixed.sum(),

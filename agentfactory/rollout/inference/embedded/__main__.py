@@ -31,7 +31,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens per sequence, prompt included")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences decoded together")
-    parser.add_argument("--max-loras", type=int, default=4, help="adapters held at a time")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
@@ -107,7 +106,6 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
         server = Server(
             engine,
             served_model_name=args.served_model_name,
-            max_loras=args.max_loras,
             eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
             api_key=api_key,
             decode=_decoder(args.model),

@@ -35,7 +35,6 @@ class Server:
         engine: Engine,
         *,
         served_model_name: str,
-        max_loras: int,
         eos_token_ids: frozenset[int] = frozenset(),
         api_key: str,
         decode: Decode | None = None,
@@ -43,7 +42,6 @@ class Server:
         """`decode` gives the text of ids, for stop strings."""
         self.engine = engine
         self.served_model_name = served_model_name
-        self.max_loras = max_loras
         self.eos_token_ids = eos_token_ids
         self.adapters: dict[str, Adapter] = {}
         self._decode = decode
@@ -341,11 +339,6 @@ class Server:
             raise AdapterError(f"The lora adapter '{name}' conflicts with a served base model.")
         if name in self.adapters:
             raise AdapterError(f"The lora adapter '{name}' has already been loaded, from {self.adapters[name].path}.")
-        if len(self.adapters) >= self.max_loras:
-            raise AdapterError(
-                f"{self.max_loras} adapters are loaded ({', '.join(self.adapters)}); fix: unload one that no run uses, "
-                "or start the server again with a higher server.max_loras"
-            )
         self.adapters[name] = self.engine.adapters.load(name, path)
 
     async def load_lora_adapter(self, http: web.BaseRequest) -> Json:

@@ -11,27 +11,28 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
-    """Return the arguments of `vllm serve` in addition to those that both engines have; `server.args` comes last."""
+    """Return the arguments of `vllm serve` in addition to those that both engines have; `server.options.args` comes last."""
     server, lora = recipe.server, recipe.model.lora
+    options = server.vllm
     # the trainer divides its logits by the temperature, and compares with the server's log-probabilities
     flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-    if server.tensor_parallel_size > 1:
-        flags += ["--tensor-parallel-size", str(server.tensor_parallel_size)]
-    if server.data_parallel_size > 1:
-        flags += ["--data-parallel-size", str(server.data_parallel_size)]
-    if server.gpu_memory_utilization is not None:
-        flags += ["--gpu-memory-utilization", str(server.gpu_memory_utilization)]
+    if options.tensor_parallel_size > 1:
+        flags += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
+    if options.data_parallel_size > 1:
+        flags += ["--data-parallel-size", str(options.data_parallel_size)]
+    if options.gpu_memory_utilization is not None:
+        flags += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if server.quantization is not None:
         flags += ["--quantization", server.quantization]
     ranks = [_adapter_rank(path) for path in adapters.values()] + ([lora.rank] if lora else [])
     if ranks:
         rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
-        flags += ["--enable-lora", "--max-loras", str(server.max_loras), "--max-lora-rank", str(rank)]
+        flags += ["--enable-lora", "--max-loras", str(recipe.max_loras), "--max-lora-rank", str(rank)]
     if adapters:
         flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     if weight_transfer is not None:
         flags += ["--weight-transfer-config", json.dumps({"backend": weight_transfer})]
-    return [*flags, *_image_flags(recipe), *server.args]
+    return [*flags, *_image_flags(recipe), *options.args]
 
 
 def _image_flags(recipe: RolloutRecipe) -> list[str]:
