@@ -168,7 +168,7 @@ def test_a_killed_script_leaves_no_server(warm_start: Path, tmp_path: Path) -> N
 async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no model to run; give model_or_url"):
         await Agent().run("go")
-    with pytest.raises(ValueError, match="server.options.gpu_memory_utilization: unknown key .*engine=vllm"):
+    with pytest.raises(ValueError, match=r"server\.options\.gpu_memory_utilization: unknown key .*engine is embedded"):
         Agent(warm_start, engine="embedded", server={"options": {"gpu_memory_utilization": 0.5}})
     with pytest.raises(
         ValueError, match=r"^temperature: unknown key 'temperature'; fix: did you mean rollout\.temperature\?$"

@@ -27,7 +27,7 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
-from agentfactory.recipe.reference import PAGES, meaning, renewed, sections
+from agentfactory.recipe.reference import PAGES, meaning, renewed, sections, title
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
@@ -94,11 +94,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.processes
 def test_the_site_has_every_page_and_asks_nothing_of_the_network(site: Path) -> None:
-    pages = {page.stem for page in DOCS.glob("*.md")}
-    assert pages == {page.stem for page in site.glob("*.html")} - {"404"}
-    in_menu = re.findall(r"\w[\w-]*\.md", (REPOSITORY / "mkdocs.yml").read_text())
+    pages = {page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")}
+    assert pages == {page.relative_to(site).with_suffix("") for page in site.rglob("*.html")} - {Path("404")}
+    in_menu = re.findall(r"\w[\w/-]*\.md", (REPOSITORY / "mkdocs.yml").read_text())
     assert sorted(in_menu) == sorted(f"{page}.md" for page in pages)
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         fetched = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?([^\"'\s>]+)", text)
         fetched += re.findall(r"<link\b[^>]*\bhref=[\"']?([^\"'\s>]+)", text)
@@ -130,7 +130,8 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_recipe_reference_has_every_field_with_its_type_and_default() -> None:
-    text = (DOCS / "recipe-reference.md").read_text(encoding="utf-8")
+    pages = [DOCS / page for page in PAGES if page != "metrics.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     assert "| `group_size` | integer > 0 | `8` | Chains per task; advantages compare them with each other. |" in text
     assert "| `dropout` | number >= 0, &lt; 1 | `0.0` |" in text
     assert "| `lora` | section or null | `null` | Train an adapter; null trains every weight. |" in text
@@ -138,8 +139,7 @@ def test_the_recipe_reference_has_every_field_with_its_type_and_default() -> Non
     assert "## `data`, `eval.data`" in text
     assert "| `refill` | Not trained, and another task takes its place" in text
     for section, paths in sections(Recipe).items():
-        title = ", ".join(f"`{path}`" for path in paths if path) or "The whole recipe"
-        _, _, below = text.partition(f"\n## {title}\n")
+        _, _, below = text.partition(f"\n## {title(section, paths)}\n")
         table = below.partition("\n## ")[0]
         assert [f"`{name}`" for name in section.model_fields] == re.findall(r"^\| (`\w+`) \|", table, re.MULTILINE)
 

@@ -196,8 +196,8 @@ def check_address(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
-    """Check that the vLLM of `server.options.python` (or this Python) can be used. Whether vLLM and AgentFactory are installed
-    there is checked with the recipe."""
+    """Check that the vLLM of `server.options.python` (or this Python) can be used. Whether vLLM and AgentFactory are
+    installed there is checked with the recipe."""
     found = _installed_vllm(recipe.server.vllm.python)
     if found is None:
         return

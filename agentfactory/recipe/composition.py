@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.recipe.old_fields import renew
+from agentfactory.recipe.old_fields import CHOICES, renew
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
+from agentfactory.tools.config import Choice
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.files.untrusted_files import read_file
 
@@ -34,7 +35,10 @@ class Composed:
     folders: list[Path] = field(default_factory=list)
 
     def merge(self, data: dict[str, Any], source: str) -> None:
-        """Merge `data` into this mapping: mappings merge, everything else replaces."""
+        """Merge `data` into this mapping: mappings merge, everything else replaces. Options of something that `data`
+        does not choose any more go."""
+        for path, section in CHOICES.items():
+            _drop_options(self.data, data, path.split("."), section)
         _merge(self.data, data)
         self.origins.update(dict.fromkeys(_leaves(data), source))
 
@@ -285,6 +289,19 @@ def _map_texts(value: Any, convert: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_map_texts(item, convert) for item in value]
     return convert(value) if isinstance(value, str) else value
+
+
+def _drop_options(below: Any, above: Any, path: list[str], section: type[Choice]) -> None:
+    """Remove the options below that are for another choice than the one above."""
+    for key in path:
+        below, above = (data.get(key) if isinstance(data, dict) else None for data in (below, above))
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return
+    choice, options = section.choice(above), below.get("options")
+    if choice in (None, section.choice(below)) or not isinstance(options, dict):
+        return
+    kind = section.options_type(choice)
+    below["options"] = {name: value for name, value in options.items() if kind and name in kind.model_fields}
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:

@@ -4,8 +4,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from agentfactory.tools.config import Choice, Section
-from agentfactory.trainers.config import TrainRecipe
+from agentfactory.rollout.config import AgentConfig, ContextConfig, ServerConfig
+from agentfactory.tools.config import Choice
+from agentfactory.trainers.config import AdvantageConfig, LossConfig, MismatchConfig
 
 MOVED = {
     "rollout.agent.disk_mb": "rollout.agent.options.disk_mb",
@@ -42,6 +43,15 @@ MOVED = {
 }
 """Old field -> the same value's field now."""
 
+CHOICES: dict[str, type[Choice]] = {
+    "rollout.agent": AgentConfig,
+    "rollout.context": ContextConfig,
+    "server": ServerConfig,
+    "train.advantage": AdvantageConfig,
+    "train.loss": LossConfig,
+    "train.loss.mismatch": MismatchConfig,
+}
+"""Sections that choose something which has options."""
 GONE = {
     "server.max_loras": (
         4,
@@ -101,24 +111,16 @@ def _replaced(data: dict[str, Any]) -> Iterator[str]:
 def _takes(data: dict[str, Any], field: str) -> tuple[bool, Any]:
     """Return whether what `data` chooses may take the option `field`, and the option's default."""
     path, _, name = field.partition(".options.")
-    section: type[Section] = TrainRecipe
     given: Any = data
     for key in path.split("."):
-        section = _section(section, key)
         given = given.get(key) if isinstance(given, dict) else None
-    assert issubclass(section, Choice)
+    section = CHOICES[path]
     default = next(kind.model_fields[name].default for kind in section.kinds.values() if name in kind.model_fields)
     choice = section.choice(given) if isinstance(given, dict) else None
     if choice is None:
         return True, default  # it may stand in another file
     kind = section.options_type(choice)
     return kind is not None and name in kind.model_fields, default
-
-
-def _section(section: type[Section], key: str) -> type[Section]:
-    annotation = section.model_fields[key].annotation
-    kinds = [kind for kind in (annotation, *getattr(annotation, "__args__", ())) if isinstance(kind, type)]
-    return next(kind for kind in kinds if issubclass(kind, Section))
 
 
 def _take(data: Any, keys: list[str]) -> list[Any]:

@@ -9,8 +9,9 @@ import itertools
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,10 +22,12 @@ from pydantic.fields import FieldInfo
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.config import source_of
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
+from agentfactory.tools.config import Choice
 from agentfactory.tools.user_code.entry_points import SOURCES, registered
 from agentfactory.trainers.config import ALGORITHMS
 from agentfactory.trainers.metrics import METRICS
 
+_WHOLE = "The whole recipe"
 MARKER = "<!-- What follows is made by `python -m agentfactory.recipe.reference docs`: change it there. -->"
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
 _OF_A_CHAIN = """\
@@ -42,7 +45,7 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def sections(model: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
     """Return `model`'s sections, outermost first, each with its keys, such as `train.loss`; entries of a mapping or a
-    list are `<name>` or `<n>`."""
+    list are `<name>` or `<n>`. The options of a choice are sections too."""
     found: dict[type[BaseModel], list[str]] = {}
     for section, path in _sections(model, ""):
         found.setdefault(section, []).append(path)
@@ -51,9 +54,29 @@ def sections(model: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
     yield model, path
+    for kind in dict.fromkeys(model.kinds.values()) if issubclass(model, Choice) else ():
+        yield kind, f"{path}.options"
     for name, field in model.model_fields.items():
         for below, key in _models_in(field.annotation):
             yield from _sections(below, ".".join(filter(None, (path, name, key))))
+
+
+def title(section: type[BaseModel], paths: list[str]) -> str:
+    """Return the heading of a section that stands at `paths`."""
+    return ", ".join(f"`{path}`" for path in paths) + "".join(_condition(section)) if paths != [""] else _WHOLE
+
+
+def _condition(options: type[BaseModel]) -> Iterator[str]:
+    """Yield what a recipe chooses to have these options."""
+    for section in sections(Recipe):
+        if issubclass(section, Choice):
+            choices = [choice for choice, kind in section.kinds.items() if kind is options]
+            if choices:
+                yield " with " + " or ".join(_chosen(section, choice) for choice in choices)
+
+
+def _chosen(section: type[Choice], choice: str) -> str:
+    return f"`{choice}`" if choice in section.model_fields else f"`{section.chooser}: {choice}`"
 
 
 def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
@@ -133,8 +156,13 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def recipe_reference() -> str:
-    """Return every section of a recipe with its fields (type, default, meaning), the settings of algorithms, and the
-    described values."""
+    """Return the fields of the whole recipe, the recipe of stages, and the defaults of algorithms."""
+    return "\n".join([_part(()), _stages(), _presets()])
+
+
+def _part(names: tuple[str, ...]) -> str:
+    """Return the sections of a recipe below the fields `names`, with their fields (type, default, meaning), and the
+    described values; without names, the recipe itself."""
     parts: list[str] = []
     enums: dict[type[StrEnum], None] = {}
     documented = sections(Recipe)
@@ -143,15 +171,17 @@ def recipe_reference() -> str:
         for section, path in _sections(source, f"{place}.{name}") if source else ():
             documented.setdefault(section, []).append(path)
     for section, paths in documented.items():
+        if paths[0].partition(".")[0] not in (names or ("",)):
+            continue
         rows = []
         for name, field in section.model_fields.items():
-            kind = type_words(field.annotation, field.metadata)
-            rows.append([f"`{name}`", _cell(kind), default_words(field), _cell(meaning(field))])
+            typed = name == "options" and issubclass(section, Choice)
+            kind = "section" if typed else type_words(field.annotation, field.metadata)
+            rows.append([f"`{name}`", _cell(kind), "" if typed else default_words(field), _cell(meaning(field))])
             enums |= dict.fromkeys(_enums_in(field.annotation))
-        title = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "The whole recipe"
-        parts.append(f"## {title}\n\n{_about(section)}\n\n" + _table(["field", "type", "default", "is"], rows))
-    parts.append(_stages())
-    parts.append(_presets())
+        parts.append(
+            f"## {title(section, paths)}\n\n{_about(section)}\n\n" + _table(["field", "type", "default", "is"], rows)
+        )
     parts += [text for enum in enums if (text := _values(enum))]
     return "\n".join(parts)
 
@@ -230,7 +260,15 @@ def _metrics(metrics: list[Metric]) -> str:
     return _table(["metric", "unit", "is"], rows)
 
 
-PAGES = {"recipe-reference.md": recipe_reference, "metrics.md": metrics_reference}
+PAGES: dict[str, Callable[[], str]] = {
+    "recipe-reference.md": recipe_reference,
+    "recipe/model-and-data.md": partial(_part, ("model", "data", "rewards", "eval")),
+    "recipe/tools.md": partial(_part, ("mcp_servers", "limits")),
+    "recipe/rollout.md": partial(_part, ("rollout",)),
+    "recipe/server.md": partial(_part, ("server", "sync", "placement")),
+    "recipe/training.md": partial(_part, ("train", "track")),
+    "metrics.md": metrics_reference,
+}
 """Page -> function that generates it."""
 
 

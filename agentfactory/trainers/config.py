@@ -497,7 +497,7 @@ class TrainRecipe(RolloutRecipe):
         filtered."""
         for name, value in ALGORITHMS[self.train.algorithm].items():
             section, _, field = name.partition(".")
-            if section == "rollout" and not self.train.from_trajectories:
-                if field not in self.rollout.model_fields_set:
-                    setattr(self.rollout, field, value)
+            in_rollout = section == "rollout" and not self.train.from_trajectories
+            if in_rollout and field not in self.rollout.model_fields_set:
+                setattr(self.rollout, field, value)
         return self

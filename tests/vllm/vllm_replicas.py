@@ -58,7 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     breakable = ["--worker-extension-cls", "tests.vllm.broken_replica.BreakableReplica"]
     flags = ["--block-size", str(BLOCK), "--enable-prompt-tokens-details", *breakable]
-    section = {"engine": "vllm", "max_model_len": 1536, "max_num_seqs": 16}
+    options = {"python": VLLM_PYTHON, "data_parallel_size": 2, "args": flags}
+    section = {"engine": "vllm", "max_model_len": 1536, "max_num_seqs": 16, "options": options}
     recipe = {"model": {"path": str(model), "dtype": "float32"}, "server": section}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))

@@ -110,8 +110,8 @@ class ServerControl:
         """
         fix = (
             "it needs the memory that it had: end what else uses its device, or give it less "
-            "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and go on with "
-            "--resume"
+            "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and go "
+            "on with --resume"
         )
         try:
             self.post(f"/wake_up?tags={part}")

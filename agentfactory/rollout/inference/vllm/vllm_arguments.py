@@ -11,7 +11,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
-    """Return the arguments of `vllm serve` in addition to those that both engines have; `server.options.args` comes last."""
+    """Return the arguments of `vllm serve` in addition to those of both engines; `server.options.args` comes last."""
     server, lora = recipe.server, recipe.model.lora
     options = server.vllm
     # the trainer divides its logits by the temperature, and compares with the server's log-probabilities
