@@ -124,6 +124,9 @@ class DataConfig(Section):
     def _load_registered(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        if hidden := sorted(registered(SOURCES).keys() & cls.model_fields):
+            problem = f"an installed package registers the source {hidden[0]!r}, which is a field of data"
+            raise SettingError("", problem, f"uninstall {registered(SOURCES)[hidden[0]]}, or rename it there")
         found, errors = dict(given), []
         for name in [key for key in given if key not in cls.model_fields]:
             kind, value = source_of(name), found.pop(name)

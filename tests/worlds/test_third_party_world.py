@@ -125,16 +125,19 @@ def test_a_recipe_names_a_world_of_another_package(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("group", "name", "told"),
     [
-        ("webshop", "two packages register 'webshop' in agentfactory.worlds: "),
+        ("worlds", "webshop", "two packages register 'webshop' in agentfactory.worlds: "),
+        ("sources", "limit", "data: an installed package registers the source 'limit', which is a field of data"),
         (
+            "worlds",
             "shell",
             "other:Shop is registered as 'shell' in agentfactory.worlds, and AgentFactory has a tool of this name",
         ),
     ],
 )
 def test_a_name_that_is_taken_is_an_error(
+    group: str,
     name: str,
     told: str,
     installed: Path,
@@ -144,9 +147,9 @@ def test_a_name_that_is_taken_is_an_error(
     other = installed / "other-1.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (other / "entry_points.txt").write_text(f"[agentfactory.worlds]\n{name} = other:Shop\n")
+    (other / "entry_points.txt").write_text(f"[agentfactory.{group}]\n{name} = other:Shop\n")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"tools: [{name}]\n")
+    recipe.write_text(f"tools: [{name}]\n" if group == "worlds" else "tools: [calculator]\ndata: {path: rows.jsonl}\n")
     done = agentfactory("tools", "list", str(recipe))
     assert done.returncode == 2
     assert told in done.stderr
