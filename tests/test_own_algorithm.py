@@ -48,6 +48,44 @@ def test_maxrl_is_the_advantage_over_the_mean(files: Path) -> None:
     assert targets == []
 
 
+SCALED = """
+from agentfactory.trainers.loop.estimators import grpo_advantages
+
+def with_scale(rewards, scale): return grpo_advantages(rewards, scale)
+def without(rewards): return grpo_advantages(rewards, "none")
+def of_groups(groups, scale): return [[float(len(scale))] * chain.tokens for group in groups for chain in group]
+"""
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_an_estimator_that_takes_the_scale_is_treated_as_ours(files: Path, scale: str) -> None:
+    (files / "scaled.py").write_text(SCALED)
+    turns = [[0.0, 4.0], [2.0, 2.0]]
+    group = [ChainRewards(float(n), turns[n], [1, 3], [0.0] * 3) for n in range(2)]
+
+    def advantages(estimator: str) -> list[list[float]]:
+        return Estimator(AdvantageConfig.model_validate({"estimator": estimator, "scale": scale}))([group])[0]
+
+    assert advantages("scaled.py:with_scale") == advantages("grpo")
+    assert (advantages("scaled.py:without") == advantages("grpo")) is (scale == "none")
+    assert advantages("scaled.py:of_groups") == [[float(len(scale))] * 3] * 2
+
+
+def test_the_scale_of_a_recipe_reaches_only_estimators_that_take_it(files: Path, project: Path) -> None:
+    (project / "scaled.py").write_text(SCALED)
+    own = "train.advantage.estimator=scaled.py:with_scale"
+    for given in ("train.advantage.scale=none", "train.algorithm=dr_grpo"):
+        made = load_recipe("recipe.yaml", [own, given])
+        assert isinstance(made, Recipe)
+        assert made.train.advantage.scale == "none"
+    without = "train.advantage.estimator=scaled.py:without"
+    assert load_recipe("recipe.yaml", [without, "train.algorithm=dr_grpo"])
+    with pytest.raises(SettingError, match=r"scale: got 'none', which has an effect only with an estimator that has a"):
+        load_recipe("recipe.yaml", [without, "train.advantage.scale=none"])
+    with pytest.raises(SettingError, match=r"options\.scale: AgentFactory itself gives scale to scaled.py:with_scale"):
+        load_recipe("recipe.yaml", [own, "train.advantage.options={scale: none}"])
+
+
 def test_topr_holds_back_what_was_bad(files: Path) -> None:
     logprob = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     behaviour = torch.tensor([-2.0, -2.0, 0.0], dtype=torch.float64)

@@ -206,7 +206,7 @@ def _check_sft(recipe: Recipe) -> None:
 
 def _check_algorithm(recipe: Recipe) -> None:
     train, estimator = recipe.train, recipe.train.advantage.estimator
-    compares = Estimator(train.advantage).compares or estimator in ("reinforce_pp_baseline", "gigpo")
+    compares = Estimator(train.advantage).compares
     if compares and recipe.rollout.group_size < 2:
         raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
     _check_replaced(train)
@@ -282,13 +282,16 @@ def _check_unused(recipe: Recipe) -> None:
         for name in type(config).model_fields:
             if of := owners(config, name):
                 needs[f"{prefix}.{name}"] = (function in of, f"{prefix}.{key}={' or '.join(of)}")
+    if ".py:" in train.advantage.estimator:
+        takes_scale = Estimator(train.advantage).takes_scale
+        needs["train.advantage.scale"] = (takes_scale, "an estimator that has a parameter `scale`")
     for name, (used, with_what) in needs.items():
         section: Any = train
         *path, last = name.split(".")[1:]
         for key in path:
             section = getattr(section, key)
         value, default = getattr(section, last), type(section).model_fields[last].default
-        if not used and value != default:
+        if not used and value not in (default, ALGORITHMS[train.algorithm].get(name, default)):
             shown = "a setting" if isinstance(value, BaseModel) else short(value)
             fix = "set it to null, or change that" if name.endswith(".options") else "remove it, or change that"
             raise SettingError(name, f"got {shown}, which has an effect only with {with_what}", fix)

@@ -31,8 +31,11 @@ def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
     return name
 
 
+OWN = "FILE.py:NAME"
+
+
 def _of(*names: str) -> dict[str, Any]:
-    """Marks a field as an option of only these estimators or policy losses."""
+    """Marks a field as an option of only these estimators or policy losses; OWN: of those of users that take it."""
     return {"of": names}
 
 
@@ -56,8 +59,9 @@ class AdvantageConfig(Section):
     (docs/add-an-algorithm.md)."""
     options: Options = {}
     """FILE.py:NAME: arguments for its further parameters."""
-    scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo", "gigpo"))
-    """grpo, gigpo: divide by the standard deviation of the group's rewards, or (grpo) of the batch's."""
+    scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo", "gigpo", OWN))
+    """grpo, gigpo: divide by the standard deviation of the group's rewards, or (grpo) of the batch's. Given to your own
+    function if it has a parameter `scale`."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
     """blamed: tokens of a turn whose calls cannot be read get an advantage of at most minus the root mean square of
     their group's advantages, so that a chain that succeeds despite such a turn does not reinforce it."""
@@ -391,7 +395,7 @@ def owners(section: Section, name: str) -> tuple[str, ...]:
 
 def _applies(section: Section, name: str) -> bool:
     chosen = getattr(section, "policy", None) or getattr(section, "estimator", None)
-    return not (of := owners(section, name)) or chosen in of
+    return not (of := owners(section, name)) or chosen in of or (OWN in of and ".py:" in str(chosen))
 
 
 class TrainRecipe(RolloutRecipe):

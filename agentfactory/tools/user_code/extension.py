@@ -49,12 +49,18 @@ class Extension:
 
 
 def load_extension(
-    field: str, reference: str, ours: Mapping[str, Callable[..., Any]], inputs: Collection[str], settings: Section
+    field: str,
+    reference: str,
+    ours: Mapping[str, Callable[..., Any]],
+    inputs: Collection[str],
+    settings: Section,
+    shared: Collection[str] = (),
 ) -> Extension:
     """Load what `reference`, the value of the recipe's `field`, names: one of `ours`, or `FILE.py:NAME`.
 
     Its parameters are some of `inputs`, by name, and options. For a built-in function, options are the fields of
-    `settings` with the parameters' names; for a user's function, they are `settings.options`.
+    `settings` with the parameters' names; for a user's function, they are `settings.options`, and those fields that are
+    `shared`.
 
     Raises SettingError if it cannot be loaded, is not a function, or its parameters do not fit the options.
     """
@@ -73,8 +79,9 @@ def load_extension(
         kind = "an async function" if callable(function) else f"of type {type(function).__name__}"
         raise SettingError(field, f"{shown} is {kind}", "name a plain function")
     options: dict[str, Any] = settings.options  # type: ignore[attr-defined]
-    _check_parameters(field, shown, function, inputs, options)
-    return Extension(function, _taken(function, inputs), options, field, shown)
+    fields = {name: getattr(settings, name) for name in _taken(function, shared)}
+    _check_parameters(field, shown, function, inputs, fields, options)
+    return Extension(function, _taken(function, inputs), fields | options, field, shown)
 
 
 def _taken(function: Callable[..., Any], inputs: Collection[str]) -> tuple[str, ...]:
@@ -82,7 +89,12 @@ def _taken(function: Callable[..., Any], inputs: Collection[str]) -> tuple[str, 
 
 
 def _check_parameters(
-    field: str, shown: str, function: Callable[..., Any], inputs: Collection[str], options: Mapping[str, Any]
+    field: str,
+    shown: str,
+    function: Callable[..., Any],
+    inputs: Collection[str],
+    fields: Collection[str],
+    options: Mapping[str, Any],
 ) -> None:
     parameters = inspect.signature(function).parameters
     section = field.rpartition(".")[0]
@@ -90,19 +102,20 @@ def _check_parameters(
     if inputs and not _taken(function, inputs):
         problem = f"{shown} takes none of {', '.join(inputs)}"
         raise SettingError(field, problem, "name its parameters like what it needs of them")
+    ours = {*inputs, *fields}
     takes_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise SettingError(field, f"{shown} takes {parameter} by its place", "arguments come by name")
         missing = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if missing and name not in inputs and name not in options:
+        if missing and name not in ours and name not in options:
             fix = f"set {given}.{name}, or give it a default"
             fix += f"; what it can be given is {', '.join(inputs)}" if inputs else ""
             raise SettingError(field, f"{shown} has a parameter {name!r} that nothing gives", fix)
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-    known = [name for name, parameter in parameters.items() if name not in inputs and parameter.kind not in kinds]
+    known = [name for name, parameter in parameters.items() if name not in ours and parameter.kind not in kinds]
     for name in options:
-        if name in inputs:
+        if name in ours:
             raise SettingError(f"{given}.{name}", f"AgentFactory itself gives {name} to {shown}", "remove it")
         if name not in parameters and not takes_rest:
             problem = f"{shown} has no such option"
