@@ -7,7 +7,7 @@ live rollouts, the worker and the weight sync.
 import logging
 import signal
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,15 @@ from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import step_of
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.loop.group_source import GroupSource, SavedGroups
+from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.health import Finding, Health
-from agentfactory.trainers.loop.rl import Note, TrainResult, train_rl
+from agentfactory.trainers.loop.rl import Note, Services, TrainResult, train_rl
 from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_eyes
-from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.tracking import Tracking
@@ -156,20 +155,9 @@ def _train_rl(
 ) -> TrainResult:
     tokenizer = load_tokenizer(recipe.model.path)
     checkpoints = _checkpoints(recipe, folder, checkpoint, tokenizer)
-    rollouts = _rollouts(recipe, folder, tokenizer, checkpoints, accelerator, stop, stack)
-    return train_rl(
-        recipe,
-        accelerator,
-        checkpoints,
-        source=rollouts.source,
-        sync=rollouts.sync,
-        canary=rollouts.canary,
-        log=folder.log,
-        note=note,
-        stop=stop,
-        turns=rollouts.turns,
-        images=_images(recipe, folder),
-    )
+    services = Services(folder.log, note, stop=stop)
+    services = _with_rollouts(services, recipe, folder, tokenizer, checkpoints, accelerator, stack)
+    return train_rl(recipe, accelerator, checkpoints, services, _images(recipe, folder))
 
 
 def _checkpoints(
@@ -284,48 +272,36 @@ class _Display:
             self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
 
 
-@dataclass(frozen=True)
-class _Rollouts:
-    """The source of groups, and the path of new weights to the servers.
-
-    If nothing is rolled out, only `source` is set; ranks other than 0 have only the canary.
-    """
-
-    source: GroupSource | None = None
-    sync: WeightSync | None = None
-    canary: Canary | None = None
-    turns: TimeShare | None = None
-
-
-def _rollouts(
+def _with_rollouts(
+    services: Services,
     recipe: Recipe,
     folder: RunFolder,
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Checkpoints,
     accelerator: Accelerator,
-    stop: Stop,
     stack: ExitStack,
-) -> _Rollouts:
+) -> Services:
+    """Open the source of groups and the path of new weights to the servers, and add them to `services`."""
     train, train_state, main = recipe.train, checkpoints.train_state, accelerator.is_main_process
     total = train.steps * train.batch_size
     if train.from_trajectories:
         renderer = _load_renderer(recipe, folder)
         checkpoints.note_renderer(renderer.chat_template, renderer.info)
         saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
-        return _Rollouts(SavedGroups(saved, total, skip=taken) if main else None)
+        return replace(services, source=SavedGroups(saved, total, skip=taken) if main else None)
     # every rank computes the trainer's scores, because the policy may be sharded
     servers: list[ServerControl] = []
     probes = _probes(recipe, tokenizer, folder)
     canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
     if not main:
-        return _Rollouts(canary=canary)
+        return replace(services, canary=canary)
     servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
     for server in servers:
         server.require(backend_of(recipe).routes)
-    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), None
+    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), services.turns
     if recipe.placement.mode == "time_share":
         servers[0].require(SLEEP_ROUTES)
-        turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, stop)
+        turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, services.stop)
         backend = turns.waking(backend)
     sync = RetryingSync(backend, canary, recipe.server.retry_seconds)
     stack.callback(sync.close)
@@ -343,7 +319,7 @@ def _rollouts(
     workers = RolloutWorkers(job, folder.logs, sync.bring_back)
     stack.callback(workers.close)
     checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
-    return _Rollouts(workers, sync, canary, turns)
+    return replace(services, source=workers, sync=sync, canary=canary, turns=turns)
 
 
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
