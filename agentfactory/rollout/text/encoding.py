@@ -30,8 +30,6 @@ class Encoder:
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self._fast = None
         if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
             self._fast = FastEncoding(self._backend)
         self.end = end
         added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
