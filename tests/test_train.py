@@ -112,7 +112,7 @@ def test_a_template_that_cannot_be_used_is_told_as_the_trainer_hears_it(tmp_path
     assert result.returncode == 1
     told = "the trainer ended with exit status 1: the chat template writes tool calls in a format that rollout.parser "
     assert told in result.stderr
-    assert "; use rollout.parser=hermes (log: run/logs/train.log)" in result.stderr
+    assert "; use rollout.parser=hermes (log: " in result.stderr
 
 
 @pytest.mark.long
