@@ -27,7 +27,7 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.text.tokenizer import load_tokenizer
-from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.rollout.trajectory import Trajectory, chain_id
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
 
@@ -164,7 +164,7 @@ class Agent(AgentHooks):
         task = await runner.take(task, "fields")
         scored = ENDINGS if self._judged or runner.toolset.judges else frozenset()
         name, temperature = f"run{next(self._numbers)}", self._recipe.rollout.temperature
-        ids = [f"{name}.{number}" for number in range(num_chains)]
+        ids = [chain_id(name, number) for number in range(num_chains)]
         chains = [runner.run(chain, task, Sampling(engine.weights, temperature, chain), scored) for chain in ids]
         try:
             return AgentResult((await runner.run_group(name, task, chains)).trajectories)

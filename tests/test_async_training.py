@@ -21,7 +21,7 @@ from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.backends import make_sync
@@ -201,9 +201,11 @@ def play(
             recipe,
             Accelerator(cpu=True),
             Checkpoints(folder / "checkpoints", AutoTokenizer.from_pretrained(model), recipe.train),
-            source=RecordingSource(worker, played),
-            sync=sync,
-            log=lambda metrics: played.steps.append(metrics) if "loss" in metrics else None,
+            Services(
+                lambda metrics: played.steps.append(metrics) if "loss" in metrics else None,
+                source=RecordingSource(worker, played),
+                sync=sync,
+            ),
         )
     finally:
         worker.close()

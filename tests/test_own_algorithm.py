@@ -48,6 +48,42 @@ def test_maxrl_is_the_advantage_over_the_mean(files: Path) -> None:
     assert targets == []
 
 
+SCALED = """
+from agentfactory.trainers.loop.estimators import grpo_advantages
+
+def with_scale(rewards, scale="group"): return grpo_advantages(rewards, scale)
+def without(rewards): return grpo_advantages(rewards, "none")
+def of_groups(groups, scale): return [[float(len(scale))] * chain.tokens for group in groups for chain in group]
+"""
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_an_estimator_that_takes_the_scale_is_treated_as_ours(files: Path, scale: str) -> None:
+    (files / "scaled.py").write_text(SCALED)
+    turns = [[0.0, 4.0], [2.0, 2.0]]
+    group = [ChainRewards(float(n), turns[n], [1, 3], [0.0] * 3) for n in range(2)]
+
+    def advantages(estimator: str, **options: str) -> list[list[float]]:
+        return Estimator(AdvantageConfig.model_validate({"estimator": estimator, "options": options}))([group])[0]
+
+    assert advantages("scaled.py:with_scale", scale=scale) == advantages("grpo", scale=scale)
+    assert advantages("scaled.py:with_scale") == advantages("grpo")
+    assert (advantages("scaled.py:without") == advantages("grpo", scale=scale)) is (scale == "none")
+    assert advantages("scaled.py:of_groups", scale=scale) == [[float(len(scale))] * 3] * 2
+
+
+def test_an_algorithms_options_are_not_those_of_an_estimator_of_ones_own(files: Path, project: Path) -> None:
+    (project / "scaled.py").write_text(SCALED)
+    for own in ("with_scale", "without"):
+        made = load_recipe("recipe.yaml", [f"train.advantage.estimator=scaled.py:{own}", "train.algorithm=dr_grpo"])
+        assert isinstance(made, Recipe)
+        assert made.train.advantage.options == {}
+    with pytest.raises(SettingError, match=r"options\.scale: scaled.py:without has no such option"):
+        load_recipe(
+            "recipe.yaml", ["train.advantage.estimator=scaled.py:without", "train.advantage.options.scale=none"]
+        )
+
+
 def test_topr_holds_back_what_was_bad(files: Path) -> None:
     logprob = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     behaviour = torch.tensor([-2.0, -2.0, 0.0], dtype=torch.float64)

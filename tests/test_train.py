@@ -100,6 +100,21 @@ def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path,
     assert told in (tmp_path / "run" / "logs" / "train.log").read_text()
 
 
+def test_a_template_that_cannot_be_used_is_told_as_the_trainer_hears_it(tmp_path: Path, warm_start: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "Go?", "answer": "yes"}\n')
+    settings = {"model.path": warm_start, "data.path": "rows.jsonl", "rewards": "[exact_match]", "train.steps": 1}
+    settings |= {"rollout.parser": "mistral", "tools": "[calculator]", "server.engine": "embedded", "output": "run"}
+    settings |= {"server.max_model_len": 512, "rollout.max_total_tokens": 512, "rollout.max_tokens": 8}
+    (tmp_path / "recipe.yaml").write_text("name: mine\n")
+    command = [sys.executable, "-m", "agentfactory", "train", "recipe.yaml"]
+    command += [f"{name}={value}" for name, value in settings.items()]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 1
+    told = "the trainer ended with exit status 1: the chat template writes tool calls in a format that rollout.parser "
+    assert told in result.stderr
+    assert "; use rollout.parser=hermes (log: " in result.stderr
+
+
 @pytest.mark.long
 def test_credit_by_state_of_two_workers_over_a_resumption(tmp_path: Path, quickstart_run: Path) -> None:
     """The hunt's cells are in the saved groups of both workers, and count in the steps before and after."""

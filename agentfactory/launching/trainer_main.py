@@ -7,7 +7,7 @@ live rollouts, the worker and the weight sync.
 import logging
 import signal
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
@@ -38,18 +39,16 @@ from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import step_of
-from agentfactory.trainers.checkpoints.train_state import TrainState
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.loop.group_source import GroupSource, SavedGroups
+from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.health import Finding, Health
-from agentfactory.trainers.loop.rl import TrainResult, train_rl
+from agentfactory.trainers.loop.rl import Note, Services, TrainResult, train_rl
 from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_eyes
-from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.tracking import Tracking
@@ -75,39 +74,11 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         checkpoint = _open_folder(recipe, folder, asked, accelerator, stack)
         display = _open_display(recipe, folder, checkpoint, stop, stack) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
-        tasks = _sft_tasks(recipe) if accelerator.is_main_process else None
-        # in conversations of data, the tools are theirs
-        in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
-        tools = in_data or bool(recipe.tools or recipe.mcp_servers)
-        renderer = load_renderer(
-            recipe.model,
-            recipe.rollout.parser,
-            reasoning=recipe.rollout.reasoning,
-            tools=tools,
-            images=folder.images,
-        )
-        checkpoints = _checkpoints(recipe, renderer, folder, checkpoint)
-        saved = recipe.train.from_trajectories
-        # saved groups have their images beside them
-        images = images_beside(Path(saved)) if saved else folder.images
         if recipe.train.algorithm == "sft":
-            rows = _sft_rows(recipe, renderer, tasks) if accelerator.is_main_process else None
-            result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop, images=images)
+            result = _train_sft(recipe, folder, checkpoint, accelerator, stop)
         else:
-            rollouts = _rollouts(recipe, folder, renderer.tokenizer, checkpoints.train_state, accelerator, stop, stack)
-            result = train_rl(
-                recipe,
-                accelerator,
-                checkpoints,
-                source=rollouts.source,
-                sync=rollouts.sync,
-                canary=rollouts.canary,
-                log=folder.log,
-                note=display.note_groups if display else None,
-                stop=stop,
-                turns=rollouts.turns,
-                images=images,
-            )
+            note = display.note_groups if display else None
+            result = _train_rl(recipe, folder, checkpoint, accelerator, stop, note, stack)
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
@@ -159,16 +130,61 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
     return checkpoint
 
 
-def _checkpoints(recipe: Recipe, renderer: TemplateRenderer, folder: RunFolder, checkpoint: Path | None) -> Checkpoints:
-    # a checkpoint contains the template that it was trained with
-    renderer.tokenizer.chat_template = renderer.chat_template
+def _train_sft(
+    recipe: Recipe, folder: RunFolder, checkpoint: Path | None, accelerator: Accelerator, stop: Stop
+) -> TrainResult:
+    tasks = _sft_tasks(recipe) if accelerator.is_main_process else None
+    # in conversations of data, the tools are theirs
+    in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
+    renderer = _load_renderer(recipe, folder, in_data)
+    checkpoints = _checkpoints(recipe, folder, checkpoint, renderer.tokenizer)
+    checkpoints.note_renderer(renderer.chat_template, renderer.info)
+    rows = _sft_rows(recipe, renderer, tasks) if accelerator.is_main_process else None
+    images = _images(recipe, folder)
+    return train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop, images=images)
+
+
+def _train_rl(
+    recipe: Recipe,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    accelerator: Accelerator,
+    stop: Stop,
+    note: Note | None,
+    stack: ExitStack,
+) -> TrainResult:
+    tokenizer = load_tokenizer(recipe.model.path)
+    checkpoints = _checkpoints(recipe, folder, checkpoint, tokenizer)
+    services = Services(folder.log, note, stop=stop)
+    services = _with_rollouts(services, recipe, folder, tokenizer, checkpoints, accelerator, stack)
+    return train_rl(recipe, accelerator, checkpoints, services, _images(recipe, folder))
+
+
+def _checkpoints(
+    recipe: Recipe, folder: RunFolder, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase
+) -> Checkpoints:
     info: dict[str, Any] = {
         "algorithm": recipe.train.algorithm,
         "seed": recipe.seed,
-        "renderer": renderer.info,
         "recipe": yaml.safe_load(recipe.to_saved(folder.whole)),
     }
-    return Checkpoints(folder.checkpoints, renderer.tokenizer, recipe.train, info, folder.growing, checkpoint)
+    return Checkpoints(folder.checkpoints, tokenizer, recipe.train, info, folder.growing, checkpoint)
+
+
+def _load_renderer(recipe: Recipe, folder: RunFolder, tools_in_data: bool = False) -> TemplateRenderer:
+    return load_renderer(
+        recipe.model,
+        recipe.rollout.parser,
+        reasoning=recipe.rollout.reasoning,
+        tools=tools_in_data or bool(recipe.tools or recipe.mcp_servers),
+        images=folder.images,
+    )
+
+
+def _images(recipe: Recipe, folder: RunFolder) -> Path:
+    """Return the folder of the images that the trained rows show: saved groups have theirs beside them."""
+    saved = recipe.train.from_trajectories
+    return images_beside(Path(saved)) if saved else folder.images
 
 
 def _sft_tasks(recipe: Recipe) -> list[Task] | None:
@@ -256,46 +272,36 @@ class _Display:
             self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
 
 
-@dataclass(frozen=True)
-class _Rollouts:
-    """The source of groups, and the path of new weights to the servers.
-
-    If nothing is rolled out, only `source` is set; ranks other than 0 have only the canary.
-    """
-
-    source: GroupSource | None = None
-    sync: WeightSync | None = None
-    canary: Canary | None = None
-    turns: TimeShare | None = None
-
-
-def _rollouts(
+def _with_rollouts(
+    services: Services,
     recipe: Recipe,
     folder: RunFolder,
     tokenizer: PreTrainedTokenizerBase,
-    train_state: TrainState,
+    checkpoints: Checkpoints,
     accelerator: Accelerator,
-    stop: Stop,
     stack: ExitStack,
-) -> _Rollouts:
-    train, main = recipe.train, accelerator.is_main_process
+) -> Services:
+    """Open the source of groups and the path of new weights to the servers, and add them to `services`."""
+    train, train_state, main = recipe.train, checkpoints.train_state, accelerator.is_main_process
     total = train.steps * train.batch_size
     if train.from_trajectories:
+        renderer = _load_renderer(recipe, folder)
+        checkpoints.note_renderer(renderer.chat_template, renderer.info)
         saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
-        return _Rollouts(SavedGroups(saved, total, skip=taken) if main else None)
+        return replace(services, source=SavedGroups(saved, total, skip=taken) if main else None)
     # every rank computes the trainer's scores, because the policy may be sharded
     servers: list[ServerControl] = []
     probes = _probes(recipe, tokenizer, folder)
     canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
     if not main:
-        return _Rollouts(canary=canary)
+        return replace(services, canary=canary)
     servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
     for server in servers:
         server.require(backend_of(recipe).routes)
-    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), None
+    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), services.turns
     if recipe.placement.mode == "time_share":
         servers[0].require(SLEEP_ROUTES)
-        turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, stop)
+        turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, services.stop)
         backend = turns.waking(backend)
     sync = RetryingSync(backend, canary, recipe.server.retry_seconds)
     stack.callback(sync.close)
@@ -312,7 +318,8 @@ def _rollouts(
     )
     workers = RolloutWorkers(job, folder.logs, sync.bring_back)
     stack.callback(workers.close)
-    return _Rollouts(workers, sync, canary, turns)
+    checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
+    return replace(services, source=workers, sync=sync, canary=canary, turns=turns)
 
 
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:

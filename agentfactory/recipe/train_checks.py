@@ -206,7 +206,7 @@ def _check_sft(recipe: Recipe) -> None:
 
 def _check_algorithm(recipe: Recipe) -> None:
     train, estimator = recipe.train, recipe.train.advantage.estimator
-    compares = Estimator(train.advantage).compares or estimator in ("reinforce_pp_baseline", "gigpo")
+    compares = Estimator(train.advantage).compares
     if compares and recipe.rollout.group_size < 2:
         raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
     _check_replaced(train)
@@ -262,7 +262,7 @@ def _check_unused(recipe: Recipe) -> None:
         for key in path:
             section = getattr(section, key)
         value, default = getattr(section, last), type(section).model_fields[last].default
-        if not used and value != default:
+        if not used and value not in (default, ALGORITHMS[train.algorithm].get(name, default)):
             shown = "a setting" if isinstance(value, BaseModel) else short(value)
             problem = f"got {shown}, which has an effect only with {with_what}"
             raise SettingError(name, problem, "remove it, or change that")

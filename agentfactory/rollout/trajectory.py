@@ -196,6 +196,12 @@ class Stretch:
     name: str = ""
 
 
+def chain_id(group_id: str, index: int, retry: bool = False) -> str:
+    """Return the id of a group's chain; `retry`: of the chain that takes its place after a failure. No code takes ids
+    apart."""
+    return f"{group_id}.{index}" + (".retry" if retry else "")
+
+
 @dataclass
 class Trajectory:
     """One chain: its messages, the sampled rows, and how it ended.

@@ -1,7 +1,5 @@
 """Which outcomes of chains a person is told of, and rewards that never work."""
 
-from dataclasses import replace
-
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
@@ -51,40 +49,44 @@ def test_what_the_recipe_drops_and_what_does_not_fit_are_told_too() -> None:
     )
 
 
+TASK = {"question": "go"}
 BROKEN = chain(Outcome.REWARD_ERROR, "right raised KeyError: 'lft'")
 
 
 @pytest.mark.parametrize(("group_size", "chains"), [(16, 16), (8, 8), (1, 4)])
 def test_a_reward_that_never_works_costs_as_many_chains_as_a_group_has(group_size: int, chains: int) -> None:
     verdicts = FirstVerdicts(group_size, tasks=100)
+    tasks = [TASK.copy() for _ in range(4)]
     for number in range(chains - 1):
-        verdicts.note(replace(BROKEN, id=f"g{number % 4}.{number}"))
-        verdicts.note(GONE)
+        verdicts.note(BROKEN, tasks[number % 4])
+        verdicts.note(GONE, tasks[number % 4])
     with pytest.raises(RolloutStoppedError, match=f"{chains} ended as reward_error: right raised KeyError: 'lft'; "):
-        verdicts.note(replace(BROKEN, id="g0.99"))
+        verdicts.note(BROKEN, tasks[0])
 
 
 def test_one_row_that_no_reward_can_judge_stops_nothing() -> None:
     verdicts = FirstVerdicts(2, tasks=100)
-    for number in range(50):
-        verdicts.note(replace(BROKEN, id=f"g1.{number}"))
-        verdicts.note(replace(BROKEN, id=f"g2.{number}"))
+    # rows may be equal
+    first, second, third = (TASK.copy() for _ in range(3))
+    for _ in range(50):
+        verdicts.note(BROKEN, first)
+        verdicts.note(BROKEN, second)
     with pytest.raises(RolloutStoppedError):
-        verdicts.note(replace(BROKEN, id="g3.0"))
+        verdicts.note(BROKEN, third)
     alone = FirstVerdicts(2, tasks=1)
-    for number in range(3):
-        alone.note(replace(BROKEN, id=f"g1.{number}"))
+    for _ in range(3):
+        alone.note(BROKEN, first)
     with pytest.raises(RolloutStoppedError):
-        alone.note(replace(BROKEN, id="g1.3"))
+        alone.note(BROKEN, first)
 
 
 def test_a_reward_that_has_worked_may_fail() -> None:
     verdicts = FirstVerdicts(2, tasks=1)
-    verdicts.note(chain())
+    verdicts.note(chain(), TASK)
     for _ in range(100):
-        verdicts.note(BROKEN)
+        verdicts.note(BROKEN, TASK)
     # what each chain gets, works; what compares them does not
     for _ in range(3):
-        verdicts.note_group(BROKEN)
+        verdicts.note_group(BROKEN, TASK)
     with pytest.raises(RolloutStoppedError):
-        verdicts.note_group(BROKEN)
+        verdicts.note_group(BROKEN, TASK)

@@ -18,6 +18,7 @@ from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import (
     Delivered,
     Messages,
+    Ready,
     WorkerDiedError,
     WorkerProcess,
     encode,
@@ -148,8 +149,8 @@ def test_notices_may_come_before_a_worker_is_ready(caplog: pytest.LogCaptureFixt
     end = worker()
     with connected(end) as (theirs,):
         theirs.sendall(encode("notice", topic="key", text="server a has no key", see="docs/servers.md", times=1))
-        theirs.sendall(encode("ready", renderer={"choice": "append"}))
-        assert end.wait_until_ready() == {"choice": "append"}
+        theirs.sendall(encode("ready", renderer={"choice": "append"}, chat_template="{{ messages }}"))
+        assert end.wait_until_ready() == Ready({"choice": "append"}, "{{ messages }}")
     assert caplog.messages == ["server a has no key; see docs/servers.md"]
 
 

@@ -4,13 +4,13 @@ import json
 import logging
 from typing import Any
 
+import fastokens
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from agentfactory.rollout.text import fast_encoding
-from agentfactory.rollout.text.fast_encoding import FastEncoding
+from agentfactory.rollout.text.encoding import FastEncoding
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
@@ -86,7 +86,7 @@ def test_ids_are_those_of_tokenizers(name: str, text: str) -> None:
 
 def test_a_tokenizer_that_fastokens_does_not_know_encodes_itself(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = unigram()
-    with caplog.at_level(logging.INFO, fast_encoding.__name__):
+    with caplog.at_level(logging.INFO, "agentfactory.rollout.text.encoding"):
         encoding = FastEncoding(tokenizer)
     assert not encoding.fast
     assert "does not know this tokenizer" in caplog.text
@@ -98,7 +98,7 @@ def other_ids(tokenizer: Tokenizer) -> Any:
     saved = json.loads(tokenizer.to_str())
     vocabulary = saved["model"]["vocab"]
     vocabulary["z"], vocabulary["Q"] = vocabulary["Q"], vocabulary["z"]
-    return fast_encoding.fastokens.Tokenizer.from_json_str(json.dumps(saved))
+    return fastokens.Tokenizer.from_json_str(json.dumps(saved))
 
 
 def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
@@ -112,8 +112,8 @@ def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
         def from_json_str(_: str) -> Any:
             return different
 
-    monkeypatch.setattr(fast_encoding.fastokens, "Tokenizer", Different)
-    with caplog.at_level(logging.INFO, fast_encoding.__name__):
+    monkeypatch.setattr(fastokens, "Tokenizer", Different)
+    with caplog.at_level(logging.INFO, "agentfactory.rollout.text.encoding"):
         encoding = FastEncoding(tokenizer)
     assert not encoding.fast
     assert "gives other ids for" in caplog.text
@@ -124,7 +124,7 @@ def test_other_ids_are_found_among_later_texts_and_never_used_again(
 ) -> None:
     tokenizer = TOKENIZERS["qwen"]
     encoding = FastEncoding(tokenizer)
-    monkeypatch.setattr(fast_encoding, "COMPARED", 5)
+    monkeypatch.setattr("agentfactory.rollout.text.encoding.COMPARED", 5)
     monkeypatch.setattr(encoding, "_fast", other_ids(tokenizer))
     expected = tokenizer.encode("zQ").ids
     found = [encoding.encode("zQ") for _ in range(7)]
@@ -137,7 +137,7 @@ def test_a_text_beyond_the_limits_of_an_expression_is_left_to_tokenizers(monkeyp
     tokenizer = byte_level(QWEN.replace(r"(?!\S)", r"(?!\S|q)"))
     encoding = FastEncoding(tokenizer)
     assert encoding.fast
-    limited = fast_encoding.fastokens.Tokenizer.from_json_str(tokenizer.to_str(), pcre2_match_limit=1)
+    limited = fastokens.Tokenizer.from_json_str(tokenizer.to_str(), pcre2_match_limit=1)
     with pytest.raises(ValueError, match="match limit exceeded"):
         limited.encode("a    b", add_special_tokens=False)
     monkeypatch.setattr(encoding, "_fast", limited)

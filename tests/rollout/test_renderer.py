@@ -505,6 +505,15 @@ def test_the_light_loader_gives_the_auto_tokenizers_ids(model_folder: Path) -> N
     assert light(text)["input_ids"] == auto(text)["input_ids"]
 
 
+def test_a_loaded_tokenizer_neither_truncates_nor_pads(model_folder: Path) -> None:
+    file = model_folder / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": cut}))
+    tokenizer = load_tokenizer(str(model_folder))
+    assert tokenizer.backend_tokenizer.truncation is None
+    assert len(tokenizer.backend_tokenizer.encode("The treasure lies in the north.").ids) > 4
+
+
 @pytest.mark.processes
 def test_a_worker_renders_without_torch(model_folder: Path) -> None:
     code = (

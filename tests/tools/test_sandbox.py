@@ -16,17 +16,11 @@ import packaging
 import psutil
 import pytest
 
-from agentfactory.tools.sandbox import (
-    Sandbox,
-    SandboxKind,
-    SandboxSettings,
-    SandboxUnavailable,
-    bubblewrap,
-    process,
-    run_script,
-)
+from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
-from agentfactory.tools.sandbox.session import SandboxLost
+from agentfactory.tools.sandbox.script import run_script
+from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
+from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
 from tests import waiting
 from tests.conftest import REPOSITORY
 from tests.tools import attacks
@@ -169,7 +163,8 @@ async def test_nothing_is_left_of_a_sandbox_that_was_closed(kind: SandboxKind) -
 def test_sandboxes_die_with_the_process_that_started_them(kind: SandboxKind, tmp_path: Path) -> None:
     code = f"""
 import asyncio, time
-from agentfactory.tools.sandbox import *
+from agentfactory.tools.sandbox.session import Sandbox
+from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings
 async def main():
     settings = SandboxSettings(SandboxKind("{kind}"))
     sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
@@ -191,7 +186,8 @@ def test_none_stays_behind_when_a_process_is_killed_while_it_starts_them() -> No
     """bwrap killed in the midst of a start leaves a child that follows nobody: the reaper ends it."""
     code = """
 import sys
-from agentfactory.tools.sandbox import *
+from agentfactory.tools.sandbox.session import Sandbox
+from agentfactory.tools.sandbox.settings import SandboxSettings
 starting = [Sandbox.begin(SandboxSettings()) for _ in range(200)]
 starting[0].result()
 from agentfactory.tools.sandbox import process
@@ -244,7 +240,7 @@ async def test_one_that_nobody_waits_for_is_ended() -> None:
 
 def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:
     """Inside of a sandbox in which user namespaces are off, there can be none."""
-    code = "import asyncio\nfrom agentfactory.tools.sandbox import *\nasyncio.run(run_script('print(1)'))"
+    code = "import asyncio\nfrom agentfactory.tools.sandbox import run_script\nasyncio.run(run_script('print(1)'))"
     outer = [bubblewrap.find_bwrap(None), "--dev-bind", "/", "/", "--unshare-user", "--disable-userns", "--uid", "1000"]
     done = subprocess.run([*outer, "--", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "SandboxUnavailable: bubblewrap did not start a sandbox" in done.stderr

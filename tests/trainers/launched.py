@@ -21,20 +21,21 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, fol
 
     from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
     from agentfactory.trainers.loop.group_source import SavedGroups
-    from agentfactory.trainers.loop.rl import train_rl
+    from agentfactory.trainers.loop.rl import Services, train_rl
     from agentfactory.trainers.sync.canary import Canary, canary_rows
 
     train_rl(
         recipe,
         accelerator,
         Checkpoints(folder, AutoTokenizer.from_pretrained(recipe.model.path), recipe.train),
-        source=SavedGroups(trajectories, recipe.train.steps * recipe.train.batch_size)
-        if accelerator.is_main_process
-        else None,
-        sync=None,
-        # every rank scores the canary's rows, also where the policy is sharded
-        canary=Canary([], canary_rows(range(64), longest=40), recipe.model.dtype),
-        log=lambda metrics: print(json.dumps(metrics), flush=True),
+        Services(
+            lambda metrics: print(json.dumps(metrics), flush=True),
+            source=SavedGroups(trajectories, recipe.train.steps * recipe.train.batch_size)
+            if accelerator.is_main_process
+            else None,
+            # every rank scores the canary's rows, also where the policy is sharded
+            canary=Canary([], canary_rows(range(64), longest=40), recipe.model.dtype),
+        ),
     )
     # the next recipe's model is another
     accelerator.free_memory()

@@ -22,7 +22,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.loop.sft import train_sft
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state, part_of, write_part
@@ -134,7 +134,7 @@ def test_training_goes_on_bit_by_bit(
             train_sft(recipe, accelerator, checkpoints, rows=rows, log=logged.append)
         else:
             source = SavedGroups(tmp_path / "groups.jsonl", needed=10, skip=checkpoints.train_state.step * 2)
-            train_rl(recipe, accelerator, checkpoints, source=source, sync=None, log=logged.append)
+            train_rl(recipe, accelerator, checkpoints, Services(logged.append, source=source))
         timing = ("seconds/", "tokens_per_second")
         return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
 

@@ -22,7 +22,7 @@ from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
@@ -366,10 +366,8 @@ def test_saved_groups_with_images_are_trained(model: Path, album: Album, tmp_pat
         recipe,
         Accelerator(cpu=True),
         Checkpoints(tmp_path / "checkpoints", AutoTokenizer.from_pretrained(model), recipe.train),
-        source=SavedGroups(folder, 1),
-        sync=None,
-        log=logged.append,
-        images=images_beside(folder),
+        Services(logged.append, source=SavedGroups(folder, 1)),
+        images_beside(folder),
     )
     (step,) = logged
     assert step["grad_norm"] > 0

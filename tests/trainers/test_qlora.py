@@ -18,7 +18,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.saved_groups import write_groups
@@ -119,7 +119,7 @@ def test_two_processes_equal_one(
     write_groups(groups, make_groups(6, 3))
     launch(TWO_PROCESSES["ddp"], [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)], True)
     checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
-    train_rl(one, Accelerator(cpu=True), checkpoints, source=SavedGroups(groups, 6), sync=None, log=lambda line: None)
+    train_rl(one, Accelerator(cpu=True), checkpoints, Services(lambda line: None, source=SavedGroups(groups, 6)))
     expected, given = (
         load_file(tmp_path / folder / "step-000002" / "adapter_model.safetensors") for folder in ("one", "0")
     )
@@ -146,7 +146,7 @@ def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
         info = {"recipe": {"model": recipe.model.model_dump()}}
         checkpoints = Checkpoints(folder, tokenizer, recipe.train, info, resume=resume)
         source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.train_state.step * 2)
-        train_rl(recipe, Accelerator(cpu=True), checkpoints, source=source, sync=None, log=logged.append)
+        train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(logged.append, source=source))
         timing = ("seconds/", "tokens_per_second")
         return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
 

@@ -18,7 +18,7 @@ from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, read_info
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import TrainResult, train_rl
+from agentfactory.trainers.loop.rl import Services, TrainResult, train_rl
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
@@ -47,7 +47,7 @@ def run(
     source = SavedGroups(save(groups, folder / "groups.jsonl"), recipe.train.steps * recipe.train.batch_size)
     accelerator = Accelerator(cpu=True)
     checkpoints = Checkpoints(folder / "checkpoints", tokenizer, recipe.train)
-    result = train_rl(recipe, accelerator, checkpoints, source=source, sync=None, log=logged.append)
+    result = train_rl(recipe, accelerator, checkpoints, Services(logged.append, source=source))
     return result, logged
 
 
@@ -95,7 +95,7 @@ def test_the_best_checkpoint_by_evaluation_is_kept(
     # before the first step it is no checkpoint's
     source = Evaluated(path, 6, [0.95, 0.5, 0.9, 0.2])
     checkpoints = Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train)
-    train_rl(recipe, Accelerator(cpu=True), checkpoints, source=source, sync=None, log=lambda metrics: None)
+    train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(lambda metrics: None, source=source))
     found = sorted((tmp_path / "checkpoints").iterdir())
     assert [int(path.name[-6:]) for path in found] == kept
     best = find_best(found, recipe.train.keep_best)
@@ -242,11 +242,13 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
         recipe,
         accelerator,
         Checkpoints(tmp_path, tokenizer, recipe.train),
-        source=source,
-        sync=sync,
-        canary=canary,
-        log=logged.append,
-        note=lambda step, groups, credit: source.events.append(f"noted {step} {len(groups)} {len(credit)}"),
+        Services(
+            logged.append,
+            lambda step, groups, credit: source.events.append(f"noted {step} {len(groups)} {len(credit)}"),
+            source,
+            sync,
+            canary,
+        ),
     )
     steps = [entry for entry in logged if "loss" in entry]
     assert all(0 < entry["mismatch/max"] < 1e-4 for entry in steps)
@@ -296,8 +298,6 @@ def test_a_token_that_is_too_old_is_refused(
             recipe,
             accelerator,
             Checkpoints(tmp_path, tokenizer, recipe.train),
-            source=LateSource(server, temperature=1.0, checkpoints=tmp_path),
-            sync=sync,
-            log=logged.append,
+            Services(logged.append, source=LateSource(server, temperature=1.0, checkpoints=tmp_path), sync=sync),
         )
     assert [entry["staleness/max"] for entry in logged if "loss" in entry] == list(range(k + 1))

@@ -28,7 +28,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop import time_share
-from agentfactory.trainers.loop.rl import train_rl
+from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.networks.policy import load_policy
@@ -206,11 +206,13 @@ def take_turns(
         recipe,
         accelerator,
         Checkpoints(folder / "checkpoints", AutoTokenizer.from_pretrained(recipe.model.path), recipe.train),
-        source=Chains(server, 1.0, folder / "checkpoints"),
-        sync=RetryingSync(turns.waking(sync), canary, retry_seconds=10.0),
-        canary=canary,
-        log=logged.append,
-        turns=turns,
+        Services(
+            logged.append,
+            source=Chains(server, 1.0, folder / "checkpoints"),
+            sync=RetryingSync(turns.waking(sync), canary, retry_seconds=10.0),
+            canary=canary,
+            turns=turns,
+        ),
     )
     return [entry for entry in logged if "sync/bytes" in entry]
 

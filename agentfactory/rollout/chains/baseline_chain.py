@@ -112,6 +112,7 @@ class ChatWords:
         self.stop_token_ids: list[int] = []
         self.stops = parser.stops
         self.info: dict[str, Any] = {"choice": "chat endpoint"}
+        self.chat_template = ""  # the endpoint's is not known
         self._tokens = None
         if recipe.limits.result_tokens is not None:
             # the baseline's limit counts the policy's tokens too

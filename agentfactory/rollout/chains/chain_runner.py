@@ -69,24 +69,25 @@ class FirstVerdicts:
     _works: bool = False
     _group_works: bool = False
     _failed: int = 0
-    _failed_tasks: set[str] = field(default_factory=set)
+    _failed_tasks: list[Task] = field(default_factory=list)
 
-    def note(self, chain: Trajectory) -> None:
-        """Note that a chain ended. Raises RolloutStoppedError."""
+    def note(self, chain: Trajectory, task: Task) -> None:
+        """Note that a chain on `task` ended. Raises RolloutStoppedError."""
         self._works |= chain.reward is not None
         if chain.outcome is Outcome.REWARD_ERROR and not self._works:
-            self._note_failure(chain)
+            self._note_failure(chain, task)
 
-    def note_group(self, chain: Trajectory) -> None:
-        """Note that the chains of a group were compared. Raises RolloutStoppedError."""
+    def note_group(self, chain: Trajectory, task: Task) -> None:
+        """Note that the chains of a group on `task` were compared. Raises RolloutStoppedError."""
         self._group_works |= chain.reward is not None
         if chain.outcome is Outcome.REWARD_ERROR and not self._group_works:
-            self._note_failure(chain)
+            self._note_failure(chain, task)
 
-    def _note_failure(self, chain: Trajectory) -> None:
+    def _note_failure(self, chain: Trajectory, task: Task) -> None:
         self._failed += 1
-        # a chain is called GROUP.INDEX
-        self._failed_tasks.add(chain.id.partition(".")[0])
+        # rows of the data may be equal
+        if not any(task is failed for failed in self._failed_tasks):
+            self._failed_tasks.append(task)
         enough = len(self._failed_tasks) >= min(LEAST_TASKS, self.tasks)
         if enough and self._failed >= max(LEAST_FAILURES, self.group_size):
             raise RolloutStoppedError(
@@ -238,7 +239,7 @@ class ChainRunner:
         await self.rewards.score_group(chains, task)
         if self._verdicts is not None and self.rewards.has_group_rewards:
             for chain in judged:
-                self._verdicts.note_group(chain)
+                self._verdicts.note_group(chain, task)
 
     async def play(
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
@@ -262,7 +263,7 @@ class ChainRunner:
             if self._outcomes is not None:
                 self._outcomes.note(trajectory)
             if self._verdicts is not None:
-                self._verdicts.note(trajectory)
+                self._verdicts.note(trajectory, task)
 
     async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory

@@ -15,7 +15,7 @@ from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
-from agentfactory.rollout.data import Task
+from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
 from agentfactory.rollout.gateway.client_agents import ClientAgent
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
@@ -24,7 +24,7 @@ from agentfactory.rollout.groups.group_files import append_group, delete_groups
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
 from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ async def _play(
         # the seed does not depend on `name`, so that the same weights give the same metrics wherever they are evaluated
         chains = [
             runner.run(
-                f"{name}-{mode}-{number:05d}.{sample}",
+                chain_id(f"{name}-{mode}-{number:05d}", sample),
                 task,
                 Sampling(model, temperature, f"eval/{mode}/{number}/{sample}", cache_salt),
             )
@@ -254,18 +254,18 @@ def run_rollout(
     For `images` see open_runner."""
     path = folder / "rollout.jsonl"
 
-    async def run_chain(runner: ChainRunner, chain_id: str, task: Task, retried: bool = False) -> Trajectory:
-        sampling = Sampling(model, recipe.rollout.temperature, seed=chain_id)
-        chain = await runner.run(chain_id, task, sampling, recipe.rollout.scored)
-        if recipe.rollout.outcome_policy(chain.outcome) is OutcomePolicy.RETRY and not retried:
-            return await run_chain(runner, f"{chain_id}.retry", task, retried=True)
+    async def run_chain(runner: ChainRunner, group_id: str, index: int, task: Task, retry: bool = False) -> Trajectory:
+        name = chain_id(group_id, index, retry)
+        sampling = Sampling(model, recipe.rollout.temperature, seed=name)
+        chain = await runner.run(name, task, sampling, recipe.rollout.scored)
+        if recipe.rollout.outcome_policy(chain.outcome) is OutcomePolicy.RETRY and not retry:
+            return await run_chain(runner, group_id, index, task, retry=True)
         return chain
 
     async def run_group(runner: ChainRunner, number: int) -> Group:
-        ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
-        task = await runner.take(tasks[number], row=number + 1)
-        chains = [run_chain(runner, chain_id, task) for chain_id in ids]
-        group = await runner.run_group(f"g{number:06d}", task, chains)
+        group_id, task = Place(number).group_id, await runner.take(tasks[number], row=number + 1)
+        chains = [run_chain(runner, group_id, index, task) for index in range(recipe.rollout.group_size)]
+        group = await runner.run_group(group_id, task, chains)
         append_group(path, group)
         return group
 

@@ -4,50 +4,22 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError, begin
+from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
-from agentfactory.rollout.data import WHOLE, Place, Share, Task, TaskOrder
+from agentfactory.rollout.data import WHOLE, Place, Share, TaskOrder
 from agentfactory.rollout.groups.curriculum import Curriculum, successes
-from agentfactory.rollout.groups.group_files import Delivered, EncodedGroup, append_group, encode_group
+from agentfactory.rollout.groups.group_files import Delivered, append_group, encode_group
 from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted, worth
+from agentfactory.rollout.groups.open_group import OpenGroup, State
 from agentfactory.rollout.groups.resumed_groups import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published
-from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.rollout.trajectory import Outcome
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _OpenGroup:
-    """A started group that no batch has taken yet; `running` are the indices of the `chains` that have not ended."""
-
-    place: Place
-    task: Task
-    version: int
-    chains: list[Trajectory]
-    running: set[int]
-    oldest: int | None = None
-    """Version of the newest weights when the first turn of any chain was requested: no token is older."""
-    complete: bool = False
-    """Whether all chains have ended and are saved."""
-    closed: bool = False
-    """Whether a batch took the group or it was cancelled, so that its running chains must end. (A tool that fails
-    during the cancellation replaces it with its own error.)"""
-    runs: asyncio.Task[None] | None = None
-    saved: EncodedGroup | None = None
-    """Its bytes in the files, if this run has saved it."""
-
-    @property
-    def ended(self) -> list[Trajectory]:
-        return [chain for index, chain in enumerate(self.chains) if index not in self.running]
-
-    def group(self, chains: list[Trajectory]) -> Group:
-        return Group(self.place.group_id, self.task, chains, self.version)
 
 
 class GroupProducer:
@@ -89,18 +61,14 @@ class GroupProducer:
         self._begun: frozenset[int] = frozenset()
         """Positions that an earlier run started; their state is known."""
         self._again: deque[Place] = deque()
-        self._open: dict[str, _OpenGroup] = {}
+        self._open: dict[str, OpenGroup] = {}
         if resumed is not None:
             self._resume(resumed)
 
     def _resume(self, resumed: Resumed) -> None:
         self._begun = resumed.done | set(resumed.again) | {pending.place.position for pending in resumed.pending}
         self._again += (Place(position, attempt=1) for position in resumed.again)
-        for pending in resumed.pending:
-            group, place = pending.group, pending.place
-            self._open[group.id] = _OpenGroup(
-                place, group.task, group.version, group.trajectories, set(), pending.oldest, complete=True
-            )
+        self._open = {pending.group.id: OpenGroup.resumed(pending) for pending in resumed.pending}
         self.admission.resume(len(resumed.pending))
         if self.curriculum is not None:
             for position, seen in resumed.observed:
@@ -136,18 +104,19 @@ class GroupProducer:
     def _choose(self) -> Choice | None:
         """Choose the next batch; None if it is not due."""
         # judging hundreds of groups each time that one of them ends would hold the event loop
-        if not self.batches.is_due(sum(group.complete for group in self._open.values())):
+        if not self.batches.is_due(sum(group.state is State.COMPLETE for group in self._open.values())):
             return None
         return self.batches.choose([self._candidate(group) for group in self._open.values()])
 
-    def _candidate(self, group: _OpenGroup) -> Candidate:
+    def _candidate(self, group: OpenGroup) -> Candidate:
         # rewards that compare the chains of a group exist only once it is complete
         ended = [] if self._lacks_group_rewards(group) else group.ended
         teaches = worth(ended, self.config) is Worth.TEACHES
-        return Candidate(group.place.group_id, group.oldest, group.complete, len(counted(ended, self.config)), teaches)
+        complete = group.state is State.COMPLETE
+        return Candidate(group.id, group.oldest, complete, len(counted(ended, self.config)), teaches)
 
-    def _lacks_group_rewards(self, group: _OpenGroup) -> bool:
-        return self.runner.rewards.has_group_rewards and not group.complete
+    def _lacks_group_rewards(self, group: OpenGroup) -> bool:
+        return self.runner.rewards.has_group_rewards and group.state is State.RUNNING
 
     async def _take_figures(self) -> dict[str, float]:
         curriculum = {} if self.curriculum is None else self.curriculum.take_figures()
@@ -168,15 +137,13 @@ class GroupProducer:
             return True
         return self.curriculum is not None and self.curriculum.passes_over(position, self.order.row(position))
 
-    def _begin_group(self) -> _OpenGroup:
+    def _begin_group(self) -> OpenGroup:
         place = self._take_place()
-        size = self.config.group_size
-        chains = [begin(f"{place.group_id}.{index}") for index in range(size)]
-        group = _OpenGroup(place, self.order[place.position], self.published.version, chains, set(range(size)))
-        self._open[place.group_id] = group
+        group = OpenGroup(place, self.order[place.position], self.published.version, self.config.group_size)
+        self._open[group.id] = group
         return group
 
-    async def _run_group(self, group: _OpenGroup) -> None:
+    async def _run_group(self, group: OpenGroup) -> None:
         group.task = await self.runner.take(group.task, row=self.order.row(group.place.position) + 1)
         async with asyncio.TaskGroup() as chains:
             for index in range(len(group.chains)):
@@ -184,21 +151,23 @@ class GroupProducer:
         if self.runner.rewards.has_group_rewards:
             await self._score_group(group)
         self._save(group)
-        group.complete = True
+        group.move(State.COMPLETE)
         found = self.filter.judge(group.chains)
         if reason := self.filter.no_hope():
             raise RolloutStoppedError(f"{reason}; the outcomes, rewards and errors are in {self.trajectories}")
+        if found is not Worth.TEACHES:
+            group.move(State.DROPPED)
+            del self._open[group.id]
         if found is Worth.LOST:
-            logger.warning("group %s is dropped: too few of its chains can be trained", group.place.group_id)
-            del self._open[group.place.group_id]
+            logger.warning("group %s is dropped: too few of its chains can be trained", group.id)
             self._replace(group.place)
-        elif found is Worth.EQUAL:
-            del self._open[group.place.group_id]
-            if self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty():
-                self.admission.dropped()
+        elif found is Worth.EQUAL and (
+            self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty()
+        ):
+            self.admission.dropped()
         self._wake.set()
 
-    async def _score_group(self, group: _OpenGroup) -> None:
+    async def _score_group(self, group: OpenGroup) -> None:
         """Add the rewards that compare the group's chains, all of which have ended."""
         before = [chain.outcome for chain in group.chains]
         await self.runner.score_group(group.chains, group.task)
@@ -207,26 +176,25 @@ class GroupProducer:
                 logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
                 self.filter.ended(chain)
 
-    async def _run_chain(self, group: _OpenGroup, index: int) -> None:
+    async def _run_chain(self, group: OpenGroup, index: int) -> None:
         await self._play(group, index)
-        if group.closed:
+        if group.state is not State.RUNNING:
             return
         chain = group.chains[index]
         if chain.outcome.failed:
             logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
         self.filter.ended(chain)
         if self.config.outcome_policy(chain.outcome) is OutcomePolicy.RETRY:
-            group.chains[index] = begin(f"{chain.id}.retry")
+            group.retry(index)
             await self._play(group, index)
-            if group.closed:
+            if group.state is not State.RUNNING:
                 return
             self.filter.ended(group.chains[index])
-        group.running.discard(index)
+        group.end(index)
 
-    async def _play(self, group: _OpenGroup, index: int) -> None:
+    async def _play(self, group: OpenGroup, index: int) -> None:
         def newest_model() -> str:
-            if group.oldest is None:
-                group.oldest = self.published.version
+            group.note_turn(self.published.version)
             return self.published.model
 
         chain = group.chains[index]
@@ -239,24 +207,26 @@ class GroupProducer:
         keeps = self.config.inflight is Inflight.KEEP and self.runner.setup.recipe.model.lora is None
         return self.published.label if keeps else None
 
-    def _save(self, group: _OpenGroup) -> None:
-        group.saved = append_group(self.trajectories, group.group(group.chains))
+    def _save(self, group: OpenGroup) -> None:
+        group.saved = append_group(self.trajectories, group.as_group())
         if self.curriculum is not None:
             row = self.order.row(group.place.position)
             self.curriculum.observe(row, successes(counted(group.chains, self.config)))
 
-    def _take(self, group: _OpenGroup) -> Delivered:
+    def _take(self, group: OpenGroup) -> Delivered:
         """Return `group` for a batch, with the ended chains that count, and cancel those that still run."""
         self.cancellations.trained(self.order.row(group.place.position))
         taken = counted(group.ended, self.config)
         self._end_running(group)
-        saved = group.saved or encode_group(group.group(group.chains))
+        group.move(State.DELIVERED)
+        saved = group.saved or encode_group(group.as_group())
         return Delivered(saved, [chain.id for chain in taken])
 
-    def _cancel(self, group: _OpenGroup) -> None:
+    def _cancel(self, group: OpenGroup) -> None:
         """Cancel a group that is too old for any later batch and has too few ended chains for this one; another group
         takes its place."""
         self._end_running(group)
+        group.move(State.CANCELLED)
         row = self.order.row(group.place.position)
         if self.cancellations.cancelled(row):
             logger.warning(
@@ -268,15 +238,15 @@ class GroupProducer:
             )
         self._replace(group.place)
 
-    def _end_running(self, group: _OpenGroup) -> None:
-        if group.complete:
+    def _end_running(self, group: OpenGroup) -> None:
+        if group.state is State.COMPLETE:
             return
-        chains = [group.chains[i] for i in sorted(group.running)]
+        chains = group.left
         row = self.order.row(group.place.position)
         lengths = self.cancellations.ended(row, chains)
         logger.info(
             "group %s (task %d) was too old to wait for %d of its chains, of %s tokens",
-            group.place.group_id,
+            group.id,
             row,
             len(chains),
             lengths,
@@ -289,7 +259,6 @@ class GroupProducer:
                 # without the part that compares the chains, their rewards are incomplete
                 chain.reward = chain.turn_rewards = None
         self._save(group)
-        group.closed = True
         assert group.runs is not None
         group.runs.cancel()
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -196,3 +196,24 @@ def refusal(status: int, text: str) -> InferenceError:
     if status in (400, 500) and any(words in text.lower() for words in _OVERFLOW):
         return ContextOverflowError(text)
     return InferenceError(f"the server answered {status}: {text[:500]}")
+
+
+def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
+    """Return the problem with the server at `url`, and the fix; None if all routes in `needed` are among `described`,
+    the routes in its /openapi.json."""
+    missing = [route for route in needed if route not in described]
+    if not missing:
+        return None
+    switches = {
+        "/inference": "--enable-scale-out",
+        "/v1/load_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
+        "/v1/unload_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
+    }
+    ways = []
+    for route in missing:
+        # a route for neither generation nor adapters, and not of OpenAI's API, is a development route
+        way = next((way for start, way in switches.items() if route.startswith(start)), "VLLM_SERVER_DEV_MODE=1")
+        if route not in ("/health", "/v1/models") and way not in ways:
+            ways.append(way)
+    fix = f"start vLLM >= 0.32 with {', '.join(ways)}" if ways else "is it an inference server?"
+    return f"server {url} lacks {', '.join(missing)}", fix

@@ -17,6 +17,7 @@ from agentfactory.rollout.inference.connection import (
     InferenceError,
     LostError,
     ServerUnreachableError,
+    missing_routes,
     refusal,
 )
 from agentfactory.rollout.inference.recovery import Recovery
@@ -80,27 +81,6 @@ class EncodedIds:
             self._json += b"," * (self._count > 0) + msgspec.json.encode(new)[1:-1]
             self._count = len(ids)
         return self._json
-
-
-def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
-    """Return the problem with the server at `url`, and the fix; None if all routes in `needed` are among `described`,
-    the routes in its /openapi.json."""
-    missing = [route for route in needed if route not in described]
-    if not missing:
-        return None
-    switches = {
-        "/inference": "--enable-scale-out",
-        "/v1/load_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
-        "/v1/unload_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
-    }
-    ways = []
-    for route in missing:
-        # a route for neither generation nor adapters, and not of OpenAI's API, is a development route
-        way = next((way for start, way in switches.items() if route.startswith(start)), "VLLM_SERVER_DEV_MODE=1")
-        if route not in ("/health", "/v1/models") and way not in ways:
-            ways.append(way)
-    fix = f"start vLLM >= 0.32 with {', '.join(ways)}" if ways else "is it an inference server?"
-    return f"server {url} lacks {', '.join(missing)}", fix
 
 
 class InferenceClient:

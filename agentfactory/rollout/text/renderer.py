@@ -40,6 +40,10 @@ class Renderer(Protocol):
     info: dict[str, Any]
     sight: "Sight | None"
 
+    @property
+    def chat_template(self) -> str:
+        """The Jinja source in use, which checkpoints and exports include."""
+
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Return the ids of a conversation, ending with the generation prompt."""
 

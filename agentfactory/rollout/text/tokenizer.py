@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
@@ -10,7 +11,8 @@ from agentfactory.tools.errors import SettingError
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or hub name. Raises ValueError if there is none.
+    """Load the tokenizer of a model folder or hub name. It neither truncates nor pads, whatever its files say. Raises
+    ValueError if there is none.
 
     transformers' AutoTokenizer takes seconds to import and loads torch. It is used only for models whose files name a
     special tokenizer class; for others the tokenizer file is loaded directly.
@@ -19,13 +21,17 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         config = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
         name = json.loads(Path(config).read_text(encoding="utf-8")).get("tokenizer_class") if config else None
         if name in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            return PreTrainedTokenizerFast.from_pretrained(path)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path)
+            loader: Any = PreTrainedTokenizerFast
+        else:
+            from transformers import AutoTokenizer as loader
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(path)
     except (OSError, ValueError) as error:
         problem = f"{path} has no tokenizer that transformers can load: {error}"
         raise SettingError("model.path", problem, "name a model with its tokenizer") from error
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
 
 
 def generation_eos(path: str) -> list[int]:

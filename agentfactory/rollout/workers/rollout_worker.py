@@ -23,6 +23,7 @@ from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, connect, encode, encode_delivered, receive
 from agentfactory.tools.calls.run_notices import notice_of, tell
@@ -72,7 +73,8 @@ class Worker:
             if self.held_out:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)
-            await self._send("ready", renderer=runner.setup.renderer.info)
+            renderer = runner.setup.renderer
+            await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
             collect_rarely()
             messages = self._messages()
             first = await anext(messages, None)
@@ -267,7 +269,9 @@ async def main(descriptor: int) -> int:
             return 0
         logger.error("stopped", exc_info=error)
         reason = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause} (a bug; see the log)"
-        writer.write(encode("stopped", reason=f"rollouts stopped: {reason}"))
+        # a template that cannot be used is found before there are rollouts
+        told = reason if isinstance(cause, RenderError) else f"rollouts stopped: {reason}"
+        writer.write(encode("stopped", reason=told))
         await writer.drain()
         return 1
     return 0

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
@@ -38,10 +37,9 @@ class RolloutWorkers:
             for number in range(count):
                 log = logs / (f"worker-{number}.log" if number else "worker.log")
                 self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
-            renderers = [worker.wait_until_ready() for worker in self._workers]
+            self.ready, *_ = [worker.wait_until_ready() for worker in self._workers]
+            """The first worker's renderer; all choose the same."""
             failure.pop_all()
-        self.renderer_info: dict[str, Any] = renderers[0]
-        """The renderer that the workers chose, the reason, and the template's hash."""
 
     def next_batch(self, groups: int) -> list[Group]:
         """Wait for the batch that the published weights will train: `groups` groups, or fewer if the recipe drops

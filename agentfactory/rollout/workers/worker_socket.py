@@ -145,6 +145,15 @@ class Job:
     versions: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Ready:
+    """What a worker answers to `start`: the renderer that it chose, with the reason and the template's hash, and the
+    template's Jinja source."""
+
+    renderer: dict[str, Any]
+    chat_template: str
+
+
 class WorkerProcess:
     """Rank 0's end of one worker: starts it and receives its groups. Its methods raise WorkerDiedError.
 
@@ -192,12 +201,11 @@ class WorkerProcess:
             share=[share.number, share.of],
         )
 
-    def wait_until_ready(self) -> dict[str, Any]:
-        """Return the renderer that the worker chose, the reason, and the template's hash."""
+    def wait_until_ready(self) -> Ready:
+        """Wait for the worker's answer to `start`."""
         while (message := self._receive())["kind"] != "ready":
             self._take(message)
-        renderer: dict[str, Any] = message["renderer"]
-        return renderer
+        return Ready(message["renderer"], message["chat_template"])
 
     @property
     def has_batch(self) -> bool:

@@ -16,7 +16,7 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_in_thread
-from agentfactory.tools.user_code.option_types import check_types
+from agentfactory.tools.user_code.extension import check_types
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,15 @@ from mcp_types import (
 from agentfactory.tools.calls.results import failure, result_of
 from agentfactory.tools.calls.truncation import cut_bytes, size_of
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environments.environment import Environment, gives_anchors, reset_schema, takes_images
+from agentfactory.tools.environments.environment import (
+    ANCHOR_KEY,
+    Environment,
+    anchor_text,
+    gives_anchors,
+    reset_schema,
+    takes_images,
+)
 from agentfactory.tools.environments.environment_host import EnvironmentHost, NoState, gives_reward, is_async
-from agentfactory.tools.environments.state_anchors import ANCHOR_KEY, anchor_text
 from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
 from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool

@@ -1,16 +1,12 @@
 """Sandboxes for unreviewed code: each runs one Python in bubblewrap. docs/sandbox.md says what they prevent."""
 
-from agentfactory.tools.sandbox.script import ScriptResult, run_script
-from agentfactory.tools.sandbox.session import CellResult, Sandbox, SandboxLost
-from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
+from typing import Any
 
-__all__ = [
-    "CellResult",
-    "Sandbox",
-    "SandboxKind",
-    "SandboxLost",
-    "SandboxSettings",
-    "SandboxUnavailable",
-    "ScriptResult",
-    "run_script",
-]
+
+def __getattr__(name: str) -> Any:
+    """Load `run_script` on first use: every process imports the settings, and few start a sandbox."""
+    if name != "run_script":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from agentfactory.tools.sandbox.script import run_script
+
+    return run_script

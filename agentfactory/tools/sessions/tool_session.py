@@ -17,8 +17,8 @@ from mcp_types import INVALID_PARAMS, CallToolResult
 
 from agentfactory.tools.calls.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
 from agentfactory.tools.calls.truncation import left_out_of
+from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
 from agentfactory.tools.environments.pool import Lease
-from agentfactory.tools.environments.state_anchors import ANCHOR_KEY, anchor_text
 from agentfactory.tools.errors import short
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection

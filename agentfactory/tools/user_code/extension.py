@@ -1,15 +1,19 @@
-"""A user's function (`FILE.py:NAME`) that replaces a built-in one: loads it, and checks its parameters."""
+"""A user's function (`FILE.py:NAME`) that replaces a built-in one: loads it, and checks its parameters and options."""
 
 import inspect
+import json
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from agentfactory.tools.config import Section
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 
@@ -32,6 +36,12 @@ class Extension:
             return self.function(**given, **self.options)
         with self.blamed():
             return self.function(**given, **self.options)
+
+    def option(self, name: str) -> Any:
+        """Return the value of an option: what the recipe gives, or the parameter's default; None if there is none."""
+        parameter = inspect.signature(self.function).parameters.get(name)
+        default = None if parameter is None or parameter.default is parameter.empty else parameter.default
+        return self.options.get(name, default)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -108,3 +118,24 @@ def _check_parameters(
         if name not in parameters and not takes_rest:
             problem = f"{shown} has no such option"
             raise SettingError(f"{given}.{name}", problem, f"remove it; its options are {', '.join(known) or 'none'}")
+
+
+def check_types(options: Mapping[str, Any], taker: Callable[..., Any], field: str) -> None:
+    """Raise SettingError for an option that its annotation in `taker`, a function or a dataclass, does not allow.
+
+    An integer is a float, too, and a text a path; nothing else is converted. What JSON cannot express, which only a
+    program can give, is not checked.
+    """
+    try:
+        annotations = get_type_hints(taker)
+    except NameError:  # of a class within a function
+        return
+    for name, value in options.items():
+        try:
+            given, expected = json.dumps(value), TypeAdapter(annotations.get(name, Any))
+        except (TypeError, ValueError, PydanticUserError):
+            continue
+        try:
+            expected.validate_json(given, strict=True)
+        except ValidationError as error:
+            raise SettingError(f"{field}.{name}", f"got {short(value)}: {error.errors()[0]['msg']}") from None

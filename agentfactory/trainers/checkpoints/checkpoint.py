@@ -49,13 +49,19 @@ class Checkpoints:
         self.saved_step = self.train_state.step
         """The step of the newest checkpoint, durable or being written."""
         self._folder = folder
+        self._tokenizer = tokenizer
         self._writer = CheckpointWriter(folder, tokenizer)
         self._in_writing: list[str] = []
         self._durable: list[str] = []
         self._train = train
-        self._info = info or {}
+        self._info = {**(info or {})}
         self._files = files
         self._resume = resume
+
+    def note_renderer(self, chat_template: str, renderer: dict[str, Any]) -> None:
+        """Set the chat template and the description of its renderer that each checkpoint contains (rank 0)."""
+        self._tokenizer.chat_template = chat_template
+        self._info["renderer"] = renderer
 
     def due(self, step: int) -> bool:
         """Return whether the recipe asks for a checkpoint of `step`."""

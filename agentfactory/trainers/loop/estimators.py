@@ -274,39 +274,55 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
 
 INPUTS = ("rewards", "batch_rewards", "groups")
 
+_COMPARES_TURNS = (gigpo,)
+_COMPARES_CHAINS = (reinforce_pp_baseline, *_COMPARES_TURNS)
+"""Of those that take `groups`. One that takes `rewards` always compares the chains of a group."""
+
 
 class Estimator:
     """`train.advantage.estimator`: one of ESTIMATORS, or the user's own `FILE.py:NAME`."""
 
     def __init__(self, config: AdvantageConfig) -> None:
         """Raises SettingError if it cannot be loaded or its parameters do not fit."""
-        self._scale: Scale = config.options.scale if config.estimator == "grpo" else "none"
-        self._function = load_extension("train.advantage.estimator", config.estimator, ESTIMATORS, INPUTS, config)
+        field = "train.advantage.estimator"
+        self._function = load_extension(field, config.estimator, ESTIMATORS, INPUTS, config)
         takes = self._function.takes
         if "groups" in takes and len(takes) > 1:
             problem = f"{self._told} takes both {' and '.join(takes)}"
-            raise SettingError("train.advantage.estimator", problem, "take groups alone, or rewards")
+            raise SettingError(field, problem, "take groups alone, or rewards")
         if takes == ("batch_rewards",):
             problem = f"{self._told} takes batch_rewards without rewards"
-            raise SettingError("train.advantage.estimator", problem, "take rewards too: they are those of one group")
+            raise SettingError(field, problem, "take rewards too: they are those of one group")
 
     @property
     def _told(self) -> str:
         return self._function.name
 
     @property
-    def compares(self) -> bool:
-        """Whether it compares the chains of a group, and gives all tokens of a chain the same advantage."""
+    def _judges_chains(self) -> bool:
         return "groups" not in self._function.takes
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the chains of a group, and leaves the single tokens' rewards aside. Unknown, and False,
+        for a user's function that takes `groups`."""
+        return self._judges_chains or self._function.function in _COMPARES_CHAINS
+
+    @property
+    def compares_turns(self) -> bool:
+        """Whether it compares turns that begin in the same state."""
+        return self._function.function in _COMPARES_TURNS
 
     def __call__(self, groups: Groups) -> tuple[PerToken, PerToken]:
         """Returns advantages per token, and the returns that a critic learns (empty without one).
 
         Raises SettingError if the function returned something else.
         """
-        if self.compares:
+        if self._judges_chains:
             batch = [chain.reward for group in groups for chain in group]
-            return spread(groups, partial(self._of_group, batch), self._scale), []
+            # turn rewards are divided as the chains' are
+            scale: Scale = self._function.option("scale") or "none"
+            return spread(groups, partial(self._of_group, batch), scale), []
         found = self._function(groups=groups)
         if not self._told:
             # our own functions may also return a critic's returns

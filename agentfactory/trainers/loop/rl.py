@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -74,35 +74,43 @@ class TrainResult:
         return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, line.evaluated, stop.agreed_on)
 
 
+@dataclass(frozen=True)
+class Services:
+    """What the loop works with besides the policy. Every process has `canary`, `turns` and `stop`; the others are used
+    on rank 0 only."""
+
+    log: Log
+    note: Note | None = None
+    source: GroupSource | None = None
+    """None on ranks other than 0."""
+    sync: WeightSync | None = None
+    """None if no server is to be updated."""
+    canary: Canary | None = None
+    """Proves what `sync` has pushed."""
+    turns: Turns = field(default_factory=Turns)
+    """Gives the trainer's device to a server between turns."""
+    stop: Stop = field(default_factory=Stop)
+    """Ends the run after the present step."""
+
+
 def train_rl(
     recipe: TrainRecipe,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
-    *,
-    source: GroupSource | None,
-    sync: WeightSync | None,
-    log: Log,
-    note: Note | None = None,
-    canary: Canary | None = None,
-    stop: Stop | None = None,
-    turns: Turns | None = None,
+    services: Services,
     images: Path | None = None,
 ) -> TrainResult:
     """Runs steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights.
 
-    Every process calls it. `source`, `sync`, `log` and `note` are used on rank 0 only; `source` is None elsewhere.
-    `sync` is None if no server is to be updated. `canary` proves what `sync` has pushed, and is passed to all
-    processes. `checkpoints` contains the state to continue from. `stop` ends the run after the present step. `turns`
-    gives the trainer's device to a server between turns. `images` is the folder of the chains' images.
-    Version 0 is the initial weights; step k ends with version k.
+    Every process calls it. `checkpoints` contains the state to continue from. `images` is the folder of the chains'
+    images. Version 0 is the initial weights; step k ends with version k.
     """
-    stop, turns = stop or Stop(), turns or Turns()
-    with turns.training():
+    with services.turns.training():
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images)
-        turns.share(learner)
+        services.turns.share(learner)
         checkpoints.restore(learner)
-        loop = _Loop(recipe, accelerator, checkpoints, learner, source, sync, log, note, canary, stop, turns)
+        loop = _Loop(recipe, accelerator, checkpoints, learner, services)
         expected = loop.canary_scores()
     with checkpoints.ending():
         loop.begin(expected)
@@ -110,7 +118,7 @@ def train_rl(
             if not loop.step(step):
                 break
         loop.save_what_is_left()
-    return TrainResult.of(checkpoints, stop)
+    return TrainResult.of(checkpoints, services.stop)
 
 
 @dataclass(frozen=True)
@@ -137,26 +145,16 @@ class _Loop:
         accelerator: Accelerator,
         checkpoints: Checkpoints,
         learner: Learner,
-        source: GroupSource | None,
-        sync: WeightSync | None,
-        log: Log,
-        note: Note | None,
-        canary: Canary | None,
-        stop: Stop,
-        turns: Turns,
+        services: Services,
     ) -> None:
         self.recipe = recipe
         self.accelerator = accelerator
         self.checkpoints = checkpoints
         self.state = checkpoints.train_state
         self.learner = learner
-        self.source = source
-        self.sync = sync
-        self.log = log
-        self.note = note
-        self.canary = canary
-        self.stop = stop
-        self.turns = turns
+        self.log, self.note = services.log, services.note
+        self.source, self.sync, self.canary = services.source, services.sync, services.canary
+        self.turns, self.stop = services.turns, services.stop
         self.scores = needed_scores(recipe)
         self.versions = WeightVersions(self.state.labels)
 

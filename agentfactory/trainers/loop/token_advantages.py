@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -69,9 +70,18 @@ class Credit:
         self._recipe = recipe
         self._ids = [group.id for group in groups]
         self._groups = [
-            [_chain(t, policy is OutcomePolicy.KEEP, recipe) for t in group.trajectories if (policy := _use(t, recipe))]
+            [
+                _chain(t, policy is OutcomePolicy.KEEP, recipe, self._estimator.compares_turns)
+                for t in group.trajectories
+                if (policy := _use(t, recipe))
+            ]
             for group in groups
         ]
+
+    @cached_property
+    def _estimator(self) -> Estimator:
+        # loaded where there are groups: on rank 0
+        return Estimator(self._recipe.train.advantage)
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -141,9 +151,9 @@ class Credit:
             ]
             for group in self._groups
         ]
-        advantages, targets = Estimator(self._recipe.train.advantage)(groups)
+        advantages, targets = self._estimator(groups)
         _check_finite(advantages, self._recipe.train.advantage.estimator)
-        if self._recipe.train.advantage.estimator == "gigpo":
+        if self._estimator.compares_turns:
             metrics |= step_metrics(groups)
         if targets:
             pairs = [(t, c.stream("value")) for c, t in zip(chains, targets, strict=True)]
@@ -209,7 +219,7 @@ def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
     return policy if used and trajectory.reward is not None else None
 
 
-def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain:
+def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe, compares_turns: bool) -> _Chain:
     assert trajectory.reward is not None
     reward = trajectory.reward
     overlong = recipe.train.overlong
@@ -224,7 +234,7 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     advantage = recipe.train.advantage
     malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
     anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
-    if trajectory.turn_rewards is None and not malformed and not anchors and advantage.estimator != "gigpo":
+    if trajectory.turn_rewards is None and not malformed and not anchors and not compares_turns:
         return _Chain(trajectory.id, reward, [], [], [], rows, places, sources, [])
     # without context to predict it from, the first token of a row is not trained: see training_row
     lengths = [

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.calls.run_notices import tell
-from agentfactory.tools.environments.state_anchors import anchor_text
+from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.loop.estimators import Groups, step_groups
 
 logger = logging.getLogger(__name__)

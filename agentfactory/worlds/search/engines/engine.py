@@ -21,7 +21,7 @@ from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_in_thread
-from agentfactory.tools.user_code.option_types import check_types
+from agentfactory.tools.user_code.extension import check_types
 from agentfactory.worlds.browse.answer_cache import DiskCache
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import content_of
