@@ -80,7 +80,7 @@ def describe_prompt(
             ids, _ = renderer.sight.expand(ids, said)
         return f"\n--- {title}: {len(ids)} ids\n{_short(text, most)}\n--- {_short(str(ids), most and most // 6)}"
 
-    opening = renderer.instruct(messages, tools)
+    opening = renderer.dialogue.instruct(messages, tools)
     ids = renderer.open(opening, tools)
     yield shown("the first prompt", ids, opening)
     if not tools:
@@ -91,7 +91,7 @@ def describe_prompt(
     parsed = renderer.parse(said, specs=tools)
     if parsed.calls == []:
         raise ValueError(f"the format does not read the made call of {call[0]}: {parsed.error}")
-    new = renderer.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
+    new = renderer.dialogue.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
     conversation = [*opening, parsed.message, *new]
     following = renderer.extend([*ids, *said], conversation, new, tools)
     if following is None:

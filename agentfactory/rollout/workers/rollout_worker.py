@@ -72,7 +72,8 @@ class Worker:
             if self.held_out:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)
-            await self._send("ready", renderer=runner.setup.renderer.info)
+            runner = runner.watched(len(self.order.tasks))
+            await self._send("ready", renderer=runner.renderer.info)
             collect_rarely()
             messages = self._messages()
             first = await anext(messages, None)
