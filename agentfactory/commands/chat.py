@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,14 @@ from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.chains.chain_runner import ChainRunner, begin
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
-from agentfactory.rollout.chains.sampling import Sampler, Sampling
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
-from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row, text_part
 from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import size_of
@@ -133,28 +131,27 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
             _say(f"  [the conversation broke: {error}]")
 
 
-class Conversation:
-    """A chain that a person continues: it shows messages, calls and results as they happen."""
+class Conversation(PolicyTurns):
+    """The policy's turns in a chain that a person continues: it shows messages, calls and results as they happen."""
 
     def __init__(self, runner: ChainRunner, task: Task, sampling: Sampling, name: str) -> None:
-        self._episode = Episode(runner.setup, begin(name), task, sampling)
-        self._trajectory = self._episode.trajectory
-        self._turns = _ShownTurns(self._episode, runner.renderer, runner.sampler, runner.agent, self._show)
-        self._loop = ToolLoop(self._episode, self._turns)
+        episode = Episode(runner.setup, begin(name), task, sampling)
+        super().__init__(episode, runner.renderer, runner.sampler, runner.agent)
+        self._loop = ToolLoop(episode, self)
         self._runner = runner
         self._shown = 0
 
     async def hold(self, session: ToolSession, lines: AsyncIterator[str], shown: bool) -> None:
         """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the question is already on
         the screen, because the person typed it."""
-        self._shown = len(self._trajectory.messages) if shown else 0
+        self._shown = len(self.episode.trajectory.messages) if shown else 0
         stopped = await self._loop.play(session)
         while True:
             self._show()
             if stopped is not StopReason.ANSWER:
                 _say(f"  [stopped: {stopped}]")
             # these end the conversation for good
-            if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self._episode.limits.stopped:
+            if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.episode.limits.stopped:
                 return
             message = None
             while message is None:
@@ -173,25 +170,32 @@ class Conversation:
             return None
         if not said.images:
             return {"role": "user", "content": said.text}
-        return self._episode.limits.settle_message(row["messages"][0])
+        return self.episode.limits.settle_message(row["messages"][0])
 
     async def _hear(self, session: ToolSession, message: Message) -> StopReason:
-        self._trajectory.messages.append(message)
-        self._shown = len(self._trajectory.messages)
-        self._turns.context.hear([message])
+        self.episode.trajectory.messages.append(message)
+        self._shown = len(self.episode.trajectory.messages)
+        self.context.hear([message])
         # each line allows as many turns as a chain
-        self._episode.max_turns = self._trajectory.turns + self._runner.setup.config.max_turns
+        self.episode.max_turns = self.episode.trajectory.turns + self._runner.setup.config.max_turns
         try:
             # include the results of the last turn, which may have reached the turn limit
-            await self._turns.go_on(self._turns.context.turns[-1][1:])
+            await self.go_on(self.context.turns[-1][1:])
         except ContextOverflowError:
             return StopReason.CONTEXT_OVERFLOW
         return await self._loop.act(session)
 
+    async def take(self, anchor: str | None) -> TakenTurn:
+        """See Turns."""
+        self._show()
+        taken = await super().take(anchor)
+        self._show()
+        return taken
+
     def _show(self) -> None:
-        for message in self._trajectory.messages[self._shown :]:
-            _show_message(message, self._told(message), opening=self._trajectory.turns == 0)
-        self._shown = len(self._trajectory.messages)
+        for message in self.episode.trajectory.messages[self._shown :]:
+            _show_message(message, self._told(message), opening=self.episode.trajectory.turns == 0)
+        self._shown = len(self.episode.trajectory.messages)
 
     def _told(self, message: Message) -> str:
         """Return a message's content as text, with the files of the images that the model gets."""
@@ -207,23 +211,6 @@ class Conversation:
                 for part in content
             ]
         )
-
-
-class _ShownTurns(PolicyTurns):
-    """Calls `show` before and after each turn."""
-
-    def __init__(
-        self, episode: Episode, renderer: Renderer, sampler: Sampler, agent: AgentHooks, show: Callable[[], None]
-    ) -> None:
-        super().__init__(episode, renderer, sampler, agent)
-        self._show = show
-
-    async def take(self, anchor: str | None) -> TakenTurn:
-        """See Turns."""
-        self._show()
-        taken = await super().take(anchor)
-        self._show()
-        return taken
 
 
 def _show_message(message: Message, content: str, opening: bool) -> None:

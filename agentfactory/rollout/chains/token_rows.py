@@ -2,7 +2,7 @@
 takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agentfactory.rollout.images.image_intake import TextOnly
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds
@@ -16,7 +16,7 @@ class Piece:
     """Ids to be added to a row as context, and where images are in them."""
 
     ids: list[int]
-    images: list[ImageSpan] = field(default_factory=list)
+    images: list[ImageSpan]
 
     def add_to(self, row: Row) -> None:
         """Append the ids to a row."""

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from agentfactory.rollout.chains.turn import AgentFailed
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
 from agentfactory.rollout.gateway.gateway_server import Gateway
-from agentfactory.rollout.gateway.gateway_turns import AskedTurns, OverflowRefusal, SampledTurn, unavailable
+from agentfactory.rollout.gateway.gateway_turns import AskedTurns, SampledTurn, unavailable
 from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key
 from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.turn_tree import Plan
@@ -37,8 +36,6 @@ class GatewayChain:
         self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self._over: StopReason | None = None
         """Why the agent may take no more turns, though it is still waited for."""
-        self._last: StopReason = StopReason.ANSWER
-        """Why the chain ends if the agent asks for nothing more."""
         self._taken = 0
         """Turns that were sampled or are being sampled."""
         self._requests: set[asyncio.Task[Any]] = set()
@@ -70,11 +67,11 @@ class GatewayChain:
                     if self._ended.done():
                         return self._ended.result()
                     trajectory.result = agent.result()
-                    return self._over or self._last
+                    return self._over or self.turns.last
                 except AgentFailed as failure:
                     trajectory.result = failure.result
-                    if self._last is StopReason.CONTEXT_OVERFLOW:
-                        return self._last  # it was told so, and could not go on
+                    if self.turns.last is StopReason.CONTEXT_OVERFLOW:
+                        return self.turns.last  # it was told so, and could not go on
                     raise
                 finally:
                     agent.cancel()
@@ -98,7 +95,7 @@ class GatewayChain:
     async def _shown_task(self) -> Task:
         """Return the row as the agent gets it: with its images, if the agent cannot read the files."""
         task = self.episode.task
-        return await self.episode.setup.images.for_stranger(task) if self.agent.elsewhere else task
+        return await self.episode.setup.images.without_files(task) if self.agent.elsewhere else task
 
     def _report(self, reward: EnvironmentReward) -> None:
         self.episode.reported = reward
@@ -146,17 +143,15 @@ class GatewayChain:
         if self._ended.done() or left < asked.choices:
             self._end(StopReason.MAX_TURNS)
             raise Refusal(400, "max_turns", f"the chain has rollout.max_turns={self.episode.max_turns} turns")
-        with self._noting_overflow():
-            plan = await self.turns.plan(asked)
-            room = self.turns.room(plan)
+        plan = await self.turns.plan(asked)
+        room = self.turns.room(plan)
         self._taken += asked.choices
         longest = self.episode.setup.config.max_tokens
         return self._sample(asked, plan, min(room, longest, asked.max_tokens or longest))
 
     async def count(self, asked: Asked) -> int:
         """See server.Asking."""
-        with self._noting_overflow():
-            return len((await self.turns.plan(asked)).ids)
+        return len((await self.turns.plan(asked)).ids)
 
     async def _sample(self, asked: Asked, plan: Plan, most: int) -> list[Said]:
         if self._closed:  # since the request was admitted
@@ -166,9 +161,8 @@ class GatewayChain:
         self._requests.add(request)
         start = time.monotonic()
         try:
-            with self._noting_overflow():
-                turns = await self.turns.sample(asked, plan, self.episode.sampling, most)
-        except (OverflowRefusal, asyncio.CancelledError):
+            turns = await self.turns.sample(asked, plan, self.episode.sampling, most)
+        except (Refusal, asyncio.CancelledError):
             self._taken -= asked.choices
             raise
         except (InferenceError, ServerUnreachableError) as error:
@@ -189,12 +183,3 @@ class GatewayChain:
         episode.counts["truncated_turns"] += cut
         if turn.parsed.error is not None:
             episode.note_malformed(number)
-        self._last = StopReason.MAX_TOKENS if cut and not turn.said.calls else StopReason.ANSWER
-
-    @contextmanager
-    def _noting_overflow(self) -> Iterator[None]:
-        try:
-            yield
-        except OverflowRefusal:
-            self._last = StopReason.CONTEXT_OVERFLOW
-            raise

@@ -18,7 +18,7 @@ from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.templates import RenderError
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.trajectory import Row, StopReason
 from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,6 @@ logger = logging.getLogger(__name__)
 _PAGE = "docs/own-agents.md"
 _MOST_CHARACTERS = 64
 """Characters per token of a conversation that is not even rendered. No text has so many."""
-
-
-class OverflowRefusal(Refusal):
-    """A conversation leaves no room for a turn."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,8 @@ class AskedTurns:
         self.tree = ChainTree(rows, renderer)
         self.counts: Counter[str] = Counter()
         """Metrics of the gateway."""
+        self.last = StopReason.ANSWER
+        """Why the chain ends if nothing more is asked for."""
         self._renderer = renderer
         self._images = renderer.sight or TextOnly()
         self._sampler = sampler
@@ -81,14 +79,14 @@ class AskedTurns:
             raise wrong(f"messages: {error}") from error
 
     def room(self, plan: Plan) -> int:
-        """Return the most tokens that a turn may have. Raises OverflowRefusal if that is none."""
+        """Return the most tokens that a turn may have. Raises Refusal if that is none."""
         if (room := self._longest - len(plan.ids)) < 1:
             raise self._overflow(f"{len(plan.ids)} tokens")
         return room
 
     async def sample(self, asked: Asked, plan: Plan, sampling: Sampling, most: int) -> list[SampledTurn]:
-        """Sample the turns that a request asks for, of at most `most` tokens each. Raises OverflowRefusal,
-        InferenceError, ServerUnreachableError."""
+        """Sample the turns that a request asks for, of at most `most` tokens each. Raises Refusal if the
+        server has no room for them, InferenceError, ServerUnreachableError."""
 
         async def complete() -> Completion:
             self._asked += 1
@@ -122,6 +120,7 @@ class AskedTurns:
         reasoning = parsed.message.get("reasoning_content") or ""
         shown = assistant(text, [(call.id, call.name, call.arguments) for call in calls], reasoning)
         node = self.tree.record(plan, completion, parsed, Delivered.of(shown, stop, whole))
+        self.last = StopReason.MAX_TOKENS if completion.cut and not calls else StopReason.ANSWER
         logprobs = zip(ids, completion.logprobs, strict=True) if asked.options.get("logprobs") else ()
         said = Said(
             secrets.token_hex(12),
@@ -146,11 +145,10 @@ class AskedTurns:
         at, stop = found
         return completion.beginning(tokens_of(at + len(stop), ids, self._renderer.decode)), stop
 
-    def _overflow(self, problem: str) -> OverflowRefusal:
-        text = (
-            f"This model's maximum context length is {self._longest} tokens; the conversation leaves no room: {problem}"
-        )
-        return OverflowRefusal(400, "context_length_exceeded", text)
+    def _overflow(self, problem: str) -> Refusal:
+        self.last = StopReason.CONTEXT_OVERFLOW
+        limit = f"This model's maximum context length is {self._longest} tokens"
+        return Refusal(400, "context_length_exceeded", f"{limit}; the conversation leaves no room: {problem}")
 
     def _note_unmatched(self, plan: Plan) -> None:
         self.counts["gateway/spliced_turns"] += plan.spliced

@@ -211,7 +211,7 @@ class Sight:
         """Return messages for a chat endpoint, which gets the images themselves, in user messages."""
         return await self._with_images(show_in_user_turns(messages))
 
-    async def for_stranger(self, task: dict[str, Any]) -> dict[str, Any]:
+    async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
         """Return a row that was taken for a program that cannot read its files: the images are in its messages."""
         if "images" not in task:
             return task
@@ -263,7 +263,7 @@ class TextOnly:
         """Return messages for a chat endpoint, with text in the place of images."""
         return [{**message, "content": text_of(message.get("content") or "")} for message in messages]
 
-    async def for_stranger(self, task: dict[str, Any]) -> dict[str, Any]:
+    async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
         """Return a row unchanged."""
         return task
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.images.families import view_of, why_unseen
 from agentfactory.rollout.images.image_intake import Images, Sight
 from agentfactory.rollout.images.parts import has_images
 from agentfactory.rollout.images.places_in_text import state_places, unknown_way
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.images.coordinates import VIEW_FIELD, ModelView, stating
+from agentfactory.tools.images.coordinates import VIEW_FIELD, stating
 from agentfactory.tools.messages import ToolSpec
 
 Task = dict[str, Any]
@@ -24,14 +25,7 @@ class TaskImages:
     def __init__(self, recipe: RolloutRecipe, images: Images) -> None:
         self._recipe = recipe
         self._images = images
-        self.view = self._find_view()
-
-    def _find_view(self) -> ModelView | None:
-        if self._images.vision is None:
-            return None
-        from agentfactory.rollout.images.families import view_of
-
-        return view_of(self._recipe.model.path, self._images.vision, self._recipe.rollout.coordinates)
+        self.view = view_of(recipe.model.path, images.vision, recipe.rollout.coordinates)
 
     def describe(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
         """Return descriptions of tools with the model's way of stating places."""
@@ -74,7 +68,5 @@ class TaskImages:
                 return self._images
             problem = "it has no images, and rows of the data have some"
             raise SettingError("model.chat_template", problem, "set null: the model's own has them")
-        from agentfactory.rollout.images.families import why_unseen
-
         problem = f"its rows have images, and {why_unseen(self._recipe.model.path)}"
         raise SettingError(section, problem, "use a model that sees, or leave out the column `images`")

@@ -3,14 +3,12 @@ again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from agentfactory.rollout.images.image_intake import Sight
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
-
-if TYPE_CHECKING:  # chains of text need no image library
-    from agentfactory.rollout.images.image_intake import Sight
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Renderer(Protocol):
     stop_token_ids: list[int]
     stops: tuple[str, ...]
     info: dict[str, Any]
-    sight: "Sight | None"
+    sight: Sight | None
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Return the ids of a conversation, ending with the generation prompt."""

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.images.image_intake import Sight
 from agentfactory.rollout.images.parts import for_template, image_urls
 from agentfactory.rollout.text.conversation_rows import ConversationRows
 from agentfactory.rollout.text.dialogue import Dialogue, Line, as_lines
@@ -20,9 +21,6 @@ from agentfactory.rollout.text.templates import ChatTemplate, RenderError, cache
 from agentfactory.rollout.text.token_roles import TokenLengths, turn_roles
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec, text_of
-
-if TYPE_CHECKING:  # chains of text need no image library
-    from agentfactory.rollout.images.image_intake import Sight
 
 
 class TemplateRenderer:
@@ -49,7 +47,7 @@ class TemplateRenderer:
         parser: Parser,
         info: dict[str, Any],
         eos_token_ids: Sequence[int] = (),
-        sight: "Sight | None" = None,
+        sight: Sight | None = None,
         use: Use = Use.APPEND,
     ) -> None:
         self.tokenizer = tokenizer
@@ -58,11 +56,7 @@ class TemplateRenderer:
         self.behaviour = behaviour
         self.parser = parser
         self.dialogue = Dialogue(
-            parser,
-            behaviour.system,
-            behaviour.shows_tools,
-            behaviour.images_of_tools,
-            behaviour.complains_as_tool,
+            parser, behaviour.system, behaviour.shows_tools, behaviour.images_of_tools, behaviour.complains_as_tool
         )
         self.sight = sight
         # a token that only the template writes, in the text of an assistant too

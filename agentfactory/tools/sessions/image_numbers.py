@@ -1,6 +1,6 @@
 """Numbers before the images that tools return, from the environment that works on a chain's images."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,17 @@ class ImageNumbers:
     """Gives the images in results to the environment that has the role, if one of a chain's `servers` has, and puts
     what it says of each, such as a number, before the image. It knows its own images.
 
-    `origin` returns the server of a tool, None if there is none; `ask` calls the hidden tool of a role.
+    `origins` has the server of each tool; `ask` calls the tool of a server, by its name, that has a role.
     """
 
     def __init__(
         self,
         servers: Sequence[ToolServer],
-        origin: Callable[[str], ToolServer | None],
-        ask: Callable[[ToolServer, str, dict[str, Any]], Awaitable[CallToolResult]],
+        origins: Mapping[str, ToolServer],
+        ask: Callable[[str, str, dict[str, Any]], Awaitable[CallToolResult]],
     ) -> None:
         self._taker = next((server for server in servers if ROLE in server.hidden), None)
-        self._origin = origin
+        self._origins = origins
         self._ask = ask
 
     async def number(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
@@ -37,7 +37,7 @@ class ImageNumbers:
             ToolInfrastructureError: the environment's server died, or lost this chain's state.
         """
         return [
-            replace(result, content=await self.number_content(result.content, self._origin(call.name)))
+            replace(result, content=await self.number_content(result.content, self._origins.get(call.name)))
             for call, result in zip(calls, results, strict=True)
         ]
 
@@ -48,7 +48,7 @@ class ImageNumbers:
         images = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
         if not images:
             return content
-        answer = (await self._ask(self._taker, ROLE, {"images": images})).structured_content or {}
+        answer = (await self._ask(self._taker.name, ROLE, {"images": images})).structured_content or {}
         told = iter(answer["told"])
         parts: list[dict[str, Any]] = []
         for part in content:

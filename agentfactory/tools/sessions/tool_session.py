@@ -160,13 +160,9 @@ class ToolSession:
     def images(self) -> ImageNumbers:
         """Numbers the images in results."""
 
-        def origin(tool: str) -> ToolServer | None:
-            return self._routes[tool].server if tool in self._routes else None
-
-        async def ask(server: ToolServer, role: str, arguments: dict[str, Any]) -> CallToolResult:
-            return await self._control(self._shares[server.name], role, arguments)
-
-        return ImageNumbers(self._servers, origin, ask)
+        origins = {name: route.server for name, route in self._routes.items()}
+        # made anew each time: kept, it and the session would refer to each other
+        return ImageNumbers(self._servers, origins, lambda name, *ask: self._control(self._shares[name], *ask))
 
     async def reward(self) -> EnvironmentReward | None:
         """Return the environment's reward for the chain; None without an environment that gives one.
