@@ -8,7 +8,6 @@ from typing import Any
 
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.turn import AgentFailed
-from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
 from agentfactory.rollout.gateway.gateway_server import Gateway
 from agentfactory.rollout.gateway.gateway_turns import AskedTurns, SampledTurn, unavailable
@@ -47,12 +46,12 @@ class GatewayChain:
 
     async def play(self, session: ToolSession) -> StopReason:
         """Let the agent run until it ends or may take no more turns, and return the reason. Raises AgentFailed."""
-        trajectory = self.episode.trajectory
+        trajectory, task, images = self.episode.trajectory, self.episode.task, self.episode.setup.images
         try:
             with self.gateway.serving(self) as endpoint:
                 visit = Visit(
                     endpoint,
-                    await self._shown_task(),
+                    await images.without_files(task) if self.agent.elsewhere else task,
                     trajectory.id,
                     self._tools(session),
                     self.episode.workspace,
@@ -91,11 +90,6 @@ class GatewayChain:
                 self._end(reason)
 
         return ChainTools(episode.setup.specs, session, episode.limits, episode.timeline, note, self._fail)
-
-    async def _shown_task(self) -> Task:
-        """Return the row as the agent gets it: with its images, if the agent cannot read the files."""
-        task = self.episode.task
-        return await self.episode.setup.images.without_files(task) if self.agent.elsewhere else task
 
     def _report(self, reward: EnvironmentReward) -> None:
         self.episode.reported = reward
