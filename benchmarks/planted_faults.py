@@ -120,9 +120,9 @@ FAULTS = (
     # rollout
     Fault(
         "turn-limit",
-        "rollout/chains/episode.py",
-        "if trajectory.turns == self.config.max_turns:",
-        "if trajectory.turns > self.config.max_turns:",
+        "rollout/chains/tool_loop.py",
+        "if trajectory.turns == episode.max_turns:",
+        "if trajectory.turns > episode.max_turns:",
         "rollout/test_chain_runner.py",
     ),
     Fault(

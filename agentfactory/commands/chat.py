@@ -20,15 +20,15 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.chains.chain_runner import ChainRunner, begin
 from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row, text_part
 from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
-from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import size_of
@@ -131,26 +131,27 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
             _say(f"  [the conversation broke: {error}]")
 
 
-class Conversation(Episode):
-    """A chain that a person continues: it shows messages, calls and results as they happen."""
+class Conversation(PolicyTurns):
+    """The policy's turns in a chain that a person continues: it shows messages, calls and results as they happen."""
 
     def __init__(self, runner: ChainRunner, task: Task, sampling: Sampling, name: str) -> None:
-        super().__init__(runner.setup, begin(name), task, sampling)
+        episode = Episode(runner.setup, begin(name), task, sampling)
+        super().__init__(episode, runner.renderer, runner.sampler, runner.agent)
+        self._loop = ToolLoop(episode, self)
         self._runner = runner
-        self._most = self.config.max_turns
         self._shown = 0
 
     async def hold(self, session: ToolSession, lines: AsyncIterator[str], shown: bool) -> None:
         """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the question is already on
         the screen, because the person typed it."""
-        self._shown = len(self.trajectory.messages) if shown else 0
-        stopped = await self.play(session)
+        self._shown = len(self.episode.trajectory.messages) if shown else 0
+        stopped = await self._loop.play(session)
         while True:
             self._show()
             if stopped is not StopReason.ANSWER:
                 _say(f"  [stopped: {stopped}]")
             # these end the conversation for good
-            if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.limits.stopped:
+            if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.episode.limits.stopped:
                 return
             message = None
             while message is None:
@@ -167,38 +168,41 @@ class Conversation(Episode):
         except ValueError as error:
             _say(f"  [not said: {error}]")
             return None
-        return self._limited(row["messages"][0]) if said.images else {"role": "user", "content": said.text}
+        if not said.images:
+            return {"role": "user", "content": said.text}
+        return self.episode.limits.settle_message(row["messages"][0])
 
     async def _hear(self, session: ToolSession, message: Message) -> StopReason:
-        self.trajectory.messages.append(message)
-        self._shown = len(self.trajectory.messages)
+        self.episode.trajectory.messages.append(message)
+        self._shown = len(self.episode.trajectory.messages)
         self.context.hear([message])
         # each line allows as many turns as a chain
-        self.config = self.config.model_copy(update={"max_turns": self.trajectory.turns + self._most})
+        self.episode.max_turns = self.episode.trajectory.turns + self._runner.setup.config.max_turns
         try:
             # include the results of the last turn, which may have reached the turn limit
-            await self._go_on(self.context.turns[-1][1:])
+            await self.go_on(self.context.turns[-1][1:])
         except ContextOverflowError:
             return StopReason.CONTEXT_OVERFLOW
-        return await self.act(session)
+        return await self._loop.act(session)
 
-    async def _take_turn(self) -> tuple[Completion, Parsed]:
+    async def take(self, anchor: str | None) -> TakenTurn:
+        """See Turns."""
         self._show()
-        taken = await super()._take_turn()
+        taken = await super().take(anchor)
         self._show()
         return taken
 
     def _show(self) -> None:
-        for message in self.trajectory.messages[self._shown :]:
-            _show_message(message, self._told(message), opening=self.trajectory.turns == 0)
-        self._shown = len(self.trajectory.messages)
+        for message in self.episode.trajectory.messages[self._shown :]:
+            _show_message(message, self._told(message), opening=self.episode.trajectory.turns == 0)
+        self._shown = len(self.episode.trajectory.messages)
 
     def _told(self, message: Message) -> str:
         """Return a message's content as text, with the files of the images that the model gets."""
-        content, sight = message.get("content") or "", self.renderer.sight
-        if isinstance(content, str) or sight is None:
-            return text_of(content)
-        files = iter(sight.files_of([message]))
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            return content
+        files = iter(self._runner.setup.images.files_of([message]))
         return text_of(
             [
                 text_part(f"[image: {next(files)}]")

@@ -9,7 +9,7 @@ from agentfactory.commands.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.chains.baseline_chain import check_recipe, open_chat_runner
-from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chains.chat_endpoint import look_at as ask_what_it_is
 from agentfactory.rollout.evaluation.evaluate import open_runner
@@ -103,7 +103,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
     return recipe.with_model(path)
 
 
-def open_runner_at(there: There, base: Path, images: Path) -> AbstractAsyncContextManager[ChainRunner]:
+def open_runner_at(there: There, base: Path, images: Path) -> AbstractAsyncContextManager[Runner]:
     """Open a runner for chains against this server; `images` is the folder for the images that they see."""
     if there.by_token_ids:
         return open_runner(there.recipe, base, there.url, images=images)

@@ -26,7 +26,7 @@ from agentfactory.tools.http.server_keys import key_file_of
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from agentfactory.rollout.chains.chain_runner import ChainRunner
+    from agentfactory.rollout.chains.chain_runner import Runner
     from agentfactory.rollout.evaluation.evaluate import Evaluation
 
 
@@ -145,7 +145,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
 def _run_eval(
     recipe: Recipe,
     folder: RunFolder,
-    opened: "AbstractAsyncContextManager[ChainRunner]",
+    opened: "AbstractAsyncContextManager[Runner]",
     model: str,
     say: Say,
     step: int | None = None,

@@ -137,7 +137,8 @@ def write_tasks(
 
     renderer = make_renderer(train_on([]), parser=parser)
     tools = [spec.to_openai()] if renderer.parser.native else None
-    texts = [renderer.template.render(renderer.instruct(messages, [spec]), tools) for messages in transcripts[:1000]]
+    told = (renderer.dialogue.instruct(messages, [spec]) for messages in transcripts[:1000])
+    texts = [renderer.template.render(messages, tools) for messages in told]
     for token in tokens:
         texts = [text.replace(token, "\n") for text in texts]
     tokenizer = train_on(texts)

@@ -176,7 +176,7 @@ async def test_a_bug_of_our_own_is_no_outcome(tmp_path: Path, monkeypatch: pytes
         def broken(*_: Any, **__: Any) -> Parsed:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(chains.runner.setup.renderer, "parse", broken)
+        monkeypatch.setattr(chains.runner.renderer, "parse", broken)
         with pytest.raises(RuntimeError, match="a bug"):
             await chains.run()
 

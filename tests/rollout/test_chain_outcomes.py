@@ -1,5 +1,7 @@
 """Which outcomes of chains a person is told of, and rewards that never work."""
 
+from pathlib import Path
+
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
@@ -7,6 +9,7 @@ from agentfactory.rollout.chains.chain_runner import FirstVerdicts, RolloutStopp
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
+from tests.scripted_chains import scripted_chains
 
 
 def chain(outcome: Outcome = Outcome.COMPLETED, error: str | None = None) -> Trajectory:
@@ -90,3 +93,25 @@ def test_a_reward_that_has_worked_may_fail() -> None:
         verdicts.note_group(BROKEN, TASK)
     with pytest.raises(RolloutStoppedError):
         verdicts.note_group(BROKEN, TASK)
+
+
+RAISES = """
+from agentfactory import reward
+
+@reward
+def right(trajectory):
+    raise KeyError("lft")
+"""
+
+
+async def test_only_a_watched_runner_stops_when_its_first_rewards_fail(tmp_path: Path) -> None:
+    fields = {"tools": [], "rewards": ["notes.py:right"], "rollout": {"group_size": 2}}
+    async with scripted_chains(tmp_path, ["done"] * 9, source=RAISES, **fields) as chains:
+        await chains.runner.check([{"question": "go"}])
+        for _ in range(5):
+            assert (await chains.run()).outcome is Outcome.REWARD_ERROR
+        chains.runner = chains.runner.watched(tasks=1)
+        for _ in range(3):
+            await chains.run()
+        with pytest.raises(RolloutStoppedError, match="4 ended as reward_error"):
+            await chains.run()

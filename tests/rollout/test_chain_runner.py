@@ -320,7 +320,7 @@ async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(
 async def test_a_server_that_is_gone_stops_everything(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     async with (
         open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _),
-        InferenceClient("http://127.0.0.1:9", retry_seconds=0.3) as runner.setup.sampler.client,
+        InferenceClient("http://127.0.0.1:9", retry_seconds=0.3) as runner.sampler.client,
     ):
         with pytest.raises(ServerUnreachableError, match="no server answers at"):
             await run_one(runner)

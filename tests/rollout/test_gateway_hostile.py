@@ -227,7 +227,7 @@ async def test_lone_surrogates_of_a_program_reach_the_person_and_the_files(
 ) -> None:
     half = "no \ud800 plan"
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
-        await chains.runner.check([{"question": "go"}])
+        chains.runner = chains.runner.watched(tasks=1)
         for number in range(4):  # as many as a person is told of
             running = begin(chains, f"{number}.0")
             key = (await program.take())["key"]

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from agentfactory.rollout.chains.chain_runner import begin
+from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig
-from agentfactory.rollout.gateway.gateway_episode import GatewayEpisode
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
@@ -276,8 +276,8 @@ async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Pat
     agent = ProgramAgent(AgentConfig(**given), tmp_path)
     async with scripted_chains(tmp_path, ["tea", "other"], agent=agent, source=REWARD) as chains:
         assert isinstance(chains.runner, GatewayRunner)
-        other = chains.runner.episode(begin("other"), {"question": "go"}, Sampling("policy", 1.0, seed="s"))
-        assert isinstance(other, GatewayEpisode)
+        sampling = Sampling("policy", 1.0, seed="s")
+        other = chains.runner.player(Episode(chains.runner.setup, begin("other"), {"question": "go"}, sampling))
         with chains.runner.gateway.serving(other) as endpoint:
             trajectory = await chains.run(key=endpoint.key)
             assert trajectory.result == "refused refused answered answered"

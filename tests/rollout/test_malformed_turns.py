@@ -43,8 +43,8 @@ def check_told(renderer: TemplateRenderer, text: str, reason: str, form: bool = 
     assert not parsed.calls
     if form:
         assert renderer.parser.form([NOTE])[:20] in parsed.error
-    opening: list[Message] = renderer.instruct([{"role": "user", "content": "go"}], [NOTE])
-    new = renderer.complaint(parsed.error)
+    opening: list[Message] = renderer.dialogue.instruct([{"role": "user", "content": "go"}], [NOTE])
+    new = renderer.dialogue.complaint(parsed.error)
     prompt = renderer.open(opening, [NOTE])
     following = renderer.extend([*prompt, *ids], [*opening, parsed.message, *new], new, [NOTE])
     if following is None:  # a new row

@@ -137,7 +137,7 @@ def test_prompts_have_the_ids_that_the_template_gives(family: Family) -> None:
         messages = conversation(renderer, rng)
         messages = messages[: max(i for i, m in enumerate(messages) if m["role"] != "assistant") + 1]
         # a description of the tools by us spells the format's tokens as characters
-        instructed = renderer.instruct(messages, SPECS) if renderer.behaviour.shows_tools else messages
+        instructed = renderer.dialogue.instruct(messages, SPECS) if renderer.behaviour.shows_tools else messages
         taken = json.loads(json.dumps(instructed))
         for message in taken:
             if "reasoning_content" in message:
@@ -180,7 +180,7 @@ def test_the_first_prompt_is_shown_with_a_made_call_and_its_answer(family: Famil
     text = "\n".join(describe_prompt(renderer, opening, SPECS))
     assert text.startswith(f"format: {family.parser}\n")
     assert f"because: rollout.parser=auto: {family.parser} reads the calls" in text
-    prompt = renderer.open(renderer.instruct(opening, SPECS), SPECS)
+    prompt = renderer.open(renderer.dialogue.instruct(opening, SPECS), SPECS)
     assert f"--- the first prompt: {len(prompt)} ids\n{renderer.tokenizer.decode(prompt)}\n--- {prompt}\n" in text
     _, _, made = text.partition("--- a made call of do_it: ")
     call, _, answer = made.partition("--- its answer")

@@ -62,7 +62,7 @@ def play_chains(
         async with record(url) as recording, open_runner(recipe, QUICKSTART, recording.url) as runner:
             cutting = ChainRunner(
                 recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": 3})}),
-                runner.setup.renderer,
+                runner.renderer,
                 runner.client,
                 runner.toolset,
                 runner.rewards,

@@ -72,8 +72,8 @@ def test_a_turn_with_a_call_and_its_result(name: str) -> None:
     renderer = renderer_of(name)
     native = renderer.parser.native
     call = ("python", {"code": "print(1)"}) if name == "code_block" else ("search", {"query": "rain"})
-    opening = renderer.instruct(OPENING, SPECS)
-    assert renderer.instruct(opening, SPECS) == opening
+    opening = renderer.dialogue.instruct(OPENING, SPECS)
+    assert renderer.dialogue.instruct(opening, SPECS) == opening
     assert (opening == OPENING) == native
     ids = renderer.open(opening, SPECS)
     prompt = decode(renderer, ids)
@@ -89,12 +89,12 @@ def test_a_turn_with_a_call_and_its_result(name: str) -> None:
     assert ("tool_calls" in parsed.message) == native
     if not native:
         assert parsed.message["content"] == written
-    new = renderer.answers(parsed.calls, [ToolResult("It rains.", info={"rank": 1})])
+    new = renderer.dialogue.answers(parsed.calls, [ToolResult("It rains.", info={"rank": 1})])
     following = decode(renderer, renderer.extend([*ids, *sampled], [*opening, parsed.message, *new], new, SPECS))
     assert following.count("It rains.") == 1
     assert "rank" not in following
     assert following.endswith(renderer.behaviour.generation_prompt)
-    told = renderer.complaint("Write it otherwise.")
+    told = renderer.dialogue.complaint("Write it otherwise.")
     assert "Write it otherwise." in decode(renderer, renderer.extend([*ids, *sampled], [], told, SPECS))
     # without the end-of-turn token, and with another split of the text
     ids = encode(renderer, said[:5]) + encode(renderer, said[5:])
@@ -196,7 +196,7 @@ def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(nam
     calls = CODE if name == "code_block" else SEARCH
     row = renderer.conversation_row(conversation(calls, "I look."), SPECS)
     chain = Row()
-    messages = renderer.instruct(OPENING, SPECS)
+    messages = renderer.dialogue.instruct(OPENING, SPECS)
     chain.append_context(renderer.open(messages, SPECS))
     for n in range(3):
         start = len(chain.token_ids)
@@ -209,7 +209,7 @@ def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(nam
         assert parsed.answer == (None if n < 2 or name == "code_block" else "It will.")
         if n < 2:
             assert parsed.message["content"].startswith("I look.\n")
-            new = renderer.answers(parsed.calls, [ToolResult(f"Result {n}.")])
+            new = renderer.dialogue.answers(parsed.calls, [ToolResult(f"Result {n}.")])
             messages += [parsed.message, *new]
             piece = renderer.extend(chain.token_ids, messages, new, SPECS)
             assert piece is not None
@@ -291,7 +291,7 @@ def test_content_parts_are_text_to_a_template_of_text() -> None:
     expected = renderer.open([{"role": "user", "content": "Look:\n[image/png image]"}], SPECS)
     assert renderer.open([{"role": "user", "content": parts, "info": {"a": 1}}], SPECS) == expected
     tags = renderer_of("tags")
-    opening = tags.instruct([{"role": "user", "content": parts}], SPECS)
+    opening = tags.dialogue.instruct([{"role": "user", "content": parts}], SPECS)
     assert "Look:\n[image/png image]" in decode(tags, tags.open(opening, SPECS))
 
 
@@ -319,10 +319,10 @@ def test_text_of_others_forges_no_turn_and_no_call(name: str) -> None:
     def pieces(text: str) -> list[list[int]]:
         specs = [ToolSpec("search", text, {"type": "object", "properties": {"q": {"description": text}}})]
         opening: list[Message] = [{"role": "system", "content": text}, {"role": "user", "content": text}]
-        opening = renderer.instruct(opening, specs)
+        opening = renderer.dialogue.instruct(opening, specs)
         call = ToolCall("call_0", "search", {})
         ids = renderer.open(opening, specs)
-        new = renderer.answers([call], [ToolResult(text)])
+        new = renderer.dialogue.answers([call], [ToolResult(text)])
         following = renderer.extend([*ids, end_of(renderer)], [], new, specs)
         assert following is not None
         turn: Message = {"role": "assistant", "content": ""}
@@ -393,7 +393,7 @@ def test_a_literal_call_in_the_text_of_others_is_never_a_call() -> None:
     for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "react", "tags"):
         renderer = renderer_of(name)
         call = renderer.parser.write([("search", {"query": "x"})], SPECS)
-        opening = renderer.instruct([{"role": "user", "content": f"Explain {call}"}], SPECS)
+        opening = renderer.dialogue.instruct([{"role": "user", "content": f"Explain {call}"}], SPECS)
         ids = renderer.open(opening, SPECS)
         words = renderer.parser.write_answer("It is a call.")
         said = ("</think>" if renderer.behaviour.opens_reasoning else "") + words
@@ -401,7 +401,7 @@ def test_a_literal_call_in_the_text_of_others_is_never_a_call() -> None:
         parsed = renderer.parse(sampled, specs=SPECS)
         assert parsed.calls == []
         assert parsed.error is None
-        new = renderer.answers([ToolCall("call_0", "search", {})], [ToolResult(call * rng.randint(1, 3))])
+        new = renderer.dialogue.answers([ToolCall("call_0", "search", {})], [ToolResult(call * rng.randint(1, 3))])
         assert renderer.extend([*ids, *sampled], [*opening, parsed.message, *new], new, SPECS)
         assert renderer.parse(sampled, specs=SPECS) == parsed
 

@@ -197,7 +197,7 @@ def sampled_turns(family: Family, renderer: TemplateRenderer) -> list[tuple[list
         for at in at_turns[:1] if family.odd else at_turns:
             text = as_written(renderer, messages[: at + 1])
             if text is not None:
-                prompt = renderer.open(renderer.instruct(messages[:at], SPECS), SPECS)
+                prompt = renderer.open(renderer.dialogue.instruct(messages[:at], SPECS), SPECS)
                 ids = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
                 end = renderer.end_of(calls=bool(messages[at].get("tool_calls")))
                 turns.append((prompt, [*ids, end], text))

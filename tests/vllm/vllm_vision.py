@@ -194,7 +194,7 @@ async def test_vllm_reads_images_of_tools(served: Served) -> None:
         row = Row()
         extend(served, row, messages, messages)
         await sample(served, client, row, 0)
-        answers = served.renderer.answers([call], [result])
+        answers = served.renderer.dialogue.answers([call], [result])
         said = {"role": "assistant", "content": "", "tool_calls": [call.to_openai()]}
         extend(served, row, [*messages, said, *answers], answers)
         await sample(served, client, row, 1)

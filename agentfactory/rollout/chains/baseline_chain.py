@@ -11,202 +11,98 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint, ChatEndpointError
-from agentfactory.rollout.chains.episode import Episode, Piece, Setup
-from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.context import Context
+from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.data import Task
-from agentfactory.rollout.images.parts import show_in_user_turns
+from agentfactory.rollout.images.image_intake import Images, TextOnly
 from agentfactory.rollout.inference.connection import ContextOverflowError
-from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.load_renderer import load_renderer, load_sight
 from agentfactory.rollout.text.parsers import AUTO, NativeParser, Parser, load_parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.stop_strings import find_stop
-from agentfactory.rollout.text.transcript import transcript
-from agentfactory.rollout.trajectory import Activity, Row, Trajectory
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
+from agentfactory.rollout.trajectory import Activity
+from agentfactory.tools.calls.truncation import Cut
+from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.images.image_intake import Sight
 
 logger = logging.getLogger(__name__)
 
 
-class ChatEpisode(Episode):
-    """One chain against an endpoint, with messages but no rows."""
+class EndpointTurns:
+    """Takes the turns of one chain from an endpoint; see Turns. There are messages but no rows."""
 
-    sampled: int | None = 0
-    length = 0
-
-    def __init__(
-        self,
-        setup: Setup,
-        trajectory: Trajectory,
-        task: Task,
-        sampling: Sampling,
-        endpoint: ChatEndpoint,
-        words: "ChatWords",
-    ) -> None:
-        super().__init__(setup, trajectory, task, sampling)
+    def __init__(self, episode: Episode, endpoint: ChatEndpoint, parser: Parser) -> None:
+        self.episode = episode
         self.endpoint = endpoint
-        self.words = words
+        self.parser = parser
+        self.context = Context([])
+        self._length = 0
 
-    async def _take_turn(self) -> tuple[Completion, Parsed]:
-        config, words = self.config, self.words
-        left = min(config.max_tokens, config.max_total_tokens - self.length)
+    def begin(self, opening: list[Message]) -> None:
+        """See Turns."""
+        self.context = Context(opening)
+
+    async def take(self, anchor: str | None) -> TakenTurn:
+        """See Turns."""
+        episode, setup, trajectory = self.episode, self.episode.setup, self.episode.trajectory
+        config = setup.config
+        left = min(config.max_tokens, config.max_total_tokens - self._length)
         if left <= 0:
-            raise ContextOverflowError(f"the conversation has {self.length} tokens, of {config.max_total_tokens}")
-        specs = self.specs if words.parser.native else []
-        with self.timeline.measure(Activity.MODEL, self.trajectory.turns):
-            answer = await self.endpoint.ask(await self._shown(), specs, self.sampling.temperature, left)
-        self.trajectory.note_turn(self.anchor)
-        self.length = answer.length or self.length
-        self.sampled = None if self.sampled is None or answer.sampled is None else self.sampled + answer.sampled
-        parsed = words.read(answer.message, self.counts["tool_calls"], self.specs, self._call_ids())
-        self.trajectory.messages.append(parsed.message)
+            raise ContextOverflowError(f"the conversation has {self._length} tokens, of {config.max_total_tokens}")
+        specs = setup.specs if self.parser.native else []
+        with episode.timeline.measure(Activity.MODEL, trajectory.turns):
+            shown = await setup.images.for_endpoint(self.context.messages)
+            answer = await self.endpoint.ask(shown, specs, episode.sampling.temperature, left)
+        episode.note_turn(answer.sampled, anchor)
+        self._length = answer.length or self._length
+        taken = {call["id"] for message in trajectory.messages for call in message.get("tool_calls") or []}
+        parsed = _read(answer.message, self.parser, episode.counts["tool_calls"], setup.specs, taken)
+        trajectory.messages.append(parsed.message)
         self.context.say(parsed.message)
-        self.counts["truncated_turns"] += answer.cut
-        # the ids are unknown; their number is reported if the turn was cut
-        return Completion([], [], [], answer.cut, [1] * (answer.sampled or left)), parsed
+        return TakenTurn(parsed, answer.cut, answer.sampled or left)
 
-    def _call_ids(self) -> set[str]:
-        return {call["id"] for message in self.trajectory.messages for call in message.get("tool_calls") or []}
-
-    async def _shown(self) -> list[Message]:
-        """Return the conversation with the images themselves, or with text in their place if the policy sees none."""
-        sight, messages = self.words.sight, self.context.messages
-        if sight is not None:
-            return await sight.with_data(show_in_user_turns(messages))
-        return [{**message, "content": text_of(message.get("content") or "")} for message in messages]
-
-    def _opened(self, messages: list[Message]) -> Piece:
-        return Piece([])
-
-    def _begin_row(self, piece: Piece) -> None:
-        """Do nothing: there are no ids for a row."""
-
-    async def _go_on(self, answers: list[Message]) -> None:
+    async def go_on(self, answers: list[Message]) -> None:
         """Do nothing: the next request contains the whole conversation."""
 
-    def metrics(self) -> dict[str, float]:
-        """See Episode. `sampled_tokens` is left out if the endpoint does not count them."""
-        metrics = super().metrics()
-        del metrics["sampled_tokens"]
-        return metrics if self.sampled is None else {**metrics, "sampled_tokens": self.sampled}
 
-
-class ChatWords:
-    """Takes the place of a renderer: prepares messages for an endpoint and reads its answers, without token ids."""
-
-    def __init__(self, parser: Parser, recipe: RolloutRecipe, base: Path, images: Path | None = None):
-        self.parser = parser
-        # the endpoint gets images in the size that the policy would see
-        self.sight = None if images is None else _load_sight(recipe, images)
-        self.stop_token_ids: list[int] = []
-        self.stops = parser.stops
-        self.info: dict[str, Any] = {"choice": "chat endpoint"}
-        self.chat_template = ""  # the endpoint's is not known
-        self._tokens = None
-        if recipe.limits.result_tokens is not None:
-            # the baseline's limit counts the policy's tokens too
-            self._tokens = load_renderer(recipe.model, recipe.rollout.parser, tools=False, base=base)
-
-    def read(self, message: dict[str, Any], first_call: int, specs: Sequence[ToolSpec], taken: set[str]) -> Parsed:
-        """Read an answer of the endpoint as a turn. A call keeps its id unless the id is not text or is in `taken`, the
-        chain's ids so far."""
-        content = _said(message)
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        thought = {"reasoning_content": str(reasoning)} if reasoning else {}
-        if not self.parser.native:
-            said: Message = {"role": "assistant", "content": content, **thought}
-            rest = split_reasoning(content, opened=False)[2]
-            stop = find_stop(rest, self.stops)
-            found = self.parser.parse(rest if stop is None else rest[: stop[0]], specs)
-            calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
-            return Parsed(said, [] if found.error else calls, found.error, found.answer)
-        made = []
-        for number, raw in enumerate(message.get("tool_calls") or []):
-            try:
-                name, arguments = _call(raw)
-            except ValueError as error:
-                # keep the text visible, although no API accepts such a call in the history
-                written = json.dumps(message["tool_calls"], ensure_ascii=False)
-                said = {"role": "assistant", "content": f"{content}\n{written}".strip(), **thought}
-                return Parsed(said, error=f"Malformed tool call {number + 1}: {error}.")
-            given = raw.get("id")
-            usable = isinstance(given, str) and given and given not in taken
-            identity = given if usable else f"call_{first_call + number}"
-            taken = taken | {identity}
-            made.append(ToolCall(identity, name, arguments))
-        said = {"role": "assistant", "content": content, **thought}
-        return Parsed(said | ({"tool_calls": [call.to_openai() for call in made]} if made else {}), made)
-
-    def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
-        """Return no ids."""
-        return []
-
-    def extend(self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]) -> list[int]:
-        """Return no ids."""
-        return []
-
-    def parse(
-        self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
-    ) -> Parsed:
-        """Raises TypeError: an endpoint returns messages; see `read`."""
-        raise TypeError("a chat endpoint gives no token ids")
-
-    def parse_text(self, sampled_ids: list[int]) -> Parsed:
-        """Raises TypeError, as `parse` does."""
-        raise TypeError("a chat endpoint gives no token ids")
-
-    def continuation(self, text: str) -> list[int]:
-        """Raises TypeError, as `parse` does."""
-        raise TypeError("a chat endpoint gives no token ids")
-
-    def decode(self, ids: list[int]) -> str:
-        """Raises TypeError, as `parse` does."""
-        raise TypeError("a chat endpoint gives no token ids")
-
-    def stopped(self, ids: list[int]) -> int | None:
-        """Raises TypeError, as `parse` does."""
-        raise TypeError("a chat endpoint gives no token ids")
-
-    def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
-        """Raises TypeError: there are no token ids to make a row of."""
-        raise TypeError("a chat endpoint gives no token ids")
-
-    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Renderer."""
-        return self.parser.instructions(specs)
-
-    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """See Renderer."""
-        return [line.message for line in transcript(messages, self.parser, specs, True, self.instructions(specs))]
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Renderer."""
-        return self.parser.answers(calls, results)
-
-    def complaint(self, text: str) -> list[Message]:
-        """Return a user's message: a tool's message would have to answer a call."""
-        return [{"role": "user", "content": text}]
-
-    def encode(self, prefix: str) -> list[int]:
-        """Return no ids: `check_recipe` refuses a prefix."""
-        return []
-
-    def cut(self, text: str, max_tokens: int) -> str | None:
-        """See Renderer; counts the tokens of `model.path`."""
-        if self._tokens is None:
-            raise TypeError("only limits.result_tokens cuts results")
-        return self._tokens.cut(text, max_tokens)
+def _read(
+    message: dict[str, Any], parser: Parser, first_call: int, specs: Sequence[ToolSpec], taken: set[str]
+) -> Parsed:
+    """Read an answer of the endpoint as a turn. A call keeps its id unless the id is not text or is in `taken`, the
+    chain's ids so far."""
+    content = _said(message)
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    thought = {"reasoning_content": str(reasoning)} if reasoning else {}
+    said: Message = {"role": "assistant", "content": content, **thought}
+    if not parser.native:
+        rest = split_reasoning(content, opened=False)[2]
+        stop = find_stop(rest, parser.stops)
+        found = parser.parse(rest if stop is None else rest[: stop[0]], specs)
+        calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
+        return Parsed(said, [] if found.error else calls, found.error, found.answer)
+    made = []
+    for number, raw in enumerate(message.get("tool_calls") or []):
+        try:
+            name, arguments = _call(raw)
+        except ValueError as error:
+            # keep the text visible, although no API accepts such a call in the history
+            written = json.dumps(message["tool_calls"], ensure_ascii=False)
+            said["content"] = f"{content}\n{written}".strip()
+            return Parsed(said, error=f"Malformed tool call {number + 1}: {error}.")
+        given = raw.get("id")
+        usable = isinstance(given, str) and given and given not in taken
+        identity = given if usable else f"call_{first_call + number}"
+        taken = taken | {identity}
+        made.append(ToolCall(identity, name, arguments))
+    return Parsed(said | ({"tool_calls": [call.to_openai() for call in made]} if made else {}), made)
 
 
 def _parser(recipe: RolloutRecipe, base: Path) -> Parser:
@@ -214,12 +110,21 @@ def _parser(recipe: RolloutRecipe, base: Path) -> Parser:
     return NativeParser() if recipe.rollout.parser == AUTO else load_parser(recipe.rollout.parser, base)
 
 
-def _load_sight(recipe: RolloutRecipe, images: Path) -> "Sight | None":
+def _images(recipe: RolloutRecipe, folder: Path | None) -> Images:
+    """Return how the endpoint gets images, with `folder` for them: in the size that the policy would see."""
     try:
-        return load_sight(recipe.model, images)
+        sight = None if folder is None else load_sight(recipe.model, folder)
     except OSError as error:  # the policy's files are on the hub, and a baseline of text needs none of them
         logger.info("%s cannot be looked up: images become text: %s", recipe.model.path, error)
+        sight = None
+    return sight or TextOnly()
+
+
+def _cut(recipe: RolloutRecipe, base: Path) -> Cut | None:
+    """Return what cuts results: the baseline's limit counts the policy's tokens, too."""
+    if recipe.limits.result_tokens is None:
         return None
+    return load_renderer(recipe.model, recipe.rollout.parser, tools=False, base=base).cut
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -249,7 +154,7 @@ def _call(raw: Any) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
-class ChatRunner(ChainRunner):
+class ChatRunner(Runner):
     """Runs chains against a chat endpoint."""
 
     def __init__(
@@ -262,12 +167,12 @@ class ChatRunner(ChainRunner):
         images: Path | None = None,
     ):
         self.endpoint = endpoint
-        self.words = ChatWords(_parser(recipe, base), recipe, base, images)
-        super().__init__(recipe, self.words, endpoint, toolset, rewards)
+        self.parser = _parser(recipe, base)
+        super().__init__(recipe, Dialogue(self.parser), _images(recipe, images), _cut(recipe, base), toolset, rewards)
 
-    def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> ChatEpisode:
-        """See ChainRunner."""
-        return ChatEpisode(self.setup, trajectory, task, sampling, self.endpoint, self.words)
+    def player(self, episode: Episode) -> ToolLoop:
+        """See Runner."""
+        return ToolLoop(episode, EndpointTurns(episode, self.endpoint, self.parser))
 
 
 def check_recipe(recipe: RolloutRecipe) -> None:
@@ -312,7 +217,7 @@ async def open_chat_runner(
     ):
         await endpoint.check_routes()
         runner = ChatRunner(recipe, endpoint, toolset, rewards, base, images)
-        native = runner.words.parser.native
+        native = runner.parser.native
         temperatures = [recipe.rollout.temperature, *([0.0] if recipe.eval.greedy else [])]
         await endpoint.try_out(toolset.specs if native else [], temperatures)
         yield runner

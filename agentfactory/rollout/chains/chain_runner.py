@@ -2,35 +2,37 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol, Self
 
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
+from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
+from agentfactory.rollout.chains.tool_loop import ToolLoop
 from agentfactory.rollout.chains.turn import AgentFailed, AgentHooks
-from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.images.parts import has_images
-from agentfactory.rollout.images.places_in_text import state_places, unknown_way
+from agentfactory.rollout.images.image_intake import Images, TextOnly
+from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.inference.concurrency import Places
 from agentfactory.rollout.inference.connection import InferenceError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Rates, check_limits
 from agentfactory.tools.calls.run_notices import tell
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.images.coordinates import VIEW_FIELD, ModelView, stating
+from agentfactory.tools.calls.truncation import Cut
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
+from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.images.image_intake import Sight
 
 logger = logging.getLogger(__name__)
 
@@ -105,69 +107,85 @@ def _tell_nulls(tasks: Sequence[Task], section: str, needed: Mapping[str, str]) 
             tell(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
 
 
-def _blind(recipe: RolloutRecipe, renderer: Renderer, section: str) -> SettingError:
-    """Return the error for rows with images and a model that cannot be shown any."""
-    if renderer.sight is None:
-        from agentfactory.rollout.images.families import why_unseen
+class ChainWatch:
+    """Watches the chains of a run on some number of `tasks`: tells of outcomes that too many have, and stops the run if
+    its first rewards only fail."""
 
-        problem = f"its rows have images, and {why_unseen(recipe.model.path)}"
-        return SettingError(section, problem, "use a model that sees, or leave out the column `images`")
-    problem = "it has no images, and rows of the data have some"
-    return SettingError("model.chat_template", problem, "set null: the model's own has them")
+    def __init__(self, config: RolloutConfig, tasks: int) -> None:
+        self._outcomes = ChainOutcomes(config)
+        self._verdicts = FirstVerdicts(config.group_size, tasks)
+
+    def note(self, chain: Trajectory, task: Task) -> None:
+        """Note that a chain on `task` ended. Raises RolloutStoppedError."""
+        self._outcomes.note(chain)
+        self._verdicts.note(chain, task)
+
+    def note_group(self, judged: Sequence[Trajectory], task: Task) -> None:
+        """Note that chains on `task` with rewards of their own were compared. Raises RolloutStoppedError."""
+        for chain in judged:
+            self._verdicts.note_group(chain, task)
 
 
-def _view(recipe: RolloutRecipe, sight: "Sight") -> ModelView | None:
-    from agentfactory.rollout.images.families import view_of
+class Player(Protocol):
+    """Plays the chain of an episode: a tool loop, or an agent with its own loop."""
 
-    return view_of(recipe.model.path, sight.vision, recipe.rollout.coordinates)
+    episode: Episode
+
+    async def play(self, session: ToolSession) -> StopReason:
+        """Play the chain until it ends, and return the reason. Raises AgentFailed, InferenceError or
+        ToolInfrastructureError if it breaks."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics of the chain by name."""
 
 
-class ChainRunner:
-    """Runs chains of one recipe; at most `rollout.concurrency` of them are alive at a time."""
+class Runner(ABC):
+    """Runs chains of one recipe, whoever takes their turns; at most `rollout.concurrency` of them are alive at a
+    time."""
 
     def __init__(
         self,
         recipe: RolloutRecipe,
-        renderer: Renderer,
-        client: InferenceClient,
+        dialogue: Dialogue,
+        images: Images,
+        cut: Cut | None,
         toolset: Toolset,
         rewards: Rewards,
-        agent: AgentHooks | None = None,
     ):
-        """Raises ValueError if the limits, context policy or assistant prefix cannot work with these tools and this
-        template."""
+        """Raises ValueError if the limits or the context policy cannot work with these tools."""
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         check_context(recipe.rollout)
-        renderer.encode(recipe.rollout.assistant_prefix)  # raises at once if the prefix does not fit the template
-        self.view = None if renderer.sight is None else _view(recipe, renderer.sight)
-        """How the model states places in images; None if it sees none, or its way is not known."""
-        self.setup = Setup(
-            recipe,
-            renderer,
-            Sampler(recipe, client, renderer.stop_token_ids, renderer.sight),
-            toolset.specs if self.view is None else [stating(spec, self.view) for spec in toolset.specs],
-            agent or AgentHooks(),
-            Rates(recipe.limits.calls_per_second),
-        )
-        self.renderer = renderer
-        self.client = client
+        self.task_images = TaskImages(recipe, images)
+        specs = self.task_images.describe(toolset.specs)
+        self.setup = Setup(recipe, dialogue, images, specs, cut, Rates(recipe.limits.calls_per_second))
         self.toolset = toolset
         self.rewards = rewards
-        self._verdicts: FirstVerdicts | None = None
-        self._outcomes: ChainOutcomes | None = None
+        self._watch: ChainWatch | None = None
         limit = recipe.rollout.concurrency
         self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 
-    def with_max_turns(self, max_turns: int) -> "ChainRunner":
+    @abstractmethod
+    def player(self, episode: Episode) -> Player:
+        """Return what plays the chain of an episode."""
+
+    def begun(self, episode: Episode) -> AbstractAsyncContextManager[None]:
+        """Wait until the chain may begin; its time limit counts from then on. Until it has been judged, keep what it
+        has beside its tools."""
+        return nullcontext()
+
+    def watched(self, tasks: int) -> Self:
+        """Return the same runner, sharing its places and rates, for chains on so many tasks that a ChainWatch
+        watches."""
+        runner = copy(self)
+        runner._watch = ChainWatch(self.setup.config, tasks)
+        return runner
+
+    def with_max_turns(self, max_turns: int) -> Self:
         """Return the same runner, sharing its places and rates, for chains of at most `max_turns` turns."""
         runner, recipe = copy(self), self.setup.recipe
         rollout = recipe.rollout.model_copy(update={"max_turns": max_turns})
         runner.setup = replace(self.setup, recipe=recipe.model_copy(update={"rollout": rollout}))
         return runner
-
-    def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> Episode:
-        """Create the episode of a chain that is about to begin."""
-        return Episode(self.setup, trajectory, task, sampling)
 
     async def run(
         self, chain_id: str, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
@@ -178,54 +196,26 @@ class ChainRunner:
         return trajectory
 
     async def take(self, task: Task, section: str = "data", row: int | None = None) -> Task:
-        """Return a row of `section`, the one numbered `row` if that is given, as its chains get it: its images are
-        stored once for all of them, and places in its text are stated as the model does. Raises SettingError for an
-        image that cannot be shown, or a place that is none."""
-        task = self._stated(task, section, row)
-        if not has_images(task):
-            return task
-        sight = self.renderer.sight
-        if sight is None or not sight.shows:
-            raise _blind(self.setup.recipe, self.renderer, section)
-        return await sight.take_task(task, section, row)
-
-    def _stated(self, task: Task, section: str, row: int | None) -> Task:
-        return state_places(task, self.view, self.setup.recipe.model.path, section, row)
+        """Return a row of `section` as its chains get it; see TaskImages."""
+        return await self.task_images.take(task, section, row)
 
     def for_tools(self, task: Task) -> Task:
-        """Return a row, as `take` returned it, with what tools need to know of the model: `model_view`, if a reset
-        names it. Raises SettingError if places cannot be converted because the model's way to state them is not
-        known."""
-        if not self.toolset.takes(VIEW_FIELD):
-            return task
-        if self.view is None:
-            raise unknown_way(self.setup.recipe.model.path, "its tools convert")
-        return {**task, VIEW_FIELD: self.view.to_json()}
+        """Return a row, as `take` returned it, as tools get it; see TaskImages."""
+        return self.task_images.for_tools(task, self.toolset.takes)
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
         """Check for errors that would fail chains of these tasks, the rows of `section`: a field that a reward or a
         reset needs and a row lacks; and, with the first task, an environment that cannot be created or reset (wrong
-        options, or a sandbox that this machine lacks). From now on, rewards that only fail stop the chains, and a
-        person is told of outcomes that too many chains have.
+        options, or a sandbox that this machine lacks).
 
         Raises SettingError or ToolInfrastructureError.
         """
         self.rewards.check_rows(tasks, section)
         self.toolset.check_rows(tasks, section)
-        if any(map(has_images, tasks)):
-            sight = self.renderer.sight
-            if sight is None or not sight.shows:
-                raise _blind(self.setup.recipe, self.renderer, section)
-            await asyncio.to_thread(sight.check_tasks, tasks, self.setup.recipe.limits.images, section)
-        for number, task in enumerate(tasks, 1):
-            self._stated(task, section, number)
-        if self.view is None and self.rewards.takes(VIEW_FIELD):
-            raise unknown_way(self.setup.recipe.model.path, "its rewards convert")
+        await self.task_images.check(tasks, section, self.rewards.takes)
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
         async with self.toolset.chain("check", self.for_tools(await self.take(tasks[0], section, 1))):
             pass
-        self._verdicts = FirstVerdicts(self.setup.config.group_size, len(tasks))
-        self._outcomes = self._outcomes or ChainOutcomes(self.setup.config)
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
         """Run `chains` on one task concurrently, and add the rewards that compare them."""
@@ -237,65 +227,62 @@ class ChainRunner:
         """Add the rewards that compare `chains`, all of which have ended. Raises RolloutStoppedError: see `play`."""
         judged = [chain for chain in chains if chain.reward is not None]
         await self.rewards.score_group(chains, task)
-        if self._verdicts is not None and self.rewards.has_group_rewards:
-            for chain in judged:
-                self._verdicts.note_group(chain, task)
+        if self._watch is not None and self.rewards.has_group_rewards:
+            self._watch.note_group(judged, task)
 
     async def play(
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> None:
         """Run a chain from `begin` to its end. Failures are outcomes; only ServerUnreachableError, programming errors
-        and, after `check`, RolloutStoppedError raise: the rewards have failed for all of the first chains.
+        and RolloutStoppedError of a `watched` runner raise: the rewards have failed for all of the first chains.
 
         A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to give one.
         `trajectory` always contains what the chain has gathered so far, so it stays available if the call is cancelled.
         """
         async with self.places:
-            chain = self.episode(trajectory, task, sampling)
-            async with chain.begun():
+            episode = Episode(self.setup, trajectory, task, sampling)
+            player = self.player(episode)
+            async with self.begun(episode):
                 try:
                     async with asyncio.timeout(self.setup.config.timeout_seconds) as limit:
-                        await self._play_and_score(chain, scored, limit)
+                        await self._play_and_score(player, scored, limit)
                 except (TimeoutError, ToolInfrastructureError) as error:
                     self._fail(trajectory, error)
-            trajectory.seconds = chain.timeline.seconds
-            trajectory.metrics = {**chain.metrics(), **trajectory.metrics}
-            if self._outcomes is not None:
-                self._outcomes.note(trajectory)
-            if self._verdicts is not None:
-                self._verdicts.note(trajectory, task)
+            trajectory.seconds = episode.timeline.seconds
+            trajectory.metrics = {**player.metrics(), **trajectory.metrics}
+            if self._watch is not None:
+                self._watch.note(trajectory, task)
 
-    async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
-        trajectory = chain.trajectory
-        async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session:
-            chain.timeline.note_setup(session.waits)
+    async def _play_and_score(self, player: Player, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
+        episode, trajectory = player.episode, player.episode.trajectory
+        async with self.toolset.chain(trajectory.id, self.for_tools(episode.task)) as session:
+            episode.timeline.note_setup(session.waits)
             trajectory.workspaces += session.kept
             # a chain that runs out of time may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
             limit.reschedule(None)
             try:
                 async with asyncio.timeout_at(deadline):
-                    trajectory.stop_reason = await chain.play(session)
+                    trajectory.stop_reason = await player.play(session)
                     trajectory.outcome = _OUTCOMES.get(trajectory.stop_reason, Outcome.TOOL_LIMIT)
             except (TimeoutError, InferenceError, ToolInfrastructureError, AgentFailed) as error:
                 self._fail(trajectory, error)
             limit.reschedule(asyncio.get_running_loop().time() + self.setup.config.timeout_seconds)
             if trajectory.outcome not in scored:
                 return
-            with chain.timeline.measure(Activity.REWARD):
-                environment = chain.reported or await session.reward()
-                sight = self.renderer.sight
-                seen = [] if sight is None else sight.files_of(trajectory.messages)
+            with episode.timeline.measure(Activity.REWARD):
+                environment = episode.reported or await session.reward()
+                seen = self.setup.images.files_of(trajectory.messages)
                 # a user's reward may raise anything, which says nothing about the policy
                 try:
                     verdict = await self.rewards.score(
-                        trajectory, chain.task, environment, seen, self.view, chain.workspace
+                        trajectory, episode.task, environment, seen, self.task_images.view, episode.workspace
                     )
                 except Exception as error:
                     logger.exception("the reward of chain %s raised", trajectory.id)
                     trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
                     return
-            trajectory.reward, trajectory.turn_rewards = verdict.reward - chain.penalty, verdict.turn_rewards
+            trajectory.reward, trajectory.turn_rewards = verdict.reward - episode.penalty, verdict.turn_rewards
             trajectory.metrics = dict(verdict.metrics)
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
@@ -314,3 +301,28 @@ class ChainRunner:
                 trajectory.outcome = Outcome.REWARD_ERROR
             case _:
                 trajectory.outcome = Outcome.TOOL_INFRASTRUCTURE
+
+
+class ChainRunner(Runner):
+    """Runs chains of the policy, whose turns `agent` takes."""
+
+    def __init__(
+        self,
+        recipe: RolloutRecipe,
+        renderer: Renderer,
+        client: InferenceClient,
+        toolset: Toolset,
+        rewards: Rewards,
+        agent: AgentHooks | None = None,
+    ):
+        """Raises ValueError: see Runner; also if the assistant prefix cannot work with the template."""
+        super().__init__(recipe, renderer.dialogue, renderer.sight or TextOnly(), renderer.cut, toolset, rewards)
+        renderer.encode(recipe.rollout.assistant_prefix)  # raises at once if the prefix does not fit the template
+        self.renderer = renderer
+        self.client = client
+        self.sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.sight)
+        self.agent = agent or AgentHooks()
+
+    def player(self, episode: Episode) -> Player:
+        """See Runner."""
+        return ToolLoop(episode, PolicyTurns(episode, self.renderer, self.sampler, self.agent))

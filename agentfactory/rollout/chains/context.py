@@ -42,21 +42,18 @@ class Context:
         kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
         return Context(self.opening, kept, summary)
 
-    def with_images(self, most: int) -> "Context":
-        """Return the conversation without the oldest turns, as many as leave at most `most` images. The opening
-        messages and the last turn always stay."""
-        counts = [count_images(turn) for turn in self.turns]
-        total = count_images(self.opening) + sum(counts)
+    def with_images(self, most: int | None) -> "Context":
+        """Return the conversation without the oldest turns, as many as leave at most `most` images (None: any number).
+        The opening messages and the last turn always stay."""
+        if most is None:
+            return self
+        counts = [len(image_urls(turn)) for turn in self.turns]
+        total = len(image_urls(self.opening)) + sum(counts)
         left_out = 0
         while total > most and any(counts[left_out:-1]):
             total -= counts[left_out]
             left_out += 1
         return Context(self.opening, self.turns[left_out:], self.summary)
-
-
-def count_images(messages: Sequence[Message]) -> int:
-    """Return the number of images in messages."""
-    return len(image_urls(messages))
 
 
 def is_long(length: int, config: RolloutConfig) -> bool:

@@ -7,12 +7,12 @@ from typing import Any
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.images.places_in_text import state_places
+from agentfactory.rollout.images.image_intake import TextOnly
+from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import Call, NativeParser
 from agentfactory.rollout.text.parsers.parser import parameters
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.tools.images.coordinates import VIEW_FIELD, stating
 from agentfactory.tools.messages import Message, ToolResult, ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset
 
@@ -27,27 +27,21 @@ async def describe_first_prompt(
     rollout, model = recipe.rollout, recipe.model
     task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
     async with open_toolset(recipe, base) as toolset:
-        specs, tools = list(toolset.specs), bool(toolset.specs)
+        tools = bool(toolset.specs)
         renderer = load_renderer(
             model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=base, images=images
         )
-        sight = renderer.sight
-        if sight is not None:
-            from agentfactory.rollout.images.families import view_of
-
-            if view := view_of(model.path, sight.vision, rollout.coordinates):
-                specs = [stating(spec, view) for spec in specs]
-                task = state_places(task, view, model.path, "data")
-                task = {**task, VIEW_FIELD: view.to_json()} if toolset.takes(VIEW_FIELD) else task
-            task = await sight.take_task(task, "data") if sight.shows else task
+        shown = renderer.sight or TextOnly()
+        task_images = TaskImages(recipe, shown)
+        task = await task_images.take(task, "data") if shown.shows else task
+        task = task_images.for_tools(task, toolset.takes) if task_images.view else task
         async with toolset.chain("prompt", task) as session:
             messages = opening_messages(task, rollout.system_prompt)
             if session.opening:
-                opening = [{"role": "user", "content": session.opening}]
-                messages += opening if sight is None else await sight.take_messages(opening)
+                messages += await shown.take_messages([{"role": "user", "content": session.opening}])
             if rollout.assistant_prefix:
                 yield f"each turn is made to begin with: {rollout.assistant_prefix!r}"
-            for part in describe_prompt(renderer, messages, specs, most):
+            for part in describe_prompt(renderer, messages, task_images.describe(toolset.specs), most):
                 yield part
 
 
@@ -80,7 +74,7 @@ def describe_prompt(
             ids, _ = renderer.sight.expand(ids, said)
         return f"\n--- {title}: {len(ids)} ids\n{_short(text, most)}\n--- {_short(str(ids), most and most // 6)}"
 
-    opening = renderer.instruct(messages, tools)
+    opening = renderer.dialogue.instruct(messages, tools)
     ids = renderer.open(opening, tools)
     yield shown("the first prompt", ids, opening)
     if not tools:
@@ -91,7 +85,7 @@ def describe_prompt(
     parsed = renderer.parse(said, specs=tools)
     if parsed.calls == []:
         raise ValueError(f"the format does not read the made call of {call[0]}: {parsed.error}")
-    new = renderer.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
+    new = renderer.dialogue.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
     conversation = [*opening, parsed.message, *new]
     following = renderer.extend([*ids, *said], conversation, new, tools)
     if following is None:

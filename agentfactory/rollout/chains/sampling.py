@@ -3,15 +3,15 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.image_requests import RequestImages
+from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.connection import InferenceError
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient
 from agentfactory.rollout.trajectory import ImageSpan, Span
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.images.image_intake import Sight
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sampler:
         recipe: RolloutRecipe,
         client: InferenceClient,
         stop_token_ids: list[int],
-        sight: "Sight | None" = None,
+        sight: Sight | None = None,
     ) -> None:
         self.recipe = recipe
         self.client = client
@@ -55,8 +55,6 @@ class Sampler:
         self.sight = sight
         self._bias: dict[str, float] = {}
         if sight is not None:
-            from agentfactory.rollout.images.vision import BANNED_BIAS
-
             self._bias = {str(token): BANNED_BIAS for token in sight.vision.banned_token_ids}
 
     async def sample(
@@ -88,8 +86,6 @@ class Sampler:
         if self.sight is not None:
             parameters["logit_bias"] = self._bias
             if images:
-                from agentfactory.rollout.images.image_requests import RequestImages
-
                 shown = RequestImages(ids, images, self.sight)
         completion = await self.client.generate(
             ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded

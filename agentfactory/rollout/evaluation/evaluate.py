@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentfactory.rollout.chains.chain_runner import ChainRunner
+from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.turn import AgentHooks
@@ -84,7 +84,7 @@ async def _folder_of(images: Path | None) -> AsyncIterator[Path]:
 
 
 async def evaluate(
-    runner: ChainRunner,
+    runner: Runner,
     recipe: RolloutRecipe,
     tasks: list[Task],
     model: str,
@@ -114,7 +114,7 @@ def _failure(mode: str, groups: list[Group]) -> str:
 
 
 async def _play(
-    runner: ChainRunner,
+    runner: Runner,
     recipe: RolloutRecipe,
     tasks: list[Task],
     model: str,
@@ -207,7 +207,7 @@ def run_eval(
     tasks: list[Task],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
-    opened: AbstractAsyncContextManager[ChainRunner],
+    opened: AbstractAsyncContextManager[Runner],
     model: str = "policy",
 ) -> Evaluation:
     """Evaluate the weights that the server of the runner `opened` calls `model` on `tasks`. Blocking.
@@ -218,7 +218,7 @@ def run_eval(
     async def run() -> dict[str, list[Group]]:
         async with opened as runner:
             await runner.check(tasks, "eval.data")
-            played = await _play(runner, recipe, tasks, model, folder, "final")
+            played = await _play(runner.watched(len(tasks)), recipe, tasks, model, folder, "final")
             runner.setup.tool_errors.report()
             return played
 
@@ -272,7 +272,8 @@ def run_rollout(
     async def run() -> list[Group]:
         async with open_runner(recipe, base, urls, images=images) as runner:
             await runner.check(tasks)
-            groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
+            watched = runner.watched(len(tasks))
+            groups = await asyncio.gather(*(run_group(watched, number) for number in range(len(tasks))))
             runner.setup.tool_errors.report()
             return list(groups)
 

@@ -5,30 +5,27 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
-from agentfactory.rollout.chains.chain_runner import begin
-from agentfactory.rollout.chains.episode import Setup
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
-from agentfactory.rollout.chains.turn import AgentHooks
-from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.gateway.gateway_runner import check_native
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
-from agentfactory.rollout.gateway.gateway_turns import AskedTurns
+from agentfactory.rollout.gateway.gateway_turns import AskedTurns, unavailable
 from agentfactory.rollout.gateway.message_equality import print_of
 from agentfactory.rollout.gateway.request_options import Asked, Said, wrong
 from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.turn_tree import Plan
-from agentfactory.rollout.inference.inference_client import Completion, InferenceClient
+from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.tools.calls.limits import Rates
+from agentfactory.rollout.text.renderer import Renderer
 
 _MOST_CONVERSATIONS = 4096
 """How many conversations are kept: one that was left longest is forgotten, and its turns are rendered again."""
-_UNLIMITED = 1 << 31
 _HOTTEST = 100
 
 
@@ -38,12 +35,12 @@ class ChatService:
     `log` gets a line of JSON for each turn: its conversation, what it was sampled after, and what was sampled.
     """
 
-    def __init__(self, setup: Setup, model: str, log: TextIO) -> None:
-        self.temperature = setup.config.temperature
+    def __init__(self, config: RolloutConfig, renderer: Renderer, sampler: Sampler, model: str, log: TextIO) -> None:
+        self.temperature = config.temperature
         self.stored = Stored()
-        self._most = setup.config.max_tokens
-        free = setup.config.model_copy(update={"max_turns": _UNLIMITED, "max_tokens": setup.config.max_total_tokens})
-        self._setup = replace(setup, recipe=setup.recipe.model_copy(update={"rollout": free}))
+        self._config = config
+        self._renderer = renderer
+        self._sampler = sampler
         self._model = model
         self._log = log
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
@@ -51,12 +48,16 @@ class ChatService:
 
     async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
         """See server.Asking."""
-        asked = replace(asked, max_tokens=asked.max_tokens or self._most)
-        return await self._conversation(asked).admit(_without_temperature(asked))
+        conversation = self._conversation(asked)
+        asked = _without_temperature(asked)
+        conversation.turns.check(asked)
+        plan = await conversation.turns.plan(asked)
+        most = min(conversation.turns.room(plan), asked.max_tokens or self._config.max_tokens)
+        return self._sample(conversation, asked, plan, most)
 
     async def count(self, asked: Asked) -> int:
         """See server.Asking."""
-        return await self._conversation(asked).count(asked)
+        return len((await self._conversation(asked).turns.plan(asked)).ids)
 
     def _conversation(self, asked: Asked) -> "_Conversation":
         """Return the conversation that begins as this one does, up to its first turn."""
@@ -64,50 +65,48 @@ class ChatService:
         tools = [spec.to_openai() for spec in asked.specs]
         key = json.dumps([tools, [print_of(message) for message in asked.messages[: roles.index("assistant")]]])
         if key not in self._conversations:
-            sampling = Sampling(self._model, self.temperature, f"chat{self._begun}")
-            self._conversations[key] = _Conversation(self._setup, sampling, self._log)
+            turns = AskedTurns([], self._renderer, self._sampler, self._config.max_total_tokens)
+            self._conversations[key] = _Conversation(f"chat{self._begun}", turns)
             self._begun += 1
         self._conversations.move_to_end(key)
         if len(self._conversations) > _MOST_CONVERSATIONS:
             self._conversations.popitem(last=False)
         return self._conversations[key]
 
-
-class _Conversation(AskedTurns):
-    """One conversation. A request is sampled at the temperature that it asks for: nothing is trained on it."""
-
-    def __init__(self, setup: Setup, sampling: Sampling, log: TextIO) -> None:
-        super().__init__(setup, begin(sampling.seed), {}, sampling)
-        self._log = log
-
-    def _sampling(self, asked: Asked) -> Sampling:
-        return replace(self.sampling, temperature=asked.options.get("temperature", self.temperature))
-
-    def _take(self, asked: Asked, plan: Plan, completion: Completion) -> Said:
-        said = super()._take(asked, plan, completion)
-        node = self.tree.nodes[-1]
-        row = self.tree.rows[node.row]
-        start = node.end - len(node.token_ids)
-        line = {
-            "time": time.time(),
-            "conversation": self.trajectory.id,
-            "turn": node.number,
-            "temperature": self._sampling(asked).temperature,
-            "prompt_ids": row.token_ids[:start],
-            "token_ids": node.token_ids,
-            "logprobs": row.logprobs[start : node.end],
-            "versions": [asdict(span) for span in completion.versions],
-            "messages": plan.given,
-            "message": node.message,
-            "stop": said.stop,
-            "cut": said.cut,
-        }
-        self._log.write(json.dumps(line, ensure_ascii=False) + "\n")
+    async def _sample(self, conversation: "_Conversation", asked: Asked, plan: Plan, most: int) -> list[Said]:
+        # at the temperature that the request asks for: nothing is trained on it
+        sampling = Sampling(self._model, asked.options.get("temperature", self.temperature), conversation.name)
+        try:
+            turns = await conversation.turns.sample(asked, plan, sampling, most)
+        except (InferenceError, ServerUnreachableError) as error:
+            raise unavailable(error) from error
+        for turn in turns:
+            node = turn.node
+            row = conversation.turns.tree.rows[node.row]
+            start = node.end - len(node.token_ids)
+            line = {
+                "time": time.time(),
+                "conversation": conversation.name,
+                "turn": node.number,
+                "temperature": sampling.temperature,
+                "prompt_ids": row.token_ids[:start],
+                "token_ids": node.token_ids,
+                "logprobs": row.logprobs[start : node.end],
+                "versions": [asdict(span) for span in turn.completion.versions],
+                "messages": plan.given,
+                "message": node.message,
+                "stop": turn.said.stop,
+                "cut": turn.said.cut,
+            }
+            self._log.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._log.flush()
-        return said
+        return [turn.said for turn in turns]
 
-    def _fail(self, error: Exception) -> None:
-        """Do nothing: the request is refused, and the next one may succeed."""
+
+@dataclass(frozen=True)
+class _Conversation:
+    name: str
+    turns: AskedTurns
 
 
 def _without_temperature(asked: Asked) -> Asked:
@@ -146,6 +145,5 @@ async def serve_chat(
         async with InferenceClient(url, recipe.server.api_key_env) as client, Gateway(port) as gateway:
             await client.check_routes()
             sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.sight)
-            setup = Setup(recipe, renderer, sampler, [], AgentHooks(), Rates({}))
-            with gateway.serving(ChatService(setup, model, file), key) as endpoint:
+            with gateway.serving(ChatService(recipe.rollout, renderer, sampler, model, file), key) as endpoint:
                 yield endpoint

@@ -1,18 +1,19 @@
 """Runs chains of agents that keep their own loop."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent
-from agentfactory.rollout.gateway.gateway_episode import GatewayEpisode
+from agentfactory.rollout.gateway.gateway_chain import GatewayChain
 from agentfactory.rollout.gateway.gateway_server import Gateway
+from agentfactory.rollout.gateway.gateway_turns import AskedTurns
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sessions.toolset import Toolset
 
@@ -41,10 +42,20 @@ class GatewayRunner(ChainRunner):
         self.client_agent.check_rows(tasks, section)
         await super().check(tasks, section)
 
-    def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> GatewayEpisode:
-        """See ChainRunner."""
+    @asynccontextmanager
+    async def begun(self, episode: Episode) -> AsyncIterator[None]:
+        """See Runner."""
+        chain = episode.trajectory
+        folder = self.client_agent.folder(chain.id, chain.workspaces)
+        async with self.client_agent.begun(chain.id), folder as episode.workspace:
+            yield
+
+    def player(self, episode: Episode) -> GatewayChain:
+        """See Runner."""
+        longest = self.setup.config.max_total_tokens
+        turns = AskedTurns(episode.trajectory.rows, self.renderer, self.sampler, longest)
         judged = bool(self.setup.recipe.rewards) or self.toolset.judges
-        return GatewayEpisode(self.setup, trajectory, task, sampling, self.gateway, self.client_agent, judged)
+        return GatewayChain(episode, turns, self.gateway, self.client_agent, judged)
 
 
 def check_recipe(config: RolloutConfig, native: bool) -> None:

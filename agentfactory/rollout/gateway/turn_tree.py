@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from agentfactory.rollout.chains.token_rows import RowRenderer, append_turn, note_roles
 from agentfactory.rollout.gateway.message_equality import Delivered, Said, print_of
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
@@ -81,6 +82,7 @@ class ChainTree:
         self.nodes: list[Node] = []
         """In the order in which they were sampled."""
         self._renderer = renderer
+        self._rendered = RowRenderer(renderer)
         self._roots: dict[str, list[Node]] = defaultdict(list)
         """Tools -> first turns of the conversations that have them."""
         self._by_key: dict[str, list[Node]] = defaultdict(list)
@@ -93,7 +95,7 @@ class ChainTree:
         """Find where a conversation continues, and render what the agent added. `session` tells apart agents that have
         been given equal turns. Changes nothing. Raises RenderError if the chat template refuses the conversation."""
         head = json.dumps([spec.to_openai() for spec in specs], sort_keys=True)
-        messages = self._renderer.instruct(messages, specs)
+        messages = self._renderer.dialogue.instruct(messages, specs)
         prints = [print_of(message) for message in messages]
         parent, start, written = self._descend(head, messages, prints, session)
         known = [] if parent is None else parent.conversation(written)
@@ -139,9 +141,8 @@ class ChainTree:
         row = self.rows[number]
         images = [replace(image, offset=image.offset - new) for image in plan.images if image.offset >= new]
         row.append_context(plan.ids[new:], images)
-        row.append_sampled(completion.token_ids, completion.logprobs, completion.versions, completion.mask)
-        if len(parsed.roles) == len(completion.token_ids):
-            row.note_roles(parsed.roles)
+        append_turn(row, completion)
+        note_roles(row, completion, parsed)
         node = Node(
             len(self.nodes),
             parent,
@@ -238,19 +239,15 @@ class ChainTree:
             return False
 
     def _extend(self, row: Row, messages: list[Message], new: list[Message], specs: list[ToolSpec]) -> bool:
-        renderer, sight = self._renderer, self._renderer.sight
         if row.token_ids and not new:
             return False  # nothing stands between two turns that were sampled apart
-        if not row.token_ids:
-            ids: list[int] | None = renderer.open(messages, specs)
-            new = messages
+        if row.token_ids:
+            piece = self._rendered.extend(row, messages, new, specs)
         else:
-            before = row.token_ids if sight is None else sight.collapse(row)
-            ids = renderer.extend(before, messages, new, specs)
-        if ids is None:
-            return False
-        row.append_context(*([ids] if sight is None else sight.expand(ids, new)))
-        return True
+            piece = self._rendered.open(messages, specs)
+        if piece is not None:
+            piece.add_to(row)
+        return piece is not None
 
     def _as_written(self, known: Sequence[Message], added: Sequence[Message]) -> list[Message]:
         """Return `added` for the chat template: with the ids of calls that the turns have, and with the tools' names in

@@ -93,12 +93,14 @@ def model_type(path: str) -> str:
     return str(_read(path, "config.json").get("model_type") or "")
 
 
-def view_of(path: str, vision: Vision, coordinates: str = "auto") -> ModelView | None:
+def view_of(path: str, vision: Vision | None, coordinates: str = "auto") -> ModelView | None:
     """Return how the model at `path`, which sees by `vision`, states places in images: by its family if `coordinates`
-    is auto, and else as it says. None if the family is known for no way.
+    is auto, and else as it says. None if it sees none, or the family is known for no way.
 
     Raises SettingError if places are pixels of the image as the model gets it, and its own processor resizes it.
     """
+    if vision is None:
+        return None
     stated = STATED.get(model_type(path)) if coordinates == "auto" else Coordinates(coordinates)
     if stated is Coordinates.RESIZED and vision.sizes is None:
         problem = f"got resized, and {path} resizes images within its own processor"
@@ -113,7 +115,7 @@ def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"there is no {folder} yet")
     vision = load_vision(folder, model.min_image_pixels, model.max_image_pixels)
-    return None if vision is None else view_of(folder, vision, coordinates)
+    return view_of(folder, vision, coordinates)
 
 
 def _downloaded(name: str) -> str:

@@ -19,6 +19,7 @@ from agentfactory.rollout.images.parts import (
     image_urls,
     images_of_row,
     place_images,
+    show_in_user_turns,
     text_part,
 )
 from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
@@ -26,7 +27,7 @@ from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan, Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import content_of, decode, size_of
-from agentfactory.tools.messages import Message
+from agentfactory.tools.messages import Message, text_of
 
 _REMEMBERED = 4096
 """Images that are recognised without decoding them again: the chains of a group share those of their task."""
@@ -206,7 +207,18 @@ class Sight:
         digests = filter(None, map(_stored, image_urls(messages)))
         return [str(self.store.path(digest).absolute()) for digest in digests]
 
-    async def with_data(self, messages: Sequence[Message]) -> list[Message]:
+    async def for_endpoint(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages for a chat endpoint, which gets the images themselves, in user messages."""
+        return await self._with_images(show_in_user_turns(messages))
+
+    async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Return a row that was taken for a program that cannot read its files: the images are in its messages."""
+        if "images" not in task:
+            return task
+        rest = {name: value for name, value in task.items() if name != "images"}
+        return {**rest, "messages": await self._with_images(task["messages"])}
+
+    async def _with_images(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with the images themselves, as `data:` addresses."""
         if not image_urls(messages):
             return list(messages)
@@ -223,6 +235,41 @@ class Sight:
             else message
             for message in messages
         ]
+
+
+class TextOnly:
+    """The counterpart of Sight for a model that reads only text: it is shown no images."""
+
+    vision = None
+    shows = False
+
+    async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages of tools unchanged: the chat template gets their images as text."""
+        return list(messages)
+
+    def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
+        """Return the ids of `messages`, in which there are no images."""
+        return ids, []
+
+    def collapse(self, row: Row) -> list[int]:
+        """Return the ids of a row."""
+        return row.token_ids
+
+    def files_of(self, messages: Sequence[Message]) -> list[str]:
+        """Return no files."""
+        return []
+
+    async def for_endpoint(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages for a chat endpoint, with text in the place of images."""
+        return [{**message, "content": text_of(message.get("content") or "")} for message in messages]
+
+    async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Return a row unchanged."""
+        return task
+
+
+Images = Sight | TextOnly
+"""How the model of a run sees images."""
 
 
 def _stored(image: Any) -> str | None:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from agentfactory.rollout.text.dialogue import Line
 from agentfactory.rollout.text.encoding import MARK, Encoder
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, Tools, cached, shared_length
-from agentfactory.rollout.text.transcript import Line
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.messages import Message, ToolSpec
 

@@ -4,12 +4,15 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
 from agentfactory.rollout.text.template_choice import Reasoning, Use, choose_template, recognise
@@ -17,9 +20,6 @@ from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.text.tokenizer import generation_eos, load_tokenizer
 from agentfactory.tools.errors import SettingError
-
-if TYPE_CHECKING:  # chains of text need no image library
-    from agentfactory.rollout.images.image_intake import Sight
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -34,7 +34,7 @@ def make_renderer(
     eos_token_ids: Sequence[int] = (),
     base: Path = Path(),
     log: Log | None = None,
-    sight: "Sight | None" = None,
+    sight: Sight | None = None,
 ) -> TemplateRenderer:
     """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
     template.
@@ -124,15 +124,11 @@ def load_renderer(
     )
 
 
-def load_sight(model: ModelConfig, images: Path) -> "Sight | None":
+def load_sight(model: ModelConfig, images: Path) -> Sight | None:
     """Return how a recipe's model sees, with `images` as the folder of the run's images; None if it reads only text.
     Raises SettingError if the limits on pixels cannot be kept."""
     file = cached_file(model.path, "config.json", _raise_exceptions_for_missing_entries=False)
     if file is None or "vision_config" not in json.loads(Path(file).read_text(encoding="utf-8")):
         return None
-    from agentfactory.rollout.images.families import load_vision
-    from agentfactory.rollout.images.image_intake import Sight
-    from agentfactory.rollout.images.store import ImageStore
-
     vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
     return None if vision is None else Sight(vision, ImageStore(images))

@@ -3,13 +3,12 @@ again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.trajectory import Row
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
-
-if TYPE_CHECKING:  # chains of text need no image library
-    from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,18 @@ class Renderer(Protocol):
     """Turns conversations into token ids, and sampled ids into messages.
 
     The caller keeps the pieces: `open`, then sampled ids and `extend` in turn. The server gets their concatenation.
+    `dialogue` writes the messages in the tool-call format: it needs no token ids.
 
     A turn ends with one of `stop_token_ids`, or with the token that completes one of `stops` outside its reasoning.
     `sight` is how the model sees images; None: they become text. Ids have one token for each image: the caller expands
     them.
     """
 
+    dialogue: Dialogue
     stop_token_ids: list[int]
     stops: tuple[str, ...]
     info: dict[str, Any]
-    sight: "Sight | None"
+    sight: Sight | None
 
     @property
     def chat_template(self) -> str:
@@ -74,19 +75,6 @@ class Renderer(Protocol):
 
     def stopped(self, ids: list[int]) -> int | None:
         """Return the number of a turn's ids up to the one that completes a stop string; None if none does."""
-
-    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """Return the description of the tools for the model; None if the chat template contains it."""
-
-    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """Convert the messages that open a chain to the tool-call format, with its instructions. Applying this twice
-        changes nothing more."""
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """Return the messages with the results of a turn."""
-
-    def complaint(self, text: str) -> list[Message]:
-        """Return the messages that tell the model what is wrong with a malformed turn."""
 
     def encode(self, prefix: str) -> list[int]:
         """Return the ids of the text that each turn is made to begin with (`rollout.assistant_prefix`)."""

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.rollout.images.parts import for_template, image_urls, show_in_user_turns
+from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.parts import for_template, image_urls
 from agentfactory.rollout.text.conversation_rows import ConversationRows
+from agentfactory.rollout.text.dialogue import Dialogue, Line, as_lines
 from agentfactory.rollout.text.encoding import Encoder, map_strings, skip_marked
 from agentfactory.rollout.text.parsers import Parser, Reading
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
@@ -17,12 +19,8 @@ from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.template_choice import Use
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, cached
 from agentfactory.rollout.text.token_roles import TokenLengths, turn_roles
-from agentfactory.rollout.text.transcript import Line, as_lines, transcript
 from agentfactory.rollout.trajectory import Row
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
-
-if TYPE_CHECKING:  # chains of text need no image library
-    from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.tools.messages import Message, ToolCall, ToolSpec, text_of
 
 
 class TemplateRenderer:
@@ -49,7 +47,7 @@ class TemplateRenderer:
         parser: Parser,
         info: dict[str, Any],
         eos_token_ids: Sequence[int] = (),
-        sight: "Sight | None" = None,
+        sight: Sight | None = None,
         use: Use = Use.APPEND,
     ) -> None:
         self.tokenizer = tokenizer
@@ -57,6 +55,9 @@ class TemplateRenderer:
         self.template = template
         self.behaviour = behaviour
         self.parser = parser
+        self.dialogue = Dialogue(
+            parser, behaviour.system, behaviour.shows_tools, behaviour.images_of_tools, behaviour.complains_as_tool
+        )
         self.sight = sight
         # a token that only the template writes, in the text of an assistant too
         self._banned = frozenset(sight.vision.banned_token_ids if sight else ())
@@ -237,33 +238,6 @@ class TemplateRenderer:
         ends = bool(ids) and ids[-1] in self.stop_token_ids
         return self._encoder.decode(ids[:-1] if ends else ids)
 
-    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Renderer. Raises ValueError if the tool-call format cannot call these tools."""
-        if self.parser.native and not self.behaviour.shows_tools:
-            return Parser.instructions(self.parser, specs)
-        return self.parser.instructions(specs)
-
-    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """See Renderer. Raises RenderError (a ValueError) for calls that the tool-call format cannot express."""
-        if not self.behaviour.images_of_tools:
-            messages = show_in_user_turns(messages)
-        return [line.message for line in self._transcript(messages, specs)]
-
-    def _transcript(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
-        return transcript(messages, self.parser, specs, self.behaviour.system, self.instructions(specs))
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Renderer. Where the chat template has no images in tool messages, they follow in a user message."""
-        messages = self.parser.answers(calls, results)
-        return messages if self.behaviour.images_of_tools else show_in_user_turns(messages)
-
-    def complaint(self, text: str) -> list[Message]:
-        """See Renderer."""
-        told = self.parser.complaint(text)
-        if self.behaviour.complains_as_tool:
-            return told
-        return [{**message, "role": "user"} if message["role"] == "tool" else message for message in told]
-
     def encode(self, prefix: str) -> list[int]:
         """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time, or that
         has a token that stands for an image."""
@@ -293,9 +267,7 @@ class TemplateRenderer:
         token, or with the messages after it. Raises RenderError, naming the message's index, if the template cannot
         render the conversation or rewrites it, or if the tool-call format cannot express it.
         """
-        if not self.behaviour.images_of_tools:
-            messages = show_in_user_turns(messages)
-        lines = self._transcript(messages, specs)
+        lines = self.dialogue.lines(messages, specs)
         row = self._row(lines, specs)
         if self.sight is None or not self.behaviour.images:
             return row

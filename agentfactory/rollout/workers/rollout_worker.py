@@ -73,7 +73,8 @@ class Worker:
             if self.held_out:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)
-            renderer = runner.setup.renderer
+            runner = runner.watched(len(self.order.tasks))
+            renderer = runner.renderer
             await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
             collect_rarely()
             messages = self._messages()

@@ -34,7 +34,7 @@ from dataclasses import replace
 from agentfactory.tools.calls.truncation import Cut, truncated
 from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import CallError, Content, ToolCall, ToolResult
+from agentfactory.tools.messages import CallError, Content, Message, ToolCall, ToolResult
 
 
 def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
@@ -172,10 +172,15 @@ class ChainAccount:
             if not result.left_out:
                 self._breach(Limit.RESULT_TOKENS, "", "")
             result = replace(result, content=shorter)
-        content = self.settle_images(result.content)
+        content = self._settle_images(result.content)
         return result if content is result.content else replace(result, content=content)
 
-    def settle_images(self, content: Content) -> Content:
+    def settle_message(self, message: Message) -> Message:
+        """Return what the model sees of a message that no call returned: its images count, too."""
+        content = message.get("content")
+        return {**message, "content": self._settle_images(content)} if isinstance(content, list) else message
+
+    def _settle_images(self, content: Content) -> Content:
         """Return what the model sees of a content: a text in the place of each image that is too many."""
         if isinstance(content, str):
             return content

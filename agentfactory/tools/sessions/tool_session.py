@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from agentfactory.tools.messages import (
     ToolResult,
     text_of,
 )
+from agentfactory.tools.sessions.image_numbers import ImageNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -155,36 +156,13 @@ class ToolSession:
             _left_out(content, route.server.result_bytes),
         )
 
-    async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
-        """Give the images in a turn's results to the environment that works on the chain's images, if there is one.
-        Return the results with what it says before each image, such as a number. It knows its own images.
+    @property
+    def images(self) -> ImageNumbers:
+        """Numbers the images in results."""
 
-        Raises:
-            ToolInfrastructureError: the environment's server died, or lost this chain's state.
-        """
-        numbered = []
-        for call, result in zip(calls, results, strict=True):
-            route = self._routes.get(call.name)
-            content = result.content if route is None else await self._numbered(result.content, route.server)
-            numbered.append(result if content is result.content else replace(result, content=content))
-        return numbered
-
-    async def _numbered(self, content: Content, origin: ToolServer) -> Content:
-        """Return a content of `origin` with what is said before each image."""
-        taker = next((share for share in self._shares.values() if "take_images" in share.server.hidden), None)
-        if taker is None or taker.server is origin or isinstance(content, str):
-            return content
-        images = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-        if not images:
-            return content
-        answer = (await self._control(taker, "take_images", {"images": images})).structured_content or {}
-        told = iter(answer["told"])
-        parts: list[dict[str, Any]] = []
-        for part in content:
-            if part["type"] == "image_url" and (text := next(told)):
-                parts.append({"type": "text", "text": text})
-            parts.append(part)
-        return parts
+        origins = {name: route.server for name, route in self._routes.items()}
+        # made anew each time: kept, it and the session would refer to each other
+        return ImageNumbers(self._servers, origins, lambda name, *ask: self._control(self._shares[name], *ask))
 
     async def reward(self) -> EnvironmentReward | None:
         """Return the environment's reward for the chain; None without an environment that gives one.
@@ -229,7 +207,7 @@ class ToolSession:
             share = self._shares[server.name] = _Share(server, connection, lease)
             if server.environment:
                 openings.append((await self._reset(share, task), server))
-        numbered = [await self._numbered(content, server) for content, server in openings]
+        numbered = [await self.images.number_content(content, server) for content, server in openings]
         self.opening = _joined([content for content in numbered if content])
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Conversations in a tool-call format: its instructions, and calls, results and answers written as it requires."""
+"""The dialogue part of a renderer: messages in a tool-call format, with its instructions, results and complaints."""
 
 import json
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from agentfactory.rollout.images.parts import show_in_user_turns
 from agentfactory.rollout.text.parsers import Call, Parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
 from agentfactory.rollout.text.templates import RenderError
@@ -21,32 +22,69 @@ class Line:
     weight: float
 
 
-def transcript(
-    messages: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec], system: bool, instructions: str | None
-) -> list[Line]:
-    """Return the lines of a conversation, with `instructions`. Text that is already in the parser's format is
-    unchanged.
+@dataclass(frozen=True)
+class Dialogue:
+    """Writes messages in the format of `parser`, for a chat template or endpoint that has system messages (`system`),
+    describes tools (`describes_tools`), shows images in tools' messages (`images_of_tools`), and takes a complaint as a
+    tool's message (`complains_as_tool`), or does not."""
 
-    Under a text format, calls are written as text, the results of a turn become one user message, and other assistant
-    messages are marked as answers if the format marks answers. The instructions go into the system message, or before
-    the first user message if the chat template has no system messages (`system`).
+    parser: Parser
+    system: bool = True
+    describes_tools: bool = True
+    images_of_tools: bool = True
+    complains_as_tool: bool = False
 
-    Raises RenderError, naming the message's index, for calls that the format cannot express.
-    """
-    lines = as_lines(messages)
-    if parser.native:
-        return _instruct(lines, instructions, system)
-    calls = [call for message in messages for call in message.get("tool_calls") or []]
-    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-    written: list[Line] = []
-    for role, group in groupby(lines, key=lambda line: line.message["role"]):
-        if role == "tool":
-            written.append(_tell(list(group), parser, names))
-        elif role == "assistant":
-            written += [replace(line, message=_write(line, parser, specs)) for line in group]
-        else:
-            written += group
-    return _instruct(written, instructions, system)
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """Return the description of the tools for the model; None if the chat template contains it. Raises ValueError
+        if the tool-call format cannot call these tools."""
+        if self.parser.native and not self.describes_tools:
+            return Parser.instructions(self.parser, specs)
+        return self.parser.instructions(specs)
+
+    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
+        """Convert the messages that open a chain to the tool-call format, with its instructions. Applying this twice
+        changes nothing more. Raises RenderError (a ValueError) for calls that the format cannot express."""
+        return [line.message for line in self.lines(messages, specs)]
+
+    def lines(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
+        """Return the lines of a conversation, with instructions. Text that is already in the format is unchanged.
+
+        Under a text format, calls are written as text, the results of a turn become one user message, and other
+        assistant messages are marked as answers if the format marks answers. The instructions go into the system
+        message, or before the first user message if there are no system messages.
+
+        Raises RenderError, naming the message's index, for calls that the format cannot express.
+        """
+        parser, instructions = self.parser, self.instructions(specs)
+        messages = self._shown(messages)
+        lines = as_lines(messages)
+        if parser.native:
+            return _instruct(lines, instructions, self.system)
+        calls = [call for message in messages for call in message.get("tool_calls") or []]
+        names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+        written: list[Line] = []
+        for role, group in groupby(lines, key=lambda line: line.message["role"]):
+            if role == "tool":
+                written.append(_tell(list(group), parser, names))
+            elif role == "assistant":
+                written += [replace(line, message=_write(line, parser, specs)) for line in group]
+            else:
+                written += group
+        return _instruct(written, instructions, self.system)
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """Return the messages with the results of a turn."""
+        return self._shown(self.parser.answers(calls, results))
+
+    def complaint(self, text: str) -> list[Message]:
+        """Return the messages that tell the model what is wrong with a malformed turn."""
+        told = self.parser.complaint(text)
+        if self.complains_as_tool:
+            return told
+        return [{**message, "role": "user"} if message["role"] == "tool" else message for message in told]
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        return list(messages) if self.images_of_tools else show_in_user_turns(messages)
 
 
 def as_lines(messages: Sequence[Message]) -> list[Line]:

@@ -1,0 +1,152 @@
+"""Turns of the policy: sampled after a chain's token rows by the agent's hooks, within what `rollout.context` keeps."""
+
+import logging
+from collections.abc import Sequence
+
+from agentfactory.rollout.chains.context import Context, is_long
+from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.sampling import Sampler
+from agentfactory.rollout.chains.token_rows import GrowingRows, append_turn, note_roles
+from agentfactory.rollout.chains.tool_loop import TakenTurn
+from agentfactory.rollout.chains.turn import AgentError, AgentHooks, Turn, TurnBudget
+from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import Completion
+from agentfactory.rollout.text.renderer import Parsed, Renderer
+from agentfactory.rollout.trajectory import Activity
+from agentfactory.tools.messages import Message
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyTurns:
+    """Takes the turns of one chain; see Turns."""
+
+    def __init__(self, episode: Episode, renderer: Renderer, sampler: Sampler, agent: AgentHooks) -> None:
+        self.episode = episode
+        self.renderer = renderer
+        self.sampler = sampler
+        self.agent = agent
+        self.config = episode.setup.config
+        self.rows = GrowingRows(episode.trajectory.rows, renderer, episode.setup.specs)
+        self.context = Context([])
+
+    def begin(self, opening: list[Message]) -> None:
+        """See Turns."""
+        self.context = Context(opening)
+        self.rows.begin(self.rows.open(opening))
+
+    async def take(self, anchor: str | None) -> TakenTurn:
+        """See Turns."""
+        turn, agent = self._turn(self.config.assistant_prefix), self.agent
+        try:
+            completion = await agent.generate(turn)
+            if not any(completion is made for made in turn.made):
+                raise TypeError(f"it returned {completion!r:.200}, and not what turn.sample returned")
+        except (InferenceError, ServerUnreachableError):
+            raise
+        except Exception as error:
+            self._blame_agent("generate", error)
+            raise
+        self._append(completion, anchor)
+        # keep what was sampled in the trajectory, even if the agent fails
+        try:
+            parsed = agent.parse(turn, completion)
+            if not isinstance(parsed, Parsed):
+                raise TypeError(f"it returned {parsed!r:.200}, and not a Parsed")
+        except Exception as error:
+            self._blame_agent("parse", error)
+            raise
+        note_roles(self.rows.current, completion, parsed)
+        self.episode.trajectory.messages.append(parsed.message)
+        self.context.say(parsed.message)
+        return TakenTurn(parsed, completion.cut, sum(completion.mask))
+
+    async def go_on(self, answers: list[Message]) -> None:
+        """See Turns."""
+        fewer = self.context.with_images(self.config.context.keep_images)
+        if len(fewer.turns) < len(self.context.turns):
+            self.context = fewer
+            self.rows.begin(self.rows.open(fewer.messages))
+            return
+        messages = self.context.messages
+        extension, length = self.rows.extend(messages, answers)
+        if is_long(length, self.config) and await self._shorten(answers, length):
+            return
+        self.rows.follow(extension, messages)
+
+    def _turn(self, prefix: str = "") -> Turn:
+        episode, number = self.episode, self.episode.trajectory.turns
+
+        async def generate(ids: Sequence[int], most: int, sample: int) -> Completion:
+            with episode.timeline.measure(Activity.MODEL, number):
+                row, encoded = self.rows.current, self.rows.encoded(ids)
+                stops = self.renderer.stops
+                return await self.sampler.sample(
+                    ids, episode.sampling, number, most, sample, row.images, encoded, stops
+                )
+
+        return Turn(
+            messages=self.context.messages,
+            row=self.rows.current.token_ids,
+            specs=episode.setup.specs,
+            number=number,
+            task=episode.task,
+            chain=episode.trajectory.id,
+            renderer=self.renderer,
+            first_call=episode.counts["tool_calls"],
+            prefix=prefix,
+            budget=TurnBudget(self.config.max_tokens, self.config.max_total_tokens),
+            generate=generate,
+        )
+
+    def _append(self, completion: Completion, anchor: str | None = None) -> None:
+        append_turn(self.rows.current, completion)
+        self.episode.note_turn(sum(completion.mask), anchor)
+
+    def _blame_agent(self, hook: str, error: Exception) -> None:
+        """Raise AgentError if the hooks are a user's: an error in our own hooks is a bug."""
+        agent = type(self.agent)
+        if agent is not AgentHooks:
+            logger.error("the agent failed at chain %s", self.episode.trajectory.id, exc_info=error)
+            raise AgentError(f"{agent.__name__}.{hook}: {type(error).__name__}: {error}") from error
+
+    async def _shorten(self, answers: list[Message], length: int) -> bool:
+        """Begin a row with less context, as `rollout.context` says. Return False if that would leave nothing out."""
+        policy = self.config.context
+        if len(self.context.turns) <= policy.options.keep_turns:
+            return False
+        if policy.policy == "truncate":
+            shorter = self.context.last_turns(policy.options.keep_turns)
+            piece = self.rows.open(shorter.messages)
+            if len(piece.ids) >= length:
+                return False
+        elif self.episode.max_turns - self.episode.trajectory.turns < 2:
+            return False  # the summary would be the chain's last turn
+        else:
+            shorter = self.context.last_turns(policy.options.keep_turns, await self._summarize(answers))
+            piece = self.rows.open(shorter.messages)
+        self.context = shorter
+        self.rows.begin(piece)
+        return True
+
+    async def _summarize(self, answers: list[Message]) -> str:
+        """Ask the model for a summary in the current row; this is a turn. Raises ContextOverflowError."""
+        prompt, said = self.config.context.options.prompt, self.episode.trajectory.messages
+        question: Message = {"role": "user", "content": prompt}
+        said.append(question)
+        # many templates require the roles to alternate
+        asked = add_text(answers, prompt) if answers[-1]["role"] == "user" else [*answers, question]
+        messages = [*self.context.messages[: -len(answers)], *asked]
+        extension, _ = self.rows.extend(messages, asked)
+        self.rows.follow(extension, messages)
+        turn = self._turn()
+        completion = await turn.sample()
+        self._append(completion)
+        parsed = turn.parse(completion)
+        note_roles(self.rows.current, completion, parsed)
+        message = parsed.message
+        # calls in the summary are not answered
+        said.append({key: value for key, value in message.items() if key != "tool_calls"})
+        summary: str = message["content"]
+        return summary

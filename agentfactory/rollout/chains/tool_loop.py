@@ -1,0 +1,102 @@
+"""The tool loop: the model takes turns, its calls are run, and it reads their results, until the chain ends."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentfactory.rollout.chains.context import Context
+from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.opening import opening_messages
+from agentfactory.rollout.inference.connection import ContextOverflowError
+from agentfactory.rollout.text.renderer import Parsed
+from agentfactory.rollout.trajectory import StopReason
+from agentfactory.tools.messages import Message
+from agentfactory.tools.sessions.tool_session import ToolSession
+
+
+@dataclass(frozen=True)
+class TakenTurn:
+    """A turn of so many tokens. `cut`: it ended at a limit of tokens."""
+
+    parsed: Parsed
+    cut: bool
+    tokens: int
+
+
+class Turns(Protocol):
+    """The model's side of a chain. `context` is the conversation that the model sees."""
+
+    context: Context
+
+    def begin(self, opening: list[Message]) -> None:
+        """Begin the conversation."""
+
+    async def take(self, anchor: str | None) -> TakenTurn:
+        """Take the next turn, in the state with this anchor, and add it to the context and the trajectory. Raises
+        ContextOverflowError if no token is left for it."""
+
+    async def go_on(self, answers: list[Message]) -> None:
+        """Prepare the next turn after `answers`, the last messages of the context. Raises ContextOverflowError."""
+
+
+class ToolLoop:
+    """Plays a chain whose calls are run here."""
+
+    def __init__(self, episode: Episode, turns: Turns) -> None:
+        self.episode = episode
+        self.turns = turns
+
+    async def play(self, session: ToolSession) -> StopReason:
+        """Take turns until the chain ends, and return the reason."""
+        episode, setup = self.episode, self.episode.setup
+        messages = episode.trajectory.messages
+        opening = map(episode.limits.settle_message, opening_messages(episode.task, setup.config.system_prompt))
+        messages += setup.dialogue.instruct(list(opening), setup.specs)
+        for server, left_out in session.left_out.items():
+            setup.tool_errors.note_cut(f"{server} (reset)", left_out)
+        if session.opening:
+            first = episode.limits.settle_message({"role": "user", "content": session.opening})
+            messages += await setup.images.take_messages([first])
+        self.turns.begin(list(messages))
+        return await self.act(session)
+
+    async def act(self, session: ToolSession) -> StopReason:
+        """Take turns, starting from the last messages, until the chain ends, and return the reason."""
+        episode, setup = self.episode, self.episode.setup
+        trajectory = episode.trajectory
+        while True:
+            try:
+                turn = await self.turns.take(session.anchor)
+            except ContextOverflowError:
+                return StopReason.CONTEXT_OVERFLOW
+            parsed, ending = turn.parsed, None
+            episode.counts["truncated_turns"] += turn.cut
+            if parsed.error is None and not parsed.calls:
+                return StopReason.MAX_TOKENS if turn.cut else StopReason.ANSWER
+            if parsed.error is not None:
+                episode.note_malformed(trajectory.turns - 1)
+                answers = setup.dialogue.complaint(_explain(parsed.error, turn))
+            else:
+                calls = episode.timeline.calls(session.call, trajectory.turns - 1)
+                results = await episode.limits.run(parsed.calls, calls)
+                results = await session.images.number(parsed.calls, results)
+                ending = episode.note_results(parsed.calls, results)
+                answers = await setup.images.take_messages(setup.dialogue.answers(parsed.calls, results))
+            trajectory.messages += answers
+            self.turns.context.hear(answers)
+            if ending is not None:
+                return ending
+            if trajectory.turns == episode.max_turns:
+                return StopReason.MAX_TURNS
+            try:
+                await self.turns.go_on(answers)
+            except ContextOverflowError:
+                return StopReason.CONTEXT_OVERFLOW
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics of the chain."""
+        return self.episode.metrics()
+
+
+def _explain(error: str, turn: TakenTurn) -> str:
+    """Return the message to the model about a malformed turn."""
+    return f"{error} The message was cut at {turn.tokens} tokens: write a shorter one." if turn.cut else error

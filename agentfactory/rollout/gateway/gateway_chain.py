@@ -1,0 +1,179 @@
+"""A chain whose agent keeps its own loop and history, and samples its turns through the gateway."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from functools import partial
+from typing import Any
+
+from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.turn import AgentFailed
+from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
+from agentfactory.rollout.gateway.gateway_server import Gateway
+from agentfactory.rollout.gateway.gateway_turns import AskedTurns, SampledTurn, unavailable
+from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key
+from agentfactory.rollout.gateway.responses import Stored
+from agentfactory.rollout.gateway.turn_tree import Plan
+from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.trajectory import Activity, StopReason
+from agentfactory.tools.messages import EnvironmentReward, ToolCall, ToolResult
+from agentfactory.tools.sessions.tool_session import ToolSession
+
+
+class GatewayChain:
+    """Lets an agent with its own client play a chain, and answers its requests; see Player and server.Asking. `judged`:
+    the recipe judges the chain without the agent's own report."""
+
+    def __init__(self, episode: Episode, turns: AskedTurns, gateway: Gateway, agent: ClientAgent, judged: bool) -> None:
+        self.episode = episode
+        self.turns = turns
+        self.gateway = gateway
+        self.agent = agent
+        self.judged = judged
+        self.temperature = episode.sampling.temperature
+        self.stored = Stored()
+        self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
+        self._over: StopReason | None = None
+        """Why the agent may take no more turns, though it is still waited for."""
+        self._taken = 0
+        """Turns that were sampled or are being sampled."""
+        self._requests: set[asyncio.Task[Any]] = set()
+        """Those that are being sampled."""
+        self._closed = False
+        """Whether the chain is over: nothing is added to its rows any more."""
+
+    # ---- the agent
+
+    async def play(self, session: ToolSession) -> StopReason:
+        """Let the agent run until it ends or may take no more turns, and return the reason. Raises AgentFailed."""
+        trajectory, task, images = self.episode.trajectory, self.episode.task, self.episode.setup.images
+        try:
+            with self.gateway.serving(self) as endpoint:
+                visit = Visit(
+                    endpoint,
+                    await images.without_files(task) if self.agent.elsewhere else task,
+                    trajectory.id,
+                    self._tools(session),
+                    self.episode.workspace,
+                    self._report,
+                    self.judged,
+                    partial(self.gateway.listening, endpoint.key),
+                )
+                agent = asyncio.create_task(self.agent.run(visit), name=f"agent of {visit.chain}")
+                try:
+                    running: list[asyncio.Future[Any]] = [agent, self._ended]
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    if self._ended.done():
+                        return self._ended.result()
+                    trajectory.result = agent.result()
+                    return self._over or self.turns.last
+                except AgentFailed as failure:
+                    trajectory.result = failure.result
+                    if self.turns.last is StopReason.CONTEXT_OVERFLOW:
+                        return self.turns.last  # it was told so, and could not go on
+                    raise
+                finally:
+                    agent.cancel()
+                    await asyncio.wait([agent])
+                    self._close()
+                    await visit.tools.close()
+        finally:
+            if self._ended.done():
+                self._ended.exception()  # it may be one that nothing else reads
+            self._number_turns()
+
+    def _tools(self, session: ToolSession) -> ChainTools:
+        episode = self.episode
+
+        def note(call: ToolCall, result: ToolResult) -> None:
+            if (reason := episode.note_results([call], [result])) is not None:
+                self._end(reason)
+
+        return ChainTools(episode.setup.specs, session, episode.limits, episode.timeline, note, self._fail)
+
+    def _report(self, reward: EnvironmentReward) -> None:
+        self.episode.reported = reward
+
+    def _end(self, reason: StopReason) -> None:
+        """Let the agent take no more turns. One that lives elsewhere cannot be ended, and may still say what the chain
+        is worth."""
+        if self.agent.elsewhere:
+            self._over = self._over or reason
+            self._taken = self.episode.max_turns
+        elif not self._ended.done():
+            self._ended.set_result(reason)
+
+    def _fail(self, error: Exception) -> None:
+        """End the chain, whatever its agent would do."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _close(self) -> None:
+        """End the requests that are being sampled, and take no more."""
+        self._closed = True
+        for request in self._requests:
+            request.cancel()
+
+    def _number_turns(self) -> None:
+        """Number the chain's turns in the order of its rows, as everything after the rollout does."""
+        trajectory = self.episode.trajectory
+        place = {node.number: number for number, node in enumerate(self.turns.tree.in_rows())}
+        trajectory.malformed_turns = sorted(place[number] for number in trajectory.malformed_turns)
+        for stretch in trajectory.timeline:
+            if stretch.turn is not None:
+                stretch.turn = place.get(stretch.turn)
+
+    def metrics(self) -> dict[str, float]:
+        """See Player."""
+        names = ("gateway/unmatched_turns", "gateway/spliced_turns", "gateway/unmet_parameters")
+        return self.episode.metrics() | {name: self.turns.counts[name] for name in names}
+
+    # ---- its requests
+
+    async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
+        """See server.Asking: render the conversation, and check that it has room for a turn."""
+        self.turns.check(asked)
+        left = self.episode.max_turns - self._taken
+        if self._ended.done() or left < asked.choices:
+            self._end(StopReason.MAX_TURNS)
+            raise Refusal(400, "max_turns", f"the chain has rollout.max_turns={self.episode.max_turns} turns")
+        plan = await self.turns.plan(asked)
+        room = self.turns.room(plan)
+        self._taken += asked.choices
+        longest = self.episode.setup.config.max_tokens
+        return self._sample(asked, plan, min(room, longest, asked.max_tokens or longest))
+
+    async def count(self, asked: Asked) -> int:
+        """See server.Asking."""
+        return len((await self.turns.plan(asked)).ids)
+
+    async def _sample(self, asked: Asked, plan: Plan, most: int) -> list[Said]:
+        if self._closed:  # since the request was admitted
+            raise foreign_key()
+        request = asyncio.current_task()
+        assert request is not None
+        self._requests.add(request)
+        start = time.monotonic()
+        try:
+            turns = await self.turns.sample(asked, plan, self.episode.sampling, most)
+        except (Refusal, asyncio.CancelledError):
+            self._taken -= asked.choices
+            raise
+        except (InferenceError, ServerUnreachableError) as error:
+            self._fail(error)
+            raise unavailable(error) from error
+        finally:
+            self._requests.discard(request)
+        self.episode.trajectory.messages += plan.given
+        for turn in turns:
+            self._note(turn, start)
+        return [turn.said for turn in turns]
+
+    def _note(self, turn: SampledTurn, start: float) -> None:
+        episode, number, cut = self.episode, turn.node.number, turn.completion.cut
+        episode.timeline.note(Activity.MODEL, start, time.monotonic(), number)
+        episode.note_turn(sum(turn.completion.mask))
+        episode.trajectory.messages.append(turn.parsed.message)
+        episode.counts["truncated_turns"] += cut
+        if turn.parsed.error is not None:
+            episode.note_malformed(number)
