@@ -227,7 +227,7 @@ def measure_decode(size: Size, folder: Path, static: bool) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
     from agentfactory.rollout.inference.embedded.engine import Engine
-    from agentfactory.rollout.inference.embedded.request import Request
+    from agentfactory.rollout.inference.embedded.sampling import Request
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype()))
     length = 2 * size.length

@@ -162,7 +162,7 @@ FAULTS = (
     ),
     Fault(
         "temperature",
-        "rollout/inference/embedded/request.py",
+        "rollout/inference/embedded/sampling.py",
         "scaled = scaled / torch",
         "scaled = scaled * torch",
         "rollout/test_embedded_server.py",

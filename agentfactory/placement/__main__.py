@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from agentfactory.placement.choice import Device, Estimate, choose
+from agentfactory.placement.device_choice import Device, Estimate, choose
 from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.memory_table import Need, Plan, table
 from agentfactory.placement.model_config import NoConfigError, difference, load_config

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
-from agentfactory.placement.choice import Estimate, choose
+from agentfactory.placement.device_choice import Estimate, choose
 from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import Plan, gib
 from agentfactory.recipe.schema import Recipe

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentfactory.placement.server_memory import server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner

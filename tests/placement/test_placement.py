@@ -17,7 +17,7 @@ from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
-from agentfactory.placement.choice import choose
+from agentfactory.placement.device_choice import choose
 from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
 from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config

@@ -22,7 +22,7 @@ from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.placement.unmeasured_memory import CUDA_GRAPHS
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.step_plan import Planner
 
 SMALL = {

@@ -35,7 +35,7 @@ from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.engine import PREFILL_TOKENS, Engine
 from agentfactory.rollout.inference.embedded.paged_attention import attend
-from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
 from agentfactory.rollout.inference.embedded.step_plan import Planner
 
 pytestmark = pytest.mark.numbers

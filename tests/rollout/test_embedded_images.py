@@ -22,9 +22,9 @@ from agentfactory.rollout.inference.embedded.adapters import AdapterError
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder, load_encoder
 from agentfactory.rollout.inference.embedded.quantization import quantize
-from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache
-from agentfactory.tools.processes.lru_cache import ByteCache
+from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
+from agentfactory.tools.images.lru_cache import ByteCache
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from agentfactory.rollout.inference.connection import authorization
 from agentfactory.rollout.inference.embedded.quantization import FULL_WEIGHTS, quantize
-from agentfactory.rollout.inference.embedded.request import UnsupportedModel
+from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from tests.conftest import embedded_server
 from tests.forked import ENGINE, Forked
 

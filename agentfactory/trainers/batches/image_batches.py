@@ -13,7 +13,7 @@ from agentfactory.rollout.images.features import Inputs, PixelMaker, join
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan
-from agentfactory.tools.processes.lru_cache import ByteCache
+from agentfactory.tools.images.lru_cache import ByteCache
 
 
 @dataclass(frozen=True, eq=False)

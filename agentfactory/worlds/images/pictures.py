@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageEnhance
 
 from agentfactory.tools.images.coordinates import Size
 from agentfactory.tools.images.decode import decode, is_path
-from agentfactory.tools.processes.lru_cache import ByteCache
+from agentfactory.tools.images.lru_cache import ByteCache
 from agentfactory.worlds.images.boxes import PixelBox
 
 Point = tuple[float, float]

@@ -70,7 +70,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from agentfactory.rollout.inference.embedded.embedded_server import Server
     from agentfactory.rollout.inference.embedded.engine import Engine
     from agentfactory.rollout.inference.embedded.quantization import adapters_only, quantize
-    from agentfactory.rollout.inference.embedded.request import UnsupportedModel
+    from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
     from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device

@@ -13,7 +13,7 @@ from agentfactory.rollout.inference.embedded.adapters import Adapter, AdapterErr
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.generate_route import ApiError, Json, answer, make_request
-from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate, checksums
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.text.stop_strings import Decode

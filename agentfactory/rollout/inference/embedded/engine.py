@@ -24,7 +24,7 @@ from agentfactory.rollout.inference.embedded.cuda_graphs import StaticDecoder
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.packed_linear import drop_packed, use_onednn
 from agentfactory.rollout.inference.embedded.paged_attention import attend
-from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel, sample
+from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample
 from agentfactory.rollout.inference.embedded.start_check import proofs
 from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
 from agentfactory.tools.processes.memory import give_back_freed

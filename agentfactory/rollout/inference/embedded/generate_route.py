@@ -10,7 +10,7 @@ import numpy as np
 
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.request import Request
+from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.text.stop_strings import Decode, StopWatch
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import Features, PixelMaker, compute_features, encoder_outputs, join
 from agentfactory.rollout.images.patches import PatchVision
-from agentfactory.rollout.inference.embedded.request import Request
 from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache
-from agentfactory.tools.processes.lru_cache import ByteCache
+from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.tools.images.lru_cache import ByteCache
 
 FEATURE_BYTES = 2**28
 """Limit of the features that are kept. Images in the cache of keys and values do not need them any more."""

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentfactory.rollout.inference.embedded.request import UnsupportedModel
+from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 
 Quantization = Literal["int8", "int4"]
 

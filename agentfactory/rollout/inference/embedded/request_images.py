@@ -14,7 +14,7 @@ from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.images.vision import Grid
 from agentfactory.rollout.trajectory import ImageSpan
 from agentfactory.tools.images.decode import decode
-from agentfactory.tools.processes.lru_cache import ByteCache
+from agentfactory.tools.images.lru_cache import ByteCache
 
 IMAGE_BYTES = 2**30
 """Limit of the pixels that are held for requests which name an image by its uuid."""

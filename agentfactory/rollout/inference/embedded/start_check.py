@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentfactory.rollout.inference.embedded.request import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
 
 if TYPE_CHECKING:
     from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder

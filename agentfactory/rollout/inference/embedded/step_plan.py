@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from agentfactory.rollout.inference.embedded.request import UnsupportedModel
+from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 
 _KINDS = {"full_attention", "sliding_attention"}
 
