@@ -64,7 +64,7 @@ class Seeing:
     def check(self, *chains: Trajectory) -> None:
         """Assert that each sampled turn stands in a row right after the ids in which a server read its request, and
         that the images there are those that it was sent."""
-        vision = self.renderer.sight.vision
+        vision = self.renderer.images.vision
         answered = [pair for s in self.servers for pair in zip(s.prompts, s.responses, strict=True)]
         for row in (row for chain in chains for row in chain.rows):
             assert len(row.mask) == len(row.logprobs) == len(row.token_ids)
@@ -79,7 +79,7 @@ class Seeing:
         assert not answered
         for server in self.servers:
             for digest, image in server.images.items():
-                assert np.array_equal(np.asarray(image), np.asarray(self.renderer.sight.store.load(digest)))
+                assert np.array_equal(np.asarray(image), np.asarray(self.renderer.images.store.load(digest)))
 
 
 @asynccontextmanager
@@ -104,7 +104,7 @@ async def seeing(
         return renderer.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
 
     async with AsyncExitStack() as stack:
-        vision = renderer.sight.vision
+        vision = renderer.images.vision
         started = [await stack.enter_async_context(serve_seeing(script, vision, kind)) for _ in range(servers)]
         client = await stack.enter_async_context(InferenceClient([server.url for server in started], retry_seconds=5))
         toolset = await stack.enter_async_context(open_toolset(recipe, folder))

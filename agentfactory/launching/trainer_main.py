@@ -25,6 +25,7 @@ from agentfactory.launching.run_results import chains_dropped, check_dropped
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
+from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.text.load_renderer import load_renderer
@@ -199,10 +200,11 @@ def _sft_rows(recipe: Recipe, renderer: TemplateRenderer, tasks: list[Task] | No
         return saved_rows(Path(recipe.train.from_trajectories), recipe.train.min_reward)
     if tasks is None:
         return None
-    if renderer.sight is not None and renderer.sight.shows:
-        view = view_of(recipe.model.path, renderer.sight.vision, recipe.rollout.coordinates)
+    images = renderer.images
+    if isinstance(images, ShownImages) and images.shows:
+        view = view_of(recipe.model.path, images.vision, recipe.rollout.coordinates)
         rows = [state_places(task, view, recipe.model.path, "data", row) for row, task in enumerate(tasks, 1)]
-        tasks = renderer.sight.take_tasks(rows, "data")
+        tasks = images.take_tasks(rows, "data")
     return conversation_rows(tasks, renderer)
 
 

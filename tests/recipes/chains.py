@@ -24,7 +24,7 @@ async def chain_of(recipe: Recipe, base: Path, task: dict, texts: Sequence[str],
         return renderer.tokenizer.encode(next(said) + "<|im_end|>", add_special_tokens=False)
 
     async with (
-        serve_seeing(script, renderer.sight.vision) as server,
+        serve_seeing(script, renderer.images.vision) as server,
         InferenceClient(server.url, retry_seconds=5) as client,
         open_toolset(recipe, base) as toolset,
         Rewards.load(recipe.rewards, base) as rewards,

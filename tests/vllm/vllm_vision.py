@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
-from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
@@ -38,7 +38,7 @@ class Served(NamedTuple):
     recipe: RolloutRecipe
     url: str
     renderer: TemplateRenderer
-    sight: Sight
+    images: ShownImages
     network: Any
 
 
@@ -63,16 +63,16 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     }
     recipe = RolloutRecipe.model_validate(sections)
     renderer = load_renderer(recipe.model, "hermes", tools=False, images=folder / "images")
-    assert renderer.sight is not None
+    assert isinstance(renderer.images, ShownImages)
     likely = load_file(path / "model.safetensors")
     head = next(name for name in likely if name.endswith("lm_head.weight"))
-    for token in renderer.sight.vision.banned_token_ids:
+    for token in renderer.images.vision.banned_token_ids:
         # where the bias did not hold, every second token would be one of these
         likely[head][token] *= 20
     save_file(likely, path / "model.safetensors", {"format": "pt"})
     network = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     with serve(sections, folder) as url:
-        yield Served(recipe, url, renderer, renderer.sight, network)
+        yield Served(recipe, url, renderer, renderer.images, network)
 
 
 def picture(seed: int, size: tuple[int, int]) -> Image.Image:
@@ -89,19 +89,19 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 @torch.no_grad()
 def logprobs_of(served: Served, row: Row) -> torch.Tensor:
     """The log-probability of each token of a row but the first, by transformers."""
-    images = [served.sight.store.load(span.digest) for span in row.images]
+    images = [served.images.store.load(span.digest) for span in row.images]
     ids = torch.tensor([row.token_ids])
     shown: dict[str, Any] = {}
     if images:
-        maker = PixelMaker(served.recipe.model.path, served.sight.vision)
+        maker = PixelMaker(served.recipe.model.path, served.images.vision)
         shown = join([maker.make(image) for image in images])
         if "image_grid_thw" in shown:
             assert [tuple(grid) for grid in shown["image_grid_thw"].tolist()] == [span.grid for span in row.images]
-            shown["mm_token_type_ids"] = (ids == served.sight.vision.image_token_id).int()
+            shown["mm_token_type_ids"] = (ids == served.images.vision.image_token_id).int()
     if hasattr(served.network.model, "rope_deltas"):
         served.network.model.rope_deltas = None
     logits = served.network(input_ids=ids, use_cache=False, **shown).logits[0, :-1]
-    logits[:, list(served.sight.vision.banned_token_ids)] += BANNED_BIAS
+    logits[:, list(served.images.vision.banned_token_ids)] += BANNED_BIAS
     return (logits / SAMPLING.temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
@@ -113,22 +113,22 @@ def check_logprobs(served: Served, row: Row) -> None:
 
 
 def extend(served: Served, row: Row, messages: list[Message], new: list[Message]) -> None:
-    collapsed = served.sight.collapse(row)
+    collapsed = served.images.collapse(row)
     renderer = served.renderer
     added = renderer.extend(collapsed, messages, new, []) if row.token_ids else renderer.open(messages, [])
     assert added is not None
-    row.append_context(*served.sight.expand(added, new))
+    row.append_context(*served.images.expand(added, new))
 
 
 async def sample(served: Served, client: InferenceClient, row: Row, turn: int) -> None:
-    sampler = Sampler(served.recipe, client, served.renderer.stop_token_ids, served.sight)
+    sampler = Sampler(served.recipe, client, served.renderer.stop_token_ids, served.images)
     done = await sampler.sample(row.token_ids, SAMPLING, turn, TOKENS, images=row.images)
-    assert not set(done.token_ids) & set(served.sight.vision.banned_token_ids)
+    assert not set(done.token_ids) & set(served.images.vision.banned_token_ids)
     row.append_sampled(done.token_ids, done.logprobs, done.versions)
 
 
 async def take(served: Served, images: list[Any], text: str = "What is shown?") -> list[Message]:
-    task = await served.sight.take_task({"question": text, "images": images}, "data")
+    task = await served.images.take_task({"question": text, "images": images}, "data")
     return task["messages"]
 
 
@@ -176,7 +176,7 @@ async def test_vllm_is_sent_images_again_that_it_does_not_know(served: Served) -
 
 
 async def test_vllm_applies_the_bias_without_images(served: Served) -> None:
-    pad = served.renderer.tokenizer.convert_ids_to_tokens(served.sight.vision.image_token_id)
+    pad = served.renderer.tokenizer.convert_ids_to_tokens(served.images.vision.image_token_id)
     async with InferenceClient(served.url) as client:
         messages: list[Message] = [{"role": "user", "content": f"No image {pad} here."}]
         row = Row()

@@ -23,7 +23,7 @@ from agentfactory.rollout.images.image_intake import Images, TextOnly
 from agentfactory.rollout.inference.connection import ContextOverflowError
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.dialogue import Dialogue
-from agentfactory.rollout.text.load_renderer import load_renderer, load_sight
+from agentfactory.rollout.text.load_renderer import load_images, load_renderer
 from agentfactory.rollout.text.parsers import AUTO, NativeParser, Parser, load_parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
 from agentfactory.rollout.text.renderer import Parsed
@@ -113,11 +113,11 @@ def _parser(recipe: RolloutRecipe, base: Path) -> Parser:
 def _images(recipe: RolloutRecipe, folder: Path | None) -> Images:
     """Return how the endpoint gets images, with `folder` for them: in the size that the policy would see."""
     try:
-        sight = None if folder is None else load_sight(recipe.model, folder)
+        images = None if folder is None else load_images(recipe.model, folder)
     except OSError as error:  # the policy's files are on the hub, and a baseline of text needs none of them
         logger.info("%s cannot be looked up: images become text: %s", recipe.model.path, error)
-        sight = None
-    return sight or TextOnly()
+        images = None
+    return images or TextOnly()
 
 
 def _cut(recipe: RolloutRecipe, base: Path) -> Cut | None:

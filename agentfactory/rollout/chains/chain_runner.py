@@ -18,7 +18,7 @@ from agentfactory.rollout.chains.tool_loop import ToolLoop
 from agentfactory.rollout.chains.turn import AgentFailed, AgentHooks
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.images.image_intake import Images, TextOnly
+from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.inference.concurrency import Places
 from agentfactory.rollout.inference.connection import InferenceError
@@ -316,11 +316,11 @@ class ChainRunner(Runner):
         agent: AgentHooks | None = None,
     ):
         """Raises ValueError: see Runner; also if the assistant prefix cannot work with the template."""
-        super().__init__(recipe, renderer.dialogue, renderer.sight or TextOnly(), renderer.cut, toolset, rewards)
+        super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards)
         renderer.encode(recipe.rollout.assistant_prefix)  # raises at once if the prefix does not fit the template
         self.renderer = renderer
         self.client = client
-        self.sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.sight)
+        self.sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.images)
         self.agent = agent or AgentHooks()
 
     def player(self, episode: Episode) -> Player:

@@ -7,7 +7,6 @@ from typing import Any
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.images.image_intake import TextOnly
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import Call, NativeParser
@@ -31,7 +30,7 @@ async def describe_first_prompt(
         renderer = load_renderer(
             model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=base, images=images
         )
-        shown = renderer.sight or TextOnly()
+        shown = renderer.images
         task_images = TaskImages(recipe, shown)
         task = await task_images.take(task, "data") if shown.shows else task
         task = task_images.for_tools(task, toolset.takes) if task_images.view else task
@@ -70,8 +69,7 @@ def describe_prompt(
 
     def shown(title: str, ids: list[int], said: Sequence[Message] = ()) -> str:
         text: Any = renderer.tokenizer.decode(ids, skip_special_tokens=False)
-        if renderer.sight is not None:
-            ids, _ = renderer.sight.expand(ids, said)
+        ids, _ = renderer.images.expand(ids, said)
         return f"\n--- {title}: {len(ids)} ids\n{_short(text, most)}\n--- {_short(str(ids), most and most // 6)}"
 
     opening = renderer.dialogue.instruct(messages, tools)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.image_intake import Images, ShownImages, TextOnly
 from agentfactory.rollout.images.image_requests import RequestImages
 from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.connection import InferenceError
@@ -40,22 +40,21 @@ def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> 
 
 class Sampler:
     """Requests turns from the inference servers, as a recipe says. A turn ends at one of `stop_token_ids`. A model that
-    sees, as `sight` says, never samples a token that stands for an image."""
+    gets `images` never samples a token that stands for one."""
 
     def __init__(
         self,
         recipe: RolloutRecipe,
         client: InferenceClient,
         stop_token_ids: list[int],
-        sight: Sight | None = None,
+        images: Images | None = None,
     ) -> None:
         self.recipe = recipe
         self.client = client
         self.stop_token_ids = stop_token_ids
-        self.sight = sight
-        self._bias: dict[str, float] = {}
-        if sight is not None:
-            self._bias = {str(token): BANNED_BIAS for token in sight.vision.banned_token_ids}
+        self.images = images or TextOnly()
+        self._banned = frozenset(() if self.images.vision is None else self.images.vision.banned_token_ids)
+        self._bias = {str(token): BANNED_BIAS for token in self._banned}
 
     async def sample(
         self,
@@ -83,15 +82,15 @@ class Sampler:
             parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)
         model = sampling.model if isinstance(sampling.model, str) else sampling.model()
         shown = None
-        if self.sight is not None:
+        if isinstance(self.images, ShownImages):
             parameters["logit_bias"] = self._bias
             if images:
-                shown = RequestImages(ids, images, self.sight)
+                shown = RequestImages(ids, images, self.images)
         completion = await self.client.generate(
             ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded
         )
-        if self.sight and not (banned := set(self.sight.vision.banned_token_ids)).isdisjoint(completion.token_ids):
-            token = next(token for token in completion.token_ids if token in banned)
+        if not self._banned.isdisjoint(completion.token_ids):
+            token = next(token for token in completion.token_ids if token in self._banned)
             raise InferenceError(f"the server sampled token {token}, which stands for an image: it ignores logit_bias")
         if self.recipe.model.lora is not None:
             # vLLM reports the version of the base weights here; the adapter is what matters, and a turn keeps it

@@ -4,7 +4,6 @@ takes."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentfactory.rollout.images.image_intake import TextOnly
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import ImageSpan, Row
@@ -28,7 +27,7 @@ class RowRenderer:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._images = renderer.sight or TextOnly()
+        self._images = renderer.images
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> Piece:
         """Return a conversation, up to the generation prompt."""

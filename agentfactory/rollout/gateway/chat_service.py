@@ -144,6 +144,6 @@ async def serve_chat(
         check_native(recipe.rollout, renderer.parser.native)
         async with InferenceClient(url, recipe.server.api_key_env) as client, Gateway(port) as gateway:
             await client.check_routes()
-            sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.sight)
+            sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.images)
             with gateway.serving(ChatService(recipe.rollout, renderer, sampler, model, file), key) as endpoint:
                 yield endpoint

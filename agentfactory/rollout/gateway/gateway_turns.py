@@ -12,7 +12,6 @@ from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.message_equality import Delivered, content_text
 from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, wrong
 from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
-from agentfactory.rollout.images.image_intake import TextOnly
 from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
@@ -49,7 +48,7 @@ class AskedTurns:
         self.last = StopReason.ANSWER
         """Why the chain ends if nothing more is asked for."""
         self._renderer = renderer
-        self._images = renderer.sight or TextOnly()
+        self._images = renderer.images
         self._sampler = sampler
         self._longest = longest
         self._asked = 0

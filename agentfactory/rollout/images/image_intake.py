@@ -35,9 +35,9 @@ _CHECK_SECONDS = 10.0
 """How long the images of all rows may be decoded before the first chain. Of the rest, only the headers are read."""
 
 
-class Sight:
-    """A model's eyes in one run: `vision` says how it sees, and `store` holds what it sees. `shows`: its chat template
-    has images; otherwise they become text."""
+class ShownImages:
+    """The images that a model gets in one run: `vision` has the sizes and tokens of its family, and `store` holds them.
+    `shows`: its chat template has images; otherwise they become text."""
 
     def __init__(self, vision: Vision, store: ImageStore) -> None:
         self.vision = vision
@@ -238,7 +238,7 @@ class Sight:
 
 
 class TextOnly:
-    """The counterpart of Sight for a model that reads only text: it is shown no images."""
+    """The counterpart of ShownImages for a model that reads only text."""
 
     vision = None
     shows = False
@@ -268,7 +268,7 @@ class TextOnly:
         return task
 
 
-Images = Sight | TextOnly
+Images = ShownImages | TextOnly
 """How the model of a run sees images."""
 
 

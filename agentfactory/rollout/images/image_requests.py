@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.parts import data_url
 from agentfactory.rollout.trajectory import ImageSpan
 
@@ -21,11 +21,11 @@ class RequestImages:
 
     ids: Sequence[int]
     spans: Sequence[ImageSpan]
-    sight: Sight
+    shown: ShownImages
 
     def collapsed(self) -> list[int]:
         """Return the ids with one token for each image, as the server takes them."""
-        return self.sight.vision.collapse(self.ids, self.spans)
+        return self.shown.vision.collapse(self.ids, self.spans)
 
     async def parts(self, sent: "SentImages") -> list[dict[str, Any]]:
         """Return the request's `content_parts`: the server that `sent` describes gets the bytes of new images, and of
@@ -36,7 +36,7 @@ class RequestImages:
         return [{"type": "image_url", "url": read.get(digest), "uuid": digest} for digest in digests]
 
     def _data(self, digests: Sequence[str]) -> dict[str, str]:
-        return {digest: data_url(self.sight.store.png(digest)) for digest in digests}
+        return {digest: data_url(self.shown.store.png(digest)) for digest in digests}
 
     def fault(self, prompt_ids: Any) -> str | None:
         """Return what is wrong with the ids in which the server says that it saw the request; None if nothing is."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import view_of, why_unseen
-from agentfactory.rollout.images.image_intake import Images, Sight
+from agentfactory.rollout.images.image_intake import Images, ShownImages
 from agentfactory.rollout.images.parts import has_images
 from agentfactory.rollout.images.places_in_text import state_places, unknown_way
 from agentfactory.tools.errors import SettingError
@@ -61,9 +61,9 @@ class TaskImages:
     def _stated(self, task: Task, section: str, row: int | None) -> Task:
         return state_places(task, self.view, self._recipe.model.path, section, row)
 
-    def _seeing(self, section: str) -> Sight:
+    def _seeing(self, section: str) -> ShownImages:
         """Raise SettingError if the model cannot be shown the images of `section`."""
-        if isinstance(self._images, Sight):
+        if isinstance(self._images, ShownImages):
             if self._images.shows:
                 return self._images
             problem = "it has no images, and rows of the data have some"

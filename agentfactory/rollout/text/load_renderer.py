@@ -11,7 +11,7 @@ from transformers.utils.hub import cached_file
 
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
@@ -34,7 +34,7 @@ def make_renderer(
     eos_token_ids: Sequence[int] = (),
     base: Path = Path(),
     log: Log | None = None,
-    sight: Sight | None = None,
+    images: ShownImages | None = None,
 ) -> TemplateRenderer:
     """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
     template.
@@ -42,7 +42,7 @@ def make_renderer(
     `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `reasoning`
     is `rollout.reasoning`. `tools`: the chains call tools; without them the template need not render any.
     `eos_token_ids` end a turn in addition to the template's and the tokenizer's own tokens. `log` gets one record,
-    `{"renderer": info}`. `sight` is how the model sees; None: it gets images as text. Raises RenderError (a ValueError)
+    `{"renderer": info}`. `images` is how the model gets images; None: as text. Raises RenderError (a ValueError)
     if the template cannot be used.
     """
     origin = "tokenizer" if chat_template is None else "model.chat_template"
@@ -55,7 +55,7 @@ def make_renderer(
     if named is None:
         parser, named, why = _recognised(tokenizer, source)
         reasons.append(why)
-    image = None if sight is None else str(tokenizer.convert_ids_to_tokens(sight.vision.image_token_id))
+    image = None if images is None else str(tokenizer.convert_ids_to_tokens(images.vision.image_token_id))
     choice = choose_template(tokenizer, source, tools, named, image, Reasoning(reasoning))
     info: dict[str, Any] = {
         "choice": str(choice.use),
@@ -65,10 +65,10 @@ def make_renderer(
         "template_sha256": hashlib.sha256(choice.template.source.encode()).hexdigest(),
         "parser": parser,
     }
-    if sight is not None:
-        sight.shows = choice.behaviour.images
+    if images is not None:
+        images.shows = choice.behaviour.images
     renderer = TemplateRenderer(
-        tokenizer, choice.template, choice.behaviour, named, info, eos_token_ids, sight, choice.use
+        tokenizer, choice.template, choice.behaviour, named, info, eos_token_ids, images, choice.use
     )
     info = renderer.info
     if not choice.behaviour.end:
@@ -120,15 +120,15 @@ def load_renderer(
         base=base,
         eos_token_ids=generation_eos(model.path),
         log=log,
-        sight=None if images is None else load_sight(model, images),
+        images=None if images is None else load_images(model, images),
     )
 
 
-def load_sight(model: ModelConfig, images: Path) -> Sight | None:
+def load_images(model: ModelConfig, folder: Path) -> ShownImages | None:
     """Return how a recipe's model sees, with `images` as the folder of the run's images; None if it reads only text.
     Raises SettingError if the limits on pixels cannot be kept."""
     file = cached_file(model.path, "config.json", _raise_exceptions_for_missing_entries=False)
     if file is None or "vision_config" not in json.loads(Path(file).read_text(encoding="utf-8")):
         return None
     vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
-    return None if vision is None else Sight(vision, ImageStore(images))
+    return None if vision is None else ShownImages(vision, ImageStore(folder))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
@@ -31,7 +31,7 @@ class Renderer(Protocol):
     `dialogue` writes the messages in the tool-call format: it needs no token ids.
 
     A turn ends with one of `stop_token_ids`, or with the token that completes one of `stops` outside its reasoning.
-    `sight` is how the model sees images; None: they become text. Ids have one token for each image: the caller expands
+    `images` is how the model gets images. Ids have one token for each image: the caller expands
     them.
     """
 
@@ -39,7 +39,7 @@ class Renderer(Protocol):
     stop_token_ids: list[int]
     stops: tuple[str, ...]
     info: dict[str, Any]
-    sight: Sight | None
+    images: Images
 
     @property
     def chat_template(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.rollout.images.image_intake import Sight
+from agentfactory.rollout.images.image_intake import Images, TextOnly
 from agentfactory.rollout.images.parts import for_template, image_urls
 from agentfactory.rollout.text.conversation_rows import ConversationRows
 from agentfactory.rollout.text.dialogue import Dialogue, Line, as_lines
@@ -47,7 +47,7 @@ class TemplateRenderer:
         parser: Parser,
         info: dict[str, Any],
         eos_token_ids: Sequence[int] = (),
-        sight: Sight | None = None,
+        images: Images | None = None,
         use: Use = Use.APPEND,
     ) -> None:
         self.tokenizer = tokenizer
@@ -58,9 +58,9 @@ class TemplateRenderer:
         self.dialogue = Dialogue(
             parser, behaviour.system, behaviour.shows_tools, behaviour.images_of_tools, behaviour.complains_as_tool
         )
-        self.sight = sight
+        self.images = images or TextOnly()
         # a token that only the template writes, in the text of an assistant too
-        self._banned = frozenset(sight.vision.banned_token_ids if sight else ())
+        self._banned = frozenset(() if self.images.vision is None else self.images.vision.banned_token_ids)
         frame = behaviour.frame + "".join(tokenizer.convert_ids_to_tokens(sorted(self._banned)))
         self._encoder = Encoder(tokenizer, behaviour.end, frame)
         self._lengths = TokenLengths(tokenizer)
@@ -145,9 +145,9 @@ class TemplateRenderer:
 
     def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages. Raises RenderError if they have more or fewer tokens for images than images."""
-        if self.sight is None:
+        if self.images.vision is None:
             return ids
-        written, given = ids.count(self.sight.vision.image_token_id), len(self._shown(messages))
+        written, given = ids.count(self.images.vision.image_token_id), len(self._shown(messages))
         if written != given:
             raise RenderError(f"the chat template writes {written} images for messages that have {given}")
         return ids
@@ -269,11 +269,11 @@ class TemplateRenderer:
         """
         lines = self.dialogue.lines(messages, specs)
         row = self._row(lines, specs)
-        if self.sight is None or not self.behaviour.images:
+        if isinstance(self.images, TextOnly) or not self.behaviour.images:
             return row
         given = [line.message for line in lines]
         self._counted(row.token_ids, given)
-        return self.sight.expand_row(row, given)
+        return self.images.expand_row(row, given)
 
     def _row(self, lines: list[Line], specs: list[ToolSpec]) -> Row:
         plain = self._plain([line.message for line in lines])

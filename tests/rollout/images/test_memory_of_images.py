@@ -32,7 +32,7 @@ from tests.seeing_server import serve_seeing
 
 async def main():
     renderer = load_renderer(ModelConfig(path="model"), "hermes", images=Path("server"))
-    vision, draw = renderer.sight.vision, random.Random(0)
+    vision, draw = renderer.images.vision, random.Random(0)
     opening = renderer.tokenizer.convert_tokens_to_ids("<|vision_start|>")
 
     def script(prompt):

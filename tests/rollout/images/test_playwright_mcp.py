@@ -116,7 +116,7 @@ async def test_eight_chains_see_their_own_pages(playwright: dict[str, Any], tmp_
                 *(seen.run(f"c{number}", question=f"This is chain {number}.") for number in range(CHAINS))
             )
             seen.check(*chains)
-            store, [server] = seen.renderer.sight.store, seen.servers
+            store, [server] = seen.renderer.images.store, seen.servers
         for number, chain in enumerate(chains):
             assert chain.outcome is Outcome.COMPLETED, chain.error
             told = [message for message in chain.messages if message["role"] == "tool"]

@@ -70,7 +70,7 @@ async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, 
     [server] = chains.servers
     assert sorted(server.sent) == sorted(span.digest for span in row.images)
     # what people and tools wrote is text
-    text = chains.renderer.tokenizer.decode(chains.renderer.sight.collapse(row))
+    text = chains.renderer.tokenizer.decode(chains.renderer.images.collapse(row))
     assert text.count("<|image_pad|>") == 4 + 1 + 2
 
 
@@ -78,7 +78,7 @@ async def test_a_reward_gets_the_images_of_the_chain(model, tmp_path):
     async with seeing(model, tmp_path, [look(200, 100), "done"], rewards=["looking.py:widths"]) as chains:
         task = await chains.runner.take({"question": "?", "images": [picture(0, (300, 200))]})
         chain = await chains.runner.run("c0", task, Sampling("policy", 1.0, seed="c0"))
-        fit = chains.renderer.sight.vision.fitted
+        fit = chains.renderer.images.vision.fitted
     assert chain.error is None
     # the task's image in full size, and all images as the model saw them
     widths = [300, fit(300, 200)[0], fit(200, 100)[0]]
@@ -268,10 +268,10 @@ def test_supervised_rows_have_the_images_as_context(model, tmp_path):
         {"role": "user", "content": "And <image>?"},
         {"role": "assistant", "content": "That, too."},
     ]
-    [task] = renderer.sight.take_tasks([{"messages": messages, "images": [picture(0), picture(1, (300, 90))]}], "data")
+    [task] = renderer.images.take_tasks([{"messages": messages, "images": [picture(0), picture(1, (300, 90))]}], "data")
     row = renderer.conversation_row(task["messages"], [])
     assert len(row.images) == 2
-    vision = renderer.sight.vision
+    vision = renderer.images.vision
     assert [i for span in row.images for i in range(span.offset, span.offset + span.length)] == [
         i for i, token in enumerate(row.token_ids) if token == vision.image_token_id
     ]
@@ -280,7 +280,7 @@ def test_supervised_rows_have_the_images_as_context(model, tmp_path):
     learned = [token for token, weight in zip(row.token_ids, row.weights, strict=True) if weight == 1.0]
     assert renderer.tokenizer.decode(learned) == "I <|image_pad|> see.<|im_end|>That, too.<|im_end|>"
     # the same ids as a chain that sampled the text
-    ids, _ = renderer.sight.expand(renderer.open(task["messages"][:1], []), task["messages"][:1])
+    ids, _ = renderer.images.expand(renderer.open(task["messages"][:1], []), task["messages"][:1])
     assert row.token_ids[: len(ids)] == ids
 
 
@@ -326,7 +326,7 @@ async def test_one_box_of_a_task_is_zoomed_and_judged_in_any_coordinates(tmp_pat
         chain = await seen.runner.run("c0", taken, Sampling("policy", 1.0, seed="c0"))
         seen.check(chain)
         assert (chain.outcome, chain.metrics["iou"]) == (Outcome.COMPLETED, pytest.approx(1))
-        shown = Image.open(seen.renderer.sight.files_of(chain.messages)[1])
+        shown = Image.open(seen.renderer.images.files_of(chain.messages)[1])
         part = picture(1, (300, 200)).crop(box)
         assert np.array_equal(np.asarray(shown), np.asarray(vision.fit(part)))
         [info] = [message["info"] for message in chain.messages if "info" in message]
