@@ -48,10 +48,12 @@ def test_a_summary_is_added_to_an_image() -> None:
 
 
 def test_when_a_policy_acts() -> None:
-    def config(**context: Any) -> RolloutConfig:
-        return RolloutConfig.model_validate({"max_total_tokens": 100, "context": context})
+    def config(policy: str, **options: Any) -> RolloutConfig:
+        return RolloutConfig.model_validate(
+            {"max_total_tokens": 100, "context": {"policy": policy, "options": options}}
+        )
 
-    assert not is_long(1000, config())
+    assert not is_long(1000, config("keep"))
     assert [is_long(n, config(policy="truncate")) for n in (74, 75)] == [False, True]
     assert [is_long(n, config(policy="truncate", max_tokens=50)) for n in (49, 50)] == [False, True]
     with pytest.raises(ValueError, match="keep_turns: got 0 with policy=truncate"):

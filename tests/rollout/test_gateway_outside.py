@@ -262,7 +262,7 @@ async def test_a_wrong_report_is_told_and_can_be_corrected(tmp_path: Path) -> No
 async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with elsewhere(tmp_path, []) as (_, program):
         port = int(program.url.rpartition(":")[2])
-        with pytest.raises(SettingError, match=rf"rollout\.agent\.outside\.port: got {port}: .*in use"):
+        with pytest.raises(SettingError, match=rf"rollout\.agent\.options\.port: got {port}: .*in use"):
             async with OutsideAgent(OutsideOptions(port=port)).gateway():
                 pass
     monkeypatch.delenv("AGENTFACTORY_TOKEN")

@@ -178,6 +178,14 @@ def test_sequences_keep_to_themselves(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(together, torch.cat([terms(0, 3, [0] * 3), terms(3, 7, [0] * 4)]), rtol=0, atol=1e-15)
 
 
+def mismatch(correction: str, **bounds: float) -> MismatchConfig:
+    """The correction with those of the bounds that it has."""
+    kind = MismatchConfig.options_type(correction)
+    assert kind is not None
+    options = {name: bound for name, bound in bounds.items() if name in kind.model_fields}
+    return MismatchConfig.model_validate({"correction": correction, "options": options})
+
+
 @pytest.mark.parametrize(
     ("correction", "weights"),
     [
@@ -193,7 +201,7 @@ def test_sequences_keep_to_themselves(settings: dict[str, Any]) -> None:
 def test_mismatch_weights_by_hand(correction: Any, weights: list[float]) -> None:
     """Ratios 4, 1/4 | 4/5, 3/2 of two rows."""
     log_ratio = double(4, 0.25, 0.8, 1.5).log().requires_grad_()
-    config = MismatchConfig(correction=correction, low=0.5, high=2.0)
+    config = mismatch(correction, low=0.5, high=2.0)
     given = mismatch_weights(config, log_ratio, torch.tensor([0, 0, 1, 1]))
     assert given.tolist() == pytest.approx(weights)
     assert not given.requires_grad
@@ -210,7 +218,7 @@ def test_mismatch_weights_by_hand(correction: Any, weights: list[float]) -> None
 )
 def test_mismatch_of_sequences_by_hand(correction: Any, weights: list[float]) -> None:
     """Ratios 1.5, 1, 1 | 0.5 of two rows: products 1.5 and 0.5."""
-    config = MismatchConfig(correction=correction, low=0.9, high=1.15)
+    config = mismatch(correction, low=0.9, high=1.15)
     given = mismatch_weights(config, double(1.5, 1, 1, 0.5).log(), torch.tensor([0, 0, 0, 1]))
     assert given.tolist() == pytest.approx(weights)
 

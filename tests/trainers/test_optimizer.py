@@ -163,18 +163,16 @@ def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, name: str) -> No
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_schedules(make_recipe: Make, settings: dict[str, Any], expected: list[float], name: str) -> None:
     """Ten steps, two of them warm-up; every group follows, with its own rate. No step has a rate of 0."""
-    groups = [{"match": "embed", "learning_rate": 0.5}]
-    train = TrainConfig(
-        steps=10, learning_rate=0.01, warmup_steps=2, optimizer={"name": name, "groups": groups}, **settings
-    )
-    optimizer = make_optimizer(load_policy(make_recipe()), train)
-    schedule = make_schedule(optimizer, train)
-    peaks = [group["initial_lr"] for group in optimizer.param_groups]
+    optimizer = {"name": name, "learning_rates": {"embed": 0.5}}
+    train = TrainConfig(steps=10, learning_rate=0.01, warmup_steps=2, optimizer=optimizer, **settings)
+    made = make_optimizer(load_policy(make_recipe()), train)
+    schedule = make_schedule(made, train)
+    peaks = [group["initial_lr"] for group in made.param_groups]
     assert set(peaks) == {0.01, 0.5}
     assert min(expected) > 0
     for factor in expected:
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * peak for peak in peaks])
-        optimizer.step()
+        assert [group["lr"] for group in made.param_groups] == pytest.approx([factor * peak for peak in peaks])
+        made.step()
         schedule.step()
 
 
