@@ -10,7 +10,7 @@ from agentfactory.old_names import install
 
 if TYPE_CHECKING:
     from agentfactory.agent import Agent
-    from agentfactory.rollout.chains.turn import Turn
+    from agentfactory.rollout.chains.agent_hooks import Turn
     from agentfactory.rollout.config import TaskSource
     from agentfactory.rollout.groups.group_files import read_groups
     from agentfactory.rollout.inference.inference_client import Completion
@@ -58,7 +58,7 @@ _HOME = {
     "TaskSource": "agentfactory.rollout.config",
     "ToolInfrastructureError": "agentfactory.tools.messages",
     "Trajectory": "agentfactory.rollout.trajectory",
-    "Turn": "agentfactory.rollout.chains.turn",
+    "Turn": "agentfactory.rollout.chains.agent_hooks",
     "finish": "agentfactory.tools.tool",
     "read_groups": "agentfactory.rollout.groups.group_files",
     "reward": "agentfactory.rollout.rewards",

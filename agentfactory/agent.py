@@ -10,14 +10,14 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from agentfactory.launching.processes import Child
+from agentfactory.launching.child_processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.start_server import serve
 from agentfactory.recipe.field_errors import setting_error
 from agentfactory.recipe.old_fields import renew
+from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.chains.chain_runner import ENDINGS, ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluation.evaluate import open_runner

@@ -15,8 +15,10 @@ MOVED = {
     "agentfactory.tools.harbor": "agentfactory.worlds.harbor",
     "agentfactory.tools.screens": "agentfactory.worlds.screens",
     "agentfactory.tools.shell": "agentfactory.tools.prebuilt.shell",
+    "agentfactory.trainers.sync.checksum_proof": "agentfactory.trainers.sync.content_proof",
     "agentfactory.trainers.sync.file": "agentfactory.trainers.sync.file_sync",
     "agentfactory.trainers.sync.full": "agentfactory.trainers.sync.full_sync",
+    "agentfactory.trainers.sync.protocol": "agentfactory.trainers.sync.weight_sync",
 }
 """Old module or package -> new one."""
 

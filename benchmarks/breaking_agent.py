@@ -7,7 +7,7 @@ cannot be parsed, and the policy continues after it. Many such chains still succ
 import zlib
 
 from agentfactory import Agent
-from agentfactory.rollout.chains.turn import Turn
+from agentfactory.rollout.chains.agent_hooks import Turn
 from agentfactory.rollout.inference.inference_client import Completion
 
 CALL = '{"name": "move", "arguments": {"direction": "north"}}\n'

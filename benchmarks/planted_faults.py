@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "tree-positions",
-        "trainers/batches/prefix_tree.py",
+        "trainers/batches/prefix_packing.py",
         "positions.append(np.arange(shared, len(row)))",
         "positions.append(np.arange(len(row) - shared))",
         "trainers/test_tree.py",
@@ -242,7 +242,7 @@ FAULTS = (
     ),
     Fault(
         "orphans",
-        "launching/processes.py",
+        "launching/child_processes.py",
         "        psutil.wait_procs(descendants, timeout=1.0)\n        _kill(descendants)",
         "        pass",
         "launching/test_processes.py",

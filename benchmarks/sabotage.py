@@ -22,10 +22,11 @@ from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
-from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
+from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
-from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
 

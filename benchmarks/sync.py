@@ -39,7 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentfactory.launching.start_server import serve
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.sync.checksum_proof import Content
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts
 from agentfactory.trainers.sync.server_control import ServerControl

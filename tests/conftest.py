@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from agentfactory.launching.processes import Children
+from agentfactory.launching.child_processes import Children
 from tests.forked import start_engine
 from tests.project import agentfactory, project  # noqa: F401 (fixtures)
 from tests.trained_quickstart import train_once

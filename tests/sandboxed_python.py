@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from agentfactory.tools.sandbox.interpreter import find_interpreter
-from agentfactory.tools.sandbox.settings import sandbox_user
+from agentfactory.tools.sandbox.limits import sandbox_user
 
 
 def sandboxed_python(library: ModuleType, *arguments: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.chains.turn import AgentHooks
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.gateway.client_agents import ClientAgent
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from agentfactory import Agent, Outcome, reward, tool
-from agentfactory.launching.processes import ChildFailed
+from agentfactory.launching.child_processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
+from agentfactory.rollout.chains.agent_hooks import Turn
 from agentfactory.rollout.chains.context import check_context
-from agentfactory.rollout.chains.turn import Turn
 from agentfactory.rollout.config import AgentConfig, RolloutConfig
 from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.inference.inference_client import Completion

@@ -26,8 +26,8 @@ from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.backends import make_sync
 from agentfactory.trainers.sync.file_sync import FileSync
-from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
 from agentfactory.trainers.sync.server_control import ServerControl
+from agentfactory.trainers.sync.weight_sync import SyncReport, WeightSync
 from tests.conftest import REPOSITORY, embedded_server
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]

@@ -24,7 +24,7 @@ from agentfactory.commands.options import make_parser, parse
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
-from agentfactory.placement.memory_table import GIB, Need
+from agentfactory.placement.memory_plan import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
 from agentfactory.recipe.reference import PAGES, meaning, renewed, sections, title
@@ -40,7 +40,7 @@ from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import load_parser
-from agentfactory.rollout.text.template_choice import choose_template
+from agentfactory.rollout.text.template_and_format import choose_template
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe

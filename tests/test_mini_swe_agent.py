@@ -12,7 +12,7 @@ from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.sandbox.settings import SandboxKind
+from agentfactory.tools.sandbox.limits import SandboxKind
 from tests.command_line_agents import CHAINS, call, check_completed, left, play
 
 MINI = os.environ.get("AGENTFACTORY_MINI", "")

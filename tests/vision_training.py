@@ -7,8 +7,9 @@ from accelerate import Accelerator
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven, with_eyes
+from agentfactory.trainers.sync.canary import Canary, canary_rows, with_eyes
 from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.server_control import ServerControl
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy

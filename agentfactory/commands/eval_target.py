@@ -8,10 +8,10 @@ from typing import Any
 from agentfactory.commands.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.chains.baseline_chain import check_recipe, open_chat_runner
 from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chains.chat_endpoint import look_at as ask_what_it_is
+from agentfactory.rollout.chains.endpoint_chain import check_recipe, open_chat_runner
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError

@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     from agentfactory.commands import server_commands
     from agentfactory.commands.served_weights import trained_in
     from agentfactory.launching import launcher
-    from agentfactory.launching.processes import ChildFailed
+    from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.run_results import MostChainsDroppedError
     from agentfactory.placement.placement import PlacementError
     from agentfactory.recipe.composition import display, recipe_file
@@ -193,7 +193,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _chat(options: argparse.Namespace) -> int:
     from agentfactory.commands.chat import run
-    from agentfactory.launching.processes import ChildFailed
+    from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
     from agentfactory.tools.errors import SettingError
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands.served_weights import Served, what_is_served
+from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.start_server import start_server
@@ -64,7 +64,7 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
 
 async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say, check: Callable[[], None]) -> None:
     """Answer chat requests until `check` raises: the server has ended."""
-    from agentfactory.rollout.gateway.chat_service import serve_chat
+    from agentfactory.rollout.gateway.serve_chat import serve_chat
 
     turns, variable = folder.path / "turns.jsonl", served.recipe.server.api_key_env
     key = os.environ[variable] if variable else None  # the server has started with it

@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.placement.placement import GPU_DRIVERS
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import Sandbox
-from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.user_code.import_path import own_python
 
 _LITTLE_MEMORY = 3 * 2**30

@@ -18,7 +18,7 @@ from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 if TYPE_CHECKING:
     # the child does not need them, and they are slow to import
-    from agentfactory.launching.processes import Children
+    from agentfactory.launching.child_processes import Children
     from agentfactory.recipe.schema import Recipe, StagedRecipe
 
 
@@ -35,7 +35,7 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
     folder = recipe.output / "prepared"
     if recipe.prepare is None or folder.exists():
         return
-    from agentfactory.launching.processes import ChildFailed
+    from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.recipe.composition import display
 
     say(f"preparing {display(folder)}")

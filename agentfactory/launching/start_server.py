@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from agentfactory.launching.processes import POLL_SECONDS, Child, ChildFailed, Children
+from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference import server_command as serving
 from agentfactory.tools.processes import parent_watch

@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import Choice, NoOptions, Options, PositiveInt, Section, ToolsRecipe
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind
+from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind
 from agentfactory.tools.user_code.entry_points import SOURCES, load_named, registered
 
 

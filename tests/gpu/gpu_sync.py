@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.sync.checksum_proof import Content
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.ipc_sync import IpcSync
 from agentfactory.trainers.sync.server_control import ServerControl
 from benchmarks import sabotage

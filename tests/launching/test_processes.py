@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.launching import processes
-from agentfactory.launching.processes import Child, ChildFailed, Children
+from agentfactory.launching import child_processes as processes
+from agentfactory.launching.child_processes import Child, ChildFailed, Children
 from agentfactory.launching.start_server import wait_for_server
 from tests.waiting import wait_for
 
@@ -132,7 +132,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from agentfactory.launching import processes
+from agentfactory.launching import child_processes as processes
 processes._TERM_SECONDS = 0.3
 at_work = Path(sys.argv[1])
 try:
@@ -211,7 +211,7 @@ def test_signals_unwind_the_launcher(tmp_path: Path, number: signal.Signals) -> 
     code = f"""
 import sys
 from pathlib import Path
-from agentfactory.launching.processes import Children
+from agentfactory.launching.child_processes import Children
 try:
     with Children() as children:
         child = children.start("family", [sys.executable, "-c", {FAMILY!r}, sys.argv[1]], Path(sys.argv[1] + ".log"))

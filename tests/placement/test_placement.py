@@ -17,11 +17,11 @@ from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
-from agentfactory.placement.device_choice import choose
 from agentfactory.placement.machine import Gpu, Machine
-from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
+from agentfactory.placement.memory_plan import GIB, Need, Plan, rows, table
 from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config
 from agentfactory.placement.placement import Placement, place
+from agentfactory.placement.plan_choice import choose
 from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
 from agentfactory.placement.unmeasured_memory import MARGIN

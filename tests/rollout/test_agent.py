@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chains.turn import AgentHooks, Turn
+from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.inference.inference_client import Completion

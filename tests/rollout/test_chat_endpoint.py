@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agentfactory.rollout.chains.baseline_chain import open_chat_runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, base_url, look_at
+from agentfactory.rollout.chains.endpoint_chain import open_chat_runner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks

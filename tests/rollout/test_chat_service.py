@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.gateway.chat_service import serve_chat
+from agentfactory.rollout.gateway.serve_chat import serve_chat
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import serve_script
 

@@ -266,14 +266,14 @@ async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Mon
             async with OutsideAgent(OutsideOptions(port=port)).gateway():
                 pass
     monkeypatch.delenv("AGENTFACTORY_TOKEN")
-    with pytest.raises(SettingError, match=r"outside\.token_env: the variable AGENTFACTORY_TOKEN is not set"):
+    with pytest.raises(SettingError, match=r"options\.token_env: the variable AGENTFACTORY_TOKEN is not set"):
         OutsideAgent(OutsideOptions())
     monkeypatch.setenv("AGENTFACTORY_TOKEN", TOKEN)
     agent = OutsideAgent(OutsideOptions(fields=["question", "secrets"]))
     with pytest.raises(
-        SettingError, match=r"outside\.fields\.1: .*row 2 of data has no secrets .*; fix: write secret$"
+        SettingError, match=r"options\.fields\.1: .*row 2 of data has no secrets .*; fix: write secret$"
     ):
         agent.check_rows([{"question": "", "secrets": ""}, {"question": "", "secret": ""}], "data")
     assert RolloutConfig(agent="outside").agent == AgentConfig(name="outside")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one of name, command and outside"):
+    with pytest.raises(ValueError, match="one of name and command"):
         AgentConfig(name="outside", command=["x"])

@@ -24,7 +24,7 @@ from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.environments import workspaces
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.sandbox.settings import SandboxKind
+from agentfactory.tools.sandbox.limits import SandboxKind
 from tests.sandboxed_python import sandboxed_python
 from tests.scripted_chains import scripted_chains
 from tests.waiting import wait_for

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from agentfactory.rollout.text.parsers import load_parser
-from agentfactory.rollout.text.template_choice import Choice, choose_template, training_variant
+from agentfactory.rollout.text.template_and_format import Choice, choose_template, training_variant
 from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError
 from tests.chat_tokenizers import (
     SPECIAL,

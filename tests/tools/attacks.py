@@ -16,8 +16,8 @@ from pathlib import Path
 from unittest import mock
 
 from agentfactory.tools.sandbox import session
+from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings
 from agentfactory.tools.sandbox.session import CellResult, Sandbox
-from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings
 from tests.waiting import pass_time, until
 
 NEIGHBOURS = 15

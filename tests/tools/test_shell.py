@@ -22,8 +22,8 @@ from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox import process, program
 from agentfactory.tools.sandbox.disk_use import measure
+from agentfactory.tools.sandbox.limits import ProgramLimits
 from agentfactory.tools.sandbox.program import run_program
-from agentfactory.tools.sandbox.settings import ProgramLimits
 from agentfactory.tools.sandbox.view import View
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.waiting import until

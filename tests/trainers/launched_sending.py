@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.processes.accelerator import make_accelerator
-from agentfactory.trainers.sync import checksum_proof as content
+from agentfactory.trainers.sync import content_proof as content
 from agentfactory.trainers.sync import file_sync
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.nccl_sync import NcclSync
-from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.server_control import ServerControl
+from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.learner import Learner
 from tests.trainers.launched_loading import megabytes
 from tests.trainers.test_nccl import GlooGroup

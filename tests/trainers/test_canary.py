@@ -22,8 +22,8 @@ from agentfactory.trainers.sync.canary import (
 )
 from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.file_sync import FileSync
-from agentfactory.trainers.sync.protocol import SyncReport
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.weight_sync import SyncReport
 from tests.conftest import embedded_server
 
 pytestmark = pytest.mark.numbers

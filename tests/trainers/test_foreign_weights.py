@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from agentfactory.tools.http.server_keys import find_key
-from agentfactory.trainers.sync.checksum_proof import Content
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.full_sync import holds_full_weights
-from agentfactory.trainers.sync.protocol import ForeignWeightsError
 from agentfactory.trainers.sync.server_control import ServerControl
+from agentfactory.trainers.sync.weight_sync import ForeignWeightsError
 from benchmarks.sabotage import Run
 from tests.trainers.test_sabotage import Start, model, serve, start, until_caught
 

@@ -17,7 +17,7 @@ from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.backends import backend_of, make_sync
-from agentfactory.trainers.sync.checksum_proof import Content
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from tests.conftest import embedded_server

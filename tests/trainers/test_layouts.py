@@ -8,7 +8,7 @@ from torch import Tensor
 
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.tools.calls.run_notices import notice_of
-from agentfactory.trainers.sync.checksum_proof import Content
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.server_control import SyncError
 
 ATTENTION, MLP, HIDDEN = "model.layers.0.self_attn", "model.layers.0.mlp", 16
@@ -152,7 +152,7 @@ def test_each_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         digested.append(weight)
         return weight_digest(weight, function)
 
-    monkeypatch.setattr("agentfactory.trainers.sync.checksum_proof.weight_digest", counted)
+    monkeypatch.setattr("agentfactory.trainers.sync.content_proof.weight_digest", counted)
     content = Content(state)
     content.check(checksums, replicas=4)
     content.check(checksums, replicas=4)

@@ -11,7 +11,7 @@ from transformers import Qwen3ForCausalLM
 
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.sync.checksum_proof import Content, served_checksums
+from agentfactory.trainers.sync.content_proof import Content, served_checksums
 from agentfactory.trainers.sync.server_control import ServerControl
 from tests.forked import start_engine, start_ranks
 from tests.trainers.test_nccl import receiving

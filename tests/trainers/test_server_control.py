@@ -12,9 +12,9 @@ from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync import server_control
 from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.canary import Canary
-from agentfactory.trainers.sync.protocol import SyncReport
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.weight_sync import SyncReport
 
 NOWHERE = ServerControl("http://127.0.0.1:9")
 CANARY = Canary([NOWHERE], [], "float32")

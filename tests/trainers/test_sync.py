@@ -20,10 +20,10 @@ from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
-from agentfactory.trainers.sync.checksum_proof import Content, file_digest
+from agentfactory.trainers.sync.content_proof import Content, file_digest
 from agentfactory.trainers.sync.file_sync import FileSync
-from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.weight_sync import WeightSync
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
 

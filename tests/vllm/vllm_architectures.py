@@ -30,9 +30,10 @@ from transformers import (
 from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
-from agentfactory.trainers.sync.checksum_proof import Content
+from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.file_sync import FileSync
+from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chains.baseline_chain import open_chat_runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, look_at
+from agentfactory.rollout.chains.endpoint_chain import open_chat_runner
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.evaluate import open_runner, run_eval

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentfactory.trainers.sync.checksum_proof import Content
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.rollout.test_server_contract import make_model

@@ -9,13 +9,13 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
+from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.chains.tool_loop import ToolLoop
-from agentfactory.rollout.chains.turn import AgentFailed, AgentHooks
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.image_intake import Images

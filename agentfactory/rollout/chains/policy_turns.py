@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Sequence
 
+from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn, TurnBudget
 from agentfactory.rollout.chains.context import Context, is_long
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.opening import add_text
 from agentfactory.rollout.chains.sampling import Sampler
 from agentfactory.rollout.chains.token_rows import GrowingRows, append_turn, note_roles
 from agentfactory.rollout.chains.tool_loop import TakenTurn
-from agentfactory.rollout.chains.turn import AgentError, AgentHooks, Turn, TurnBudget
 from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer

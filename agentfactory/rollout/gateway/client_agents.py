@@ -15,8 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.timeline import Timeline
-from agentfactory.rollout.chains.turn import AgentFailed
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
 from agentfactory.tools.calls.limits import ChainLimits

@@ -6,13 +6,13 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
+from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.episode import Episode
-from agentfactory.rollout.chains.turn import AgentFailed
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
 from agentfactory.rollout.gateway.gateway_server import Gateway
-from agentfactory.rollout.gateway.gateway_turns import AskedTurns, SampledTurn, unavailable
 from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key
 from agentfactory.rollout.gateway.responses import Stored
+from agentfactory.rollout.gateway.sampled_turns import AskedTurns, SampledTurn, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.trajectory import Activity, StopReason

@@ -10,7 +10,7 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent
 from agentfactory.rollout.gateway.gateway_chain import GatewayChain
 from agentfactory.rollout.gateway.gateway_server import Gateway
-from agentfactory.rollout.gateway.gateway_turns import AskedTurns
+from agentfactory.rollout.gateway.sampled_turns import AskedTurns
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.template_renderer import TemplateRenderer

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.rollout.chains.turn import AgentHooks
+from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.client_agents import ClientAgent, FunctionAgent
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent

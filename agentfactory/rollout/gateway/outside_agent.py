@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from agentfactory.rollout.chains.turn import AgentFailed
+from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import OutsideOptions
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway import chat_completions

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from mcp import StdioServerParameters
 from mcp.client.stdio import get_default_environment
 
-from agentfactory.rollout.chains.turn import AgentFailed
+from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit, missing_field
@@ -30,8 +30,8 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.mcp_servers.targets import expand_variables, program_of
 from agentfactory.tools.processes import end_with_parent as keeper
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
+from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.program import run_program
-from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.view import View, check_readable
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")

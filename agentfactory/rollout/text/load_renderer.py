@@ -15,7 +15,7 @@ from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
-from agentfactory.rollout.text.template_choice import Reasoning, Use, choose_template, recognise
+from agentfactory.rollout.text.template_and_format import Reasoning, Use, choose_template, recognise
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.text.tokenizer import generation_eos, load_tokenizer

@@ -16,7 +16,7 @@ from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
 from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
-from agentfactory.rollout.text.template_choice import Use
+from agentfactory.rollout.text.template_and_format import Use
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, cached
 from agentfactory.rollout.text.token_roles import TokenLengths, turn_roles
 from agentfactory.rollout.trajectory import Row

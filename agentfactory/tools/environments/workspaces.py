@@ -25,7 +25,7 @@ from agentfactory.tools.config import CHAIN
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal
 from agentfactory.tools.files.disk import refusal
-from agentfactory.tools.sandbox.settings import sandbox_user
+from agentfactory.tools.sandbox.limits import sandbox_user
 
 logger = logging.getLogger(__name__)
 

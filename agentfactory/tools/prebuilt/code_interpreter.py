@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from agentfactory.tools.environments.environment import Environment
+from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
-from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings
 from agentfactory.tools.tool import tool
 from agentfactory.tools.user_code.row_files import folder_of_files, load_files
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agentfactory.tools.sandbox.interpreter import Interpreter, is_public, library_folders
-from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
+from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.view import View
 
 WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"

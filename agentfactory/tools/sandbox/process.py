@@ -19,7 +19,7 @@ from typing import Any
 from agentfactory.tools.files import removal
 from agentfactory.tools.sandbox import bubblewrap, seccomp
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
-from agentfactory.tools.sandbox.settings import (
+from agentfactory.tools.sandbox.limits import (
     ProgramLimits,
     SandboxKind,
     SandboxSettings,
@@ -28,7 +28,7 @@ from agentfactory.tools.sandbox.settings import (
 )
 from agentfactory.tools.sandbox.view import View
 
-_WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("worker.py", "reaper.py", "enter.py"))
+_WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("inside_worker.py", "reaper.py", "enter.py"))
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process, by which the reaper finds leftovers."""
@@ -252,7 +252,7 @@ def _handle(init: int | None) -> int | None:
 
 
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
-    """Return the arguments of worker.py."""
+    """Return the arguments of inside_worker.py."""
     follow = "follow" if settings.kind is SandboxKind.NONE else "bwrap"
     limits = ",".join(f"{name}={value}" for name, value in settings.limits.items())
     return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits, _TOKEN]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from agentfactory.tools.sandbox import process
+from agentfactory.tools.sandbox.limits import SandboxSettings
 from agentfactory.tools.sandbox.session import Sandbox
-from agentfactory.tools.sandbox.settings import SandboxSettings
 
 _STDOUT_BYTES, _STDERR_BYTES = 1 << 20, 1 << 16
 _PROGRAM, _INPUT = "main.py", ".stdin"

@@ -14,9 +14,9 @@ from signal import Signals
 
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.sandbox import bubblewrap, process
+from agentfactory.tools.sandbox.inside_worker import DATA_BYTES
+from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.process import SandboxProcess
-from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
-from agentfactory.tools.sandbox.worker import DATA_BYTES
 
 _START_SECONDS = 60.0
 _FILE_SECONDS = 30.0

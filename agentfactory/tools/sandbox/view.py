@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.interpreter import is_public
-from agentfactory.tools.sandbox.settings import sandbox_user
+from agentfactory.tools.sandbox.limits import sandbox_user
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 """What is shown of the machine's own root: programs, libraries and settings, and nobody's files."""

@@ -35,9 +35,10 @@ from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import Turns
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
 from agentfactory.trainers.metrics import group_metrics
-from agentfactory.trainers.sync.canary import Canary, push_proven
+from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.canary_verdict import Scores
-from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.sync.proven_push import push_proven
+from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.learner import Learner, Update
 from agentfactory.trainers.update.mismatch import mismatch_by_kind
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy

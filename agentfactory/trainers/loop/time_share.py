@@ -9,9 +9,9 @@ import torch
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
 from agentfactory.trainers.sync.retrying import retry_until_answered
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.weight_sync import SyncReport, WeightSync
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.offload import Offload
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from torch import Tensor
 
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.checksum_proof import file_digest
-from agentfactory.trainers.sync.protocol import ForeignWeightsError, SyncReport, find, lock_for_others, on_each
+from agentfactory.trainers.sync.content_proof import file_digest
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.weight_sync import ForeignWeightsError, SyncReport, find, lock_for_others, on_each
 
 _WEIGHTS = "adapter_model.safetensors"
 

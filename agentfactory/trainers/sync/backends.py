@@ -18,8 +18,8 @@ from agentfactory.trainers.config import TrainRecipe
 
 if TYPE_CHECKING:
     # protocol.py needs torch
-    from agentfactory.trainers.sync.protocol import WeightSync
     from agentfactory.trainers.sync.server_control import ServerControl
+    from agentfactory.trainers.sync.weight_sync import WeightSync
 
 ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 FULL_ROUTES = (
@@ -109,7 +109,7 @@ def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path,
     )
     if lacks := [name for name in ("push", "restore", "close") if not callable(getattr(made, name, None))]:
         problem = f"{recipe.sync.backend} has no {', '.join(lacks)}"
-        raise SettingError("sync.backend", problem, "see WeightSync in agentfactory/trainers/sync/protocol.py")
+        raise SettingError("sync.backend", problem, "see WeightSync in agentfactory/trainers/sync/weight_sync.py")
     return made
 
 

@@ -31,19 +31,17 @@ from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.trajectory import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
-from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import BAN, Policy
 from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict
-from agentfactory.trainers.sync.protocol import (
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.weight_sync import (
     INITIAL_LABEL,
     ForeignWeightsError,
     SyncReport,
-    WeightSync,
     find,
     on_each,
     served_models,
 )
-from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
 logger = logging.getLogger(__name__)
 
@@ -308,28 +306,3 @@ def _accept(server: ServerControl, replica: int | None, report: SyncReport, verd
         named = server.url if replica is None else f"{server.url}, replica {replica}"
         raise SyncError(f"{named}, version {report.version} ({report.label}): {verdict.failure}")
     return verdict
-
-
-def push_proven(
-    sync: WeightSync,
-    canary: Canary | None,
-    version: int,
-    policy: Policy,
-    state: Weights,
-    scores: Scores | None,
-) -> tuple[SyncReport, dict[str, float]]:
-    """Pushes a version and proves it with the canary; also returns the canary's metrics. `scores` are the trainer's.
-    Before that, the servers must prove the version before: nobody else has changed their weights.
-
-    If servers are gone when the canary checks them, the version is pushed again as soon as `sync` finds one.
-    """
-    if canary is not None:
-        canary.prove_unchanged()
-    while True:
-        report = sync.push(version, policy, state)
-        if canary is None or scores is None:
-            return report, {}
-        try:
-            return report, canary.prove(report, scores)
-        except ServerGoneError as error:
-            logger.warning("version %d is pushed again: %s", version, error)

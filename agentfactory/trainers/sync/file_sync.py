@@ -12,10 +12,10 @@ from torch import Tensor
 from agentfactory.tools.files.disk import set_usual_modes, writing
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.checksum_proof import Content, Served, served_checksums
+from agentfactory.trainers.sync.content_proof import Content, Served, served_checksums
 from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights
-from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, lock_for_others, on_each
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find, lock_for_others, on_each
 
 _FILE_BYTES = 2**30
 """Size from which a file ends: at most this and one weight more are in memory for it."""

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from string import digits
 
 from agentfactory.trainers.networks.vision_tower import is_of_tower
-from agentfactory.trainers.sync.checksum_proof import Content
-from agentfactory.trainers.sync.protocol import INITIAL_LABEL, ForeignWeightsError
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.weight_sync import INITIAL_LABEL, ForeignWeightsError
 
 FORGET_FEATURES = "/reset_encoder_cache"
 """Drops the vision tower's features of all images."""

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.checksum_proof import Content, Served
+from agentfactory.trainers.sync.content_proof import Content, Served
 from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights
-from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find, on_each
 
 BUFFER_BYTES = 2**27
 """Size of a shared buffer, unless one weight is larger."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.checksum_proof import Content, Served, served_checksums
+from agentfactory.trainers.sync.content_proof import Content, Served, served_checksums
 from agentfactory.trainers.sync.full_sync import update_full_weights
-from agentfactory.trainers.sync.protocol import SyncReport, base_model, find
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find
 
 BUFFER_BYTES = 2**28
 """Bytes per broadcast. Both sides cut the stream of weights at this size, which is sent in `init_info`."""

@@ -8,8 +8,8 @@ from typing import TypeVar
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.canary import Canary
-from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
 from agentfactory.trainers.sync.server_control import ServerGoneError
+from agentfactory.trainers.sync.weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folde
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox.disk_use import measure
+from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
 from agentfactory.worlds.harbor.dockerfile import Copy
 from agentfactory.worlds.harbor.tasks import HarborTask

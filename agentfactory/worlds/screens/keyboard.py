@@ -4,8 +4,8 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from agentfactory.worlds.screens.frames import FOCUSED, frame_with
-from agentfactory.worlds.screens.scripts import SELECTED
+from agentfactory.worlds.screens.iframes import FOCUSED, frame_with
+from agentfactory.worlds.screens.page_scripts import SELECTED
 
 if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Page

@@ -18,9 +18,9 @@ from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
-from agentfactory.worlds.screens.frames import AT, FOCUSED, frame_with
+from agentfactory.worlds.screens.iframes import AT, FOCUSED, frame_with
 from agentfactory.worlds.screens.keyboard import Keyboard
-from agentfactory.worlds.screens.scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SETTLED
+from agentfactory.worlds.screens.page_scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SETTLED
 from agentfactory.worlds.screens.sites import Site, site_of
 
 if TYPE_CHECKING:  # takes a while to import

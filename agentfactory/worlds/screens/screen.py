@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from agentfactory.tools.tool import tool
-from agentfactory.worlds.screens.frames import boxes_in
+from agentfactory.worlds.screens.iframes import boxes_in
 from agentfactory.worlds.screens.number_marks import FIND_ELEMENTS, MOST_MARKS, Mark, draw_marks, marks_of
 from agentfactory.worlds.screens.page_actions import BaseScreen, Direction
 

@@ -14,10 +14,10 @@ from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.gateway.gateway_runner import check_native
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
-from agentfactory.rollout.gateway.gateway_turns import AskedTurns, unavailable
 from agentfactory.rollout.gateway.message_equality import print_of
 from agentfactory.rollout.gateway.request_options import Asked, Said, wrong
 from agentfactory.rollout.gateway.responses import Stored
+from agentfactory.rollout.gateway.sampled_turns import AskedTurns, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient

@@ -296,7 +296,7 @@ def _digest(path: str) -> bytes:
 
 
 def main() -> None:
-    """Apply the limits and serve: `worker.py SOCKET FOLDER HALF FOLLOW LIMITS TOKEN PATH...`."""
+    """Apply the limits and serve: `inside_worker.py SOCKET FOLDER HALF FOLLOW LIMITS TOKEN PATH...`."""
     descriptor, folder, half, follow, limits, _, *path = sys.argv[1:]
     control = _socket.socket(fileno=int(descriptor))
     os.set_inheritable(int(descriptor), False)
