@@ -70,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "leave-one-out",
-        "trainers/loop/estimators.py",
+        "trainers/loop/advantages.py",
         "(len(known) - 1) / len(known)",
         "1.0",
         "trainers/test_advantages.py",
@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "tree-positions",
-        "trainers/batches/prefix_packing.py",
+        "trainers/batches/packing.py",
         "positions.append(np.arange(shared, len(row)))",
         "positions.append(np.arange(len(row) - shared))",
         "trainers/test_tree.py",

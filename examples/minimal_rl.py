@@ -29,7 +29,7 @@ from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow, make_batches, training_row
-from agentfactory.trainers.loop.estimators import grpo_advantages
+from agentfactory.trainers.loop.advantages import grpo_advantages
 from agentfactory.trainers.loop.sft import conversation_rows
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.file_sync import FileSync

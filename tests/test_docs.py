@@ -24,7 +24,7 @@ from agentfactory.commands.options import make_parser, parse
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
-from agentfactory.placement.memory_plan import GIB, Need
+from agentfactory.placement.memory_table import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
 from agentfactory.recipe.reference import PAGES, meaning, renewed, sections, title

@@ -13,7 +13,7 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import AdvantageConfig, LossConfig
-from agentfactory.trainers.loop.estimators import ChainRewards, Estimator
+from agentfactory.trainers.loop.advantages import ChainRewards, Estimator
 from agentfactory.trainers.update.losses import PolicyLoss
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command
@@ -49,7 +49,7 @@ def test_maxrl_is_the_advantage_over_the_mean(files: Path) -> None:
 
 
 SCALED = """
-from agentfactory.trainers.loop.estimators import grpo_advantages
+from agentfactory.trainers.loop.advantages import grpo_advantages
 
 def with_scale(rewards, scale="group"): return grpo_advantages(rewards, scale)
 def without(rewards): return grpo_advantages(rewards, "none")

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from agentfactory.placement.machine import Machine, see_machine
-from agentfactory.placement.memory_plan import Need, Plan, table
+from agentfactory.placement.memory_table import Need, Plan, table
 from agentfactory.placement.model_config import NoConfigError, difference, load_config
 from agentfactory.placement.plan_choice import Device, Estimate, choose
 from agentfactory.placement.server_memory import ServerMemory, server_memory

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentfactory.placement.machine import Gpu, Machine
-from agentfactory.placement.memory_plan import GIB, OFFLOADED, STAYS_ON_GPU, Need, Plan, Sum, gib
+from agentfactory.placement.memory_table import GIB, OFFLOADED, STAYS_ON_GPU, Need, Plan, Sum, gib
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.placement.unmeasured_memory import MARGIN
 from agentfactory.recipe.schema import Recipe

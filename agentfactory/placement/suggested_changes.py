@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from agentfactory.placement.machine import Machine
-from agentfactory.placement.memory_plan import Plan, gib
+from agentfactory.placement.memory_table import Plan, gib
 from agentfactory.placement.plan_choice import Estimate, choose
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.errors import SettingError

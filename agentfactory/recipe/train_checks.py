@@ -12,7 +12,7 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
 from agentfactory.trainers.config import ALGORITHMS, TrainConfig
-from agentfactory.trainers.loop.estimators import Estimator
+from agentfactory.trainers.loop.advantages import Estimator
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 

@@ -18,7 +18,7 @@ from agentfactory.launching import launcher
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Gpu, Machine
-from agentfactory.placement.memory_plan import GIB, Need, Plan, rows, table
+from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
 from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config
 from agentfactory.placement.placement import Placement, place
 from agentfactory.placement.plan_choice import choose

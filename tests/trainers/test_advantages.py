@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentfactory.trainers.loop.estimators import (
+from agentfactory.trainers.loop.advantages import (
     generalized_advantages,
     grpo_advantages,
     overlong_penalty,

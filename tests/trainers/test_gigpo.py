@@ -14,7 +14,7 @@ from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
-from agentfactory.trainers.loop.estimators import ChainRewards, Estimator, gigpo, returns, step_advantages
+from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
 from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.loop.turn_anchors import turn_anchors
 

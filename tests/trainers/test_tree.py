@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.trainers.batches.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
-from agentfactory.trainers.batches.prefix_packing import deal, fill, grow, merge
+from agentfactory.trainers.batches.packing import deal, fill, grow, merge
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.network import apply_options
 from agentfactory.trainers.networks.policy import Policy

@@ -1,4 +1,4 @@
-"""The part of a chain that the model sees: all of it, or what the context policy leaves."""
+"""The conversation that the model sees: all of it, or what `rollout.context` leaves; `policy_turns` shortens it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ from agentfactory.rollout.trajectory import Group, Row, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.estimators import ChainRewards, Estimator, overlong_penalty
+from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty
 from agentfactory.trainers.loop.turn_anchors import step_metrics, turn_anchors
 from agentfactory.trainers.update.losses import kl, token_weights
 

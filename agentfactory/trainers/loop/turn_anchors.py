@@ -7,7 +7,7 @@ from typing import Any, Literal
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.environments.environment import anchor_text
-from agentfactory.trainers.loop.estimators import Groups, step_groups
+from agentfactory.trainers.loop.advantages import Groups, step_groups
 
 logger = logging.getLogger(__name__)
 

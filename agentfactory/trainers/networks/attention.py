@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.batches.prefix_packing import RUN_LENGTH
+from agentfactory.trainers.batches.packing import RUN_LENGTH
 
 BY_RUNS = "sdpa_by_runs"
 """transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""

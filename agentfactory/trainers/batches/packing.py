@@ -1,4 +1,4 @@
-"""Token trees: rows with a common beginning share its tokens, which are stored once; and the distribution of trees.
+"""Packing: rows that begin alike share tokens, as trees; trees are dealt to processes and fill lines of a budget.
 
 A tree lists its tokens in preorder: each token precedes its descendants, which are contiguous. So token i sees token j,
 which is an ancestor of i or i itself, where j <= i < ends[j]: one number per token says which tokens see each other.
