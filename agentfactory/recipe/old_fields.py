@@ -9,35 +9,20 @@ from agentfactory.tools.config import Choice
 from agentfactory.trainers.config import AdvantageConfig, LossConfig, MismatchConfig
 
 MOVED = {
-    "rollout.agent.disk_mb": "rollout.agent.options.disk_mb",
-    "rollout.agent.env": "rollout.agent.options.env",
-    "rollout.agent.keep_workspaces": "rollout.agent.options.keep_workspaces",
-    "rollout.agent.memory_mb": "rollout.agent.options.memory_mb",
-    "rollout.agent.processes": "rollout.agent.options.processes",
-    "rollout.agent.readable": "rollout.agent.options.readable",
-    "rollout.agent.sandbox": "rollout.agent.options.sandbox",
-    "rollout.agent.workspace": "rollout.agent.options.workspace",
-    "rollout.context.keep_turns": "rollout.context.options.keep_turns",
-    "rollout.context.max_tokens": "rollout.context.options.max_tokens",
-    "rollout.context.prompt": "rollout.context.options.prompt",
-    "server.args": "server.options.args",
-    "server.data_parallel_size": "server.options.data_parallel_size",
-    "server.gpu_memory_utilization": "server.options.gpu_memory_utilization",
-    "server.python": "server.options.python",
-    "server.tensor_parallel_size": "server.options.tensor_parallel_size",
-    "train.advantage.anchors": "train.advantage.options.anchors",
-    "train.advantage.gae_lambda": "train.advantage.options.gae_lambda",
-    "train.advantage.gamma": "train.advantage.options.gamma",
-    "train.advantage.scale": "train.advantage.options.scale",
-    "train.advantage.step_weight": "train.advantage.options.step_weight",
+    f"{section}.{name}": f"{section}.options.{name}"
+    for section, names in {
+        "rollout.agent": "disk_mb env keep_workspaces memory_mb processes readable sandbox workspace",
+        "rollout.context": "keep_turns max_tokens prompt",
+        "server": "args data_parallel_size gpu_memory_utilization python tensor_parallel_size",
+        "train.advantage": "anchors gae_lambda gamma scale step_weight",
+        "train.loss": "clip_high clip_low dual_clip",
+        "train.loss.mismatch": "high low",
+    }.items()
+    for name in names.split()
+} | {
     "train.critic.learning_rate": "train.advantage.options.critic_learning_rate",
     "train.critic.value_clip": "train.advantage.options.value_clip",
     "train.critic.warmup_steps": "train.advantage.options.critic_warmup_steps",
-    "train.loss.clip_high": "train.loss.options.clip_high",
-    "train.loss.clip_low": "train.loss.options.clip_low",
-    "train.loss.dual_clip": "train.loss.options.dual_clip",
-    "train.loss.mismatch.high": "train.loss.mismatch.options.high",
-    "train.loss.mismatch.low": "train.loss.mismatch.options.low",
     "train.loss.sapo_negative": "train.loss.options.negative_temperature",
     "train.loss.sapo_positive": "train.loss.options.positive_temperature",
 }
