@@ -273,7 +273,8 @@ def delivery() -> dict[str, float]:
     the viewer's page of one of its chains."""
     from agentfactory.launching.run_folder import RunFolder
     from agentfactory.rollout.groups.group_files import append_group, decode_group
-    from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory
+    from agentfactory.rollout.token_row import Row, Span
+    from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch, Trajectory
     from agentfactory.rollout.workers.worker_socket import Delivered, encode_delivered
     from agentfactory.viewer.runs.follower import Follower
     from agentfactory.viewer.trajectories.trajectory_page import find_chain, page_of

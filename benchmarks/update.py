@@ -192,7 +192,7 @@ def stored_images(folder: Path, images: list[tuple[int, int, int]]) -> tuple[Any
     from PIL import Image
 
     from agentfactory.rollout.images.store import ImageStore
-    from agentfactory.rollout.trajectory import ImageSpan
+    from agentfactory.rollout.token_row import ImageSpan
 
     spans, store = [], ImageStore(folder)
     for place, seed, side in images:

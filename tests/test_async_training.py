@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.trajectory import Group, Row
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints

@@ -42,7 +42,8 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import load_parser
 from agentfactory.rollout.text.template_and_format import choose_template
 from agentfactory.rollout.text.templates import RenderError
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall

@@ -10,7 +10,7 @@ from PIL import Image
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Vision
-from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.rollout.token_row import Row, Span
 
 LEAST, MOST = 20, 300
 """Ids of text in rows."""

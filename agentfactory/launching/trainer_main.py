@@ -31,7 +31,8 @@ from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
-from agentfactory.rollout.trajectory import Group, Row
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.tools.calls.run_notices import Notice, Notices, tell

@@ -291,7 +291,7 @@ def _check_servers(recipe: Recipe, prepared: Path | None) -> None:
     if not recipe.mcp_servers:
         return
     # imported here, because the MCP SDK is slow to import and few recipes need it
-    from agentfactory.tools.mcp_servers.targets import check_entry
+    from agentfactory.tools.mcp_servers.server_entry import check_entry
 
     for key, server in recipe.mcp_servers.items():
         check_entry(key, server, Path.cwd(), prepared)

@@ -5,7 +5,8 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 
 from agentfactory.rollout.metrics import Metric
-from agentfactory.rollout.trajectory import Group, Row
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Group
 
 METRICS = [
     Metric("step", "", "training step, from 1; 0 is before the first step"),

@@ -9,7 +9,8 @@ import pytest
 
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_free, next_free
 from agentfactory.rollout.groups.group_files import append_group, arrays_file, read_groups
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.files.disk import DiskError
 
 

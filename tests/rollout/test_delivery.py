@@ -12,7 +12,8 @@ import pytest
 
 from agentfactory.rollout.data import Place, Share
 from agentfactory.rollout.groups.group_files import encode_group
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.workers import worker_pool as workers
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import (

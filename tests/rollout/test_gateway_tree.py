@@ -15,7 +15,7 @@ from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.rollout.token_row import Row, Span
 from agentfactory.tools.messages import Message, ToolSpec
 from tests.chat_tokenizers import STRIPS_REASONING, make_tokenizer, trl_template
 

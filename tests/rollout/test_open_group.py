@@ -4,7 +4,7 @@ import pytest
 
 from agentfactory.rollout.data import Place
 from agentfactory.rollout.groups.open_group import OpenGroup, State
-from agentfactory.rollout.groups.resumed_groups import Pending
+from agentfactory.rollout.groups.resumed_positions import Pending
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 LATER = [State.DELIVERED, State.CANCELLED, State.DROPPED]

@@ -19,7 +19,7 @@ from agentfactory.rollout.data import Place, TaskOrder
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.groups.producer import GroupProducer
-from agentfactory.rollout.groups.resumed_groups import Resumed
+from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.weight_versions import Published

@@ -15,7 +15,7 @@ from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
-from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.rollout.token_row import Row, Span
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
 

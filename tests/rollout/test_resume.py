@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.groups.resumed_groups import Resumed
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.groups.resumed_positions import Resumed
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 VERSIONS = {"5": 5, "6": 6, "7": 7, "8": 8}
 

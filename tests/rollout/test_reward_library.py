@@ -28,7 +28,8 @@ from agentfactory.rollout.rewards.form_and_length import Format, Length
 from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.math_equal import MathEqual
 from agentfactory.rollout.rewards.text import last_match
-from agentfactory.rollout.trajectory import Outcome, Row, Trajectory
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.user_code.loading import load_object
@@ -168,9 +169,9 @@ def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> 
     for bomb in ("$9^{9^{9^{9}}}$", "$" + "a b " * 100_000 + "$"):
         assert equal(bomb, answer="1") == {"reward": 0.0, "success": 0.0, "math_timeout": 1.0}
     assert equal("it is 42", answer="42") == {"reward": 1.0, "success": 1.0, "math_timeout": 0.0}
-    assert len(children("agentfactory.rollout.rewards.math_process")) == 1
+    assert len(children("agentfactory.rollout.rewards.math_comparison")) == 1
     equal.close()
-    assert children("agentfactory.rollout.rewards.math_process") == []
+    assert children("agentfactory.rollout.rewards.math_comparison") == []
 
 
 @pytest.mark.processes
@@ -197,7 +198,7 @@ async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allow
             ticks += 1
         assert ticks > 3
         assert [one.reward for one in await scoring] == [float(n == 7) for n in range(20)]
-        assert len(children("agentfactory.rollout.rewards.math_process")) <= 2
+        assert len(children("agentfactory.rollout.rewards.math_comparison")) <= 2
 
 
 @pytest.mark.processes

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from agentfactory.rollout.inference.routing import REMEMBERED, Replica, Router, ServerState
-from agentfactory.tools.calls.retries import FIRST_DELAY, LONGEST_DELAY, Retries
+from agentfactory.tools.http.retries import FIRST_DELAY, LONGEST_DELAY, Retries
 
 A, B = "http://a", "http://b"
 

@@ -18,7 +18,8 @@ from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.trajectory import Row, Trajectory
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer
 from tests.conftest import QUICKSTART

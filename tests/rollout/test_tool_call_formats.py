@@ -17,7 +17,8 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.rollout.trajectory import Outcome, Row
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch, Trajectory
 
 
 def example() -> Group:

@@ -3,7 +3,8 @@
 import pytest
 
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 
 def chain(*labels: str, turn: int = 2) -> Trajectory:

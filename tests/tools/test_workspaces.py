@@ -21,7 +21,7 @@ from agentfactory.tools.environments import workspaces
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal
-from agentfactory.tools.mcp_servers.targets import check_entry, target_of
+from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
 
 pytestmark = pytest.mark.processes  # the first folder starts the process that removes what is left
 

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.sync.server_control import ServerControl
 from tests.conftest import embedded_server

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.rollout.token_row import Row, Span
 from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches, scatter, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner

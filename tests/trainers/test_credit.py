@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from agentfactory.rollout.config import OutcomePolicy
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import ALGORITHMS, TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores

@@ -10,7 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfactory.rollout.config import OutcomePolicy
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.rollout.token_row import Row, Span
 from agentfactory.trainers.batches.batch import make_batches, training_row
 from agentfactory.trainers.config import LossConfig, MismatchConfig
 from agentfactory.trainers.update.losses import (

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome
 from agentfactory.trainers.metrics import group_metrics
 
 

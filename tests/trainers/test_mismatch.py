@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.rollout.token_row import Row, Span
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.update.mismatch import mismatch_by_kind
 

@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, read_info

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from trl import GRPOTrainer
 
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import Batch, make_batches, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit

@@ -24,7 +24,7 @@ from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.token_row import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from tests.server_process import VLLM_PYTHON, serve
 from tests.vision_families import FAMILIES, OWN, make_family, params_of

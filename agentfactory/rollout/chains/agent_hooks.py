@@ -8,7 +8,7 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
-from agentfactory.rollout.trajectory import Span
+from agentfactory.rollout.token_row import Span
 from agentfactory.tools.messages import Message, ToolSpec
 
 

@@ -17,8 +17,8 @@ from agentfactory.rollout.inference.connection import (
     refusal,
 )
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, InferenceClient
-from agentfactory.tools.calls.retries import Retries, seconds_asked
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.http.server_keys import pinned
 from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
 

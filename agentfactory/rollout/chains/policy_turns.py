@@ -7,8 +7,8 @@ from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn
 from agentfactory.rollout.chains.context import Context, is_long
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.row_rendering import GrowingRows, append_turn, note_roles
 from agentfactory.rollout.chains.sampling import Sampler
-from agentfactory.rollout.chains.token_rows import GrowingRows, append_turn, note_roles
 from agentfactory.rollout.chains.tool_loop import TakenTurn
 from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion

@@ -11,7 +11,7 @@ from agentfactory.rollout.images.image_requests import RequestImages
 from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.connection import InferenceError
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient
-from agentfactory.rollout.trajectory import ImageSpan, Span
+from agentfactory.rollout.token_row import ImageSpan, Span
 
 
 @dataclass(frozen=True)

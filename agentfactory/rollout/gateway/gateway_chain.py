@@ -21,8 +21,8 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 
 
 class GatewayChain:
-    """Lets an agent with its own client play a chain, and answers its requests; see Player and server.Asking. `judged`:
-    the recipe judges the chain without the agent's own report."""
+    """Lets an agent with its own client play a chain, and answers its requests; see Player and
+    gateway_server.Asking. `judged`: the recipe judges the chain without the agent's own report."""
 
     def __init__(self, episode: Episode, turns: AskedTurns, gateway: Gateway, agent: ClientAgent, judged: bool) -> None:
         self.episode = episode
@@ -131,7 +131,7 @@ class GatewayChain:
     # ---- its requests
 
     async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
-        """See server.Asking: render the conversation, and check that it has room for a turn."""
+        """See gateway_server.Asking: render the conversation, and check that it has room for a turn."""
         self.turns.check(asked)
         left = self.episode.max_turns - self._taken
         if self._ended.done() or left < asked.choices:
@@ -144,7 +144,7 @@ class GatewayChain:
         return self._sample(asked, plan, min(room, longest, asked.max_tokens or longest))
 
     async def count(self, asked: Asked) -> int:
-        """See server.Asking."""
+        """See gateway_server.Asking."""
         return len((await self.turns.plan(asked)).ids)
 
     async def _sample(self, asked: Asked, plan: Plan, most: int) -> list[Said]:

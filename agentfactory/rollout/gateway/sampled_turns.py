@@ -17,7 +17,8 @@ from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.templates import RenderError
-from agentfactory.rollout.trajectory import Row, StopReason
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.calls.run_notices import tell
 
 logger = logging.getLogger(__name__)

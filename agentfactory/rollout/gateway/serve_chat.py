@@ -30,7 +30,7 @@ _HOTTEST = 100
 
 
 class ChatService:
-    """Answers all clients of a model: a conversation keeps the ids that were sampled. See server.Asking.
+    """Answers all clients of a model: a conversation keeps the ids that were sampled. See gateway_server.Asking.
 
     `log` gets a line of JSON for each turn: its conversation, what it was sampled after, and what was sampled.
     """
@@ -47,7 +47,7 @@ class ChatService:
         self._begun = 0
 
     async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
-        """See server.Asking."""
+        """See gateway_server.Asking."""
         conversation = self._conversation(asked)
         asked = _without_temperature(asked)
         conversation.turns.check(asked)
@@ -56,7 +56,7 @@ class ChatService:
         return self._sample(conversation, asked, plan, most)
 
     async def count(self, asked: Asked) -> int:
-        """See server.Asking."""
+        """See gateway_server.Asking."""
         return len((await self._conversation(asked).turns.plan(asked)).ids)
 
     def _conversation(self, asked: Asked) -> "_Conversation":

@@ -6,7 +6,7 @@ from enum import StrEnum
 from agentfactory.rollout.chains.chain_runner import begin
 from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.groups.group_files import EncodedGroup
-from agentfactory.rollout.groups.resumed_groups import Pending
+from agentfactory.rollout.groups.resumed_positions import Pending
 from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
 
 

@@ -14,7 +14,7 @@ from agentfactory.rollout.groups.curriculum import Curriculum, successes
 from agentfactory.rollout.groups.group_files import Delivered, append_group, encode_group
 from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted, worth
 from agentfactory.rollout.groups.open_group import OpenGroup, State
-from agentfactory.rollout.groups.resumed_groups import Resumed
+from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published
 from agentfactory.rollout.trajectory import Outcome

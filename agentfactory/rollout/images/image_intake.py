@@ -24,7 +24,7 @@ from agentfactory.rollout.images.parts import (
 )
 from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
 from agentfactory.rollout.images.vision import Grid, Vision
-from agentfactory.rollout.trajectory import ImageSpan, Row
+from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import content_of, decode, size_of
 from agentfactory.tools.messages import Message, text_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.parts import data_url
-from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.rollout.token_row import ImageSpan
 
 _REMEMBERED = 16_384
 """Images per server that are known to have been sent."""

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from agentfactory.rollout.images.vision import Grid, Vision
-from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.errors import SettingError
 
 _SMALL = 64

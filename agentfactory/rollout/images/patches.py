@@ -11,7 +11,7 @@ from jaxtyping import Int
 from PIL import Image
 
 from agentfactory.rollout.images.vision import Grid, Vision
-from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.sizes import SizeRule
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image
 
-from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.images.sizes import SizeRule
 
 Grid = tuple[int, int, int]

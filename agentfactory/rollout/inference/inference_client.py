@@ -25,9 +25,9 @@ from agentfactory.rollout.inference.routing import Router, ServerState
 from agentfactory.rollout.inference.server_metrics import Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.trajectory import Span
-from agentfactory.tools.calls.retries import Retries
+from agentfactory.rollout.token_row import Span
 from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.http.retries import Retries
 from agentfactory.tools.http.server_keys import pinned
 
 if TYPE_CHECKING:

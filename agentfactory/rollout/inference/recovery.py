@@ -9,8 +9,8 @@ from contextlib import suppress
 from agentfactory.rollout.inference.connection import Connection, LostError, ServerUnreachableError
 from agentfactory.rollout.inference.routing import Replica, Router, ServerState
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.trajectory import Span
-from agentfactory.tools.calls.retries import Retries
+from agentfactory.rollout.token_row import Span
+from agentfactory.tools.http.retries import Retries
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ class MathEqual:
         return self
 
     def __post_init__(self) -> None:
-        self._processes = KillableProcesses("agentfactory.rollout.rewards.math_process", self.processes)
+        self._processes = KillableProcesses("agentfactory.rollout.rewards.math_comparison", self.processes)
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""

@@ -19,7 +19,8 @@ from agentfactory.rollout.rewards.reward_spec import (
     load_reward,
     run,
 )
-from agentfactory.rollout.trajectory import Outcome, Row, Span, StopReason, Trajectory
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView

@@ -10,7 +10,7 @@ from agentfactory.rollout.text.encoding import MARK, Encoder
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, Tools, cached, shared_length
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.token_row import Row
 from agentfactory.tools.messages import Message, ToolSpec
 
 Spans = list[tuple[int, int, float]]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.text.dialogue import Dialogue
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.token_row import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 
@@ -15,7 +15,7 @@ from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 class Parsed:
     """The content of a sampled turn. `error`, written for the model, is what is wrong with it; if set, no call of the
     turn is executed and `message` contains the text as written. `answer` is the final answer if the format marks one.
-    `roles` has a letter for each sampled token (roles.turn_roles); empty: unknown."""
+    `roles` has a letter for each sampled token (token_roles.turn_roles); empty: unknown."""
 
     message: Message
     calls: list[ToolCall] = field(default_factory=list)

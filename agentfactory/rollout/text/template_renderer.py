@@ -19,7 +19,7 @@ from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.template_and_format import Use
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, cached
 from agentfactory.rollout.text.token_roles import TokenLengths, turn_roles
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.token_row import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec, text_of
 
 

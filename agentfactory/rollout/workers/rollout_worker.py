@@ -18,7 +18,7 @@ from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
 from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner
 from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.groups.producer import GroupProducer
-from agentfactory.rollout.groups.resumed_groups import Resumed
+from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError

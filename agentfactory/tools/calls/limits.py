@@ -10,7 +10,7 @@ The checks are made in the order of `config.Limit`, and the first limit that is 
   begins, and again while it runs: the call is cut short when the time is over.
 6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its turn; it is refused only if
   `limits.on_breach` has an entry for this limit.
-7. `seconds_per_call`: the tool session cancels the call.
+7. `seconds_per_call`: the connection to the server cancels the call.
 8. `result_bytes`: the result was cut in the middle when it arrived (`truncation`).
 9. `result_tokens`: the result is cut in the middle.
 10. `images`: in the place of images of the result that are too many, there is a text.

@@ -11,7 +11,7 @@ from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.call_cache import CallCache
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
-from agentfactory.tools.mcp_servers.targets import Target
+from agentfactory.tools.mcp_servers.server_entry import Target
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.memory import memory_of
 

@@ -31,8 +31,8 @@ from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, OwnServer
+from agentfactory.tools.mcp_servers.server_entry import HttpAddress, Target
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
-from agentfactory.tools.mcp_servers.targets import HttpAddress, Target
 from agentfactory.tools.messages import CallError, ToolInfrastructureError
 
 logger = logging.getLogger(__name__)

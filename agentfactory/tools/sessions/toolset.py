@@ -17,7 +17,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, build_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_connection import Log
-from agentfactory.tools.mcp_servers.targets import target_of
+from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.messages import ToolInfrastructureError, ToolSpec
 from agentfactory.tools.processes.memory import memory_room
 from agentfactory.tools.sessions.tool_session import Route, ToolSession

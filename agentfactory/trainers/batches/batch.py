@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from agentfactory.rollout.images.vision import Vision
-from agentfactory.rollout.trajectory import ImageSpan, Row
+from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.trainers.batches.image_batches import merge_keys
 from agentfactory.trainers.batches.packing import Tree, deal, fill, grow, merge, stack
 

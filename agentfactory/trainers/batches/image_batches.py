@@ -12,7 +12,7 @@ from torch import Tensor
 from agentfactory.rollout.images.features import Inputs, PixelMaker, join
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Grid, Vision
-from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.images.lru_cache import ByteCache
 
 

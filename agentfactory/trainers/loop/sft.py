@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.text.renderer import Renderer
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.token_row import Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolSpec
 from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow, training_row

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from agentfactory.rollout.config import OutcomePolicy
-from agentfactory.rollout.trajectory import Group, Row, Trajectory
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe

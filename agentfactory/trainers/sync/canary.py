@@ -29,7 +29,7 @@ from torch import Tensor
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.inference.routing import Replica
-from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.policy import BAN, Policy
 from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from agentfactory.rollout.text.token_roles import ROLES
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.token_row import Row
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import MismatchConfig
 from agentfactory.trainers.update.losses import Flags, PerToken, RowNumbers, over_sequence

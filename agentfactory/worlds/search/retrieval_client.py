@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from agentfactory.tools.calls.retries import Retries, seconds_asked
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.fetch import content_of

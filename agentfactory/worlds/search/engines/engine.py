@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import aiohttp
 
 from agentfactory.tools.calls.limits import Rates
-from agentfactory.tools.calls.retries import Retries, seconds_asked
 from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.user_code.extension import check_types

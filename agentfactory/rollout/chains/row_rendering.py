@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds
 from agentfactory.rollout.text.renderer import Parsed, Renderer
-from agentfactory.rollout.trajectory import ImageSpan, Row
+from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.messages import Message, ToolSpec
 
 
