@@ -6,6 +6,7 @@ choices share counts once. The last line is JSON.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -58,25 +59,27 @@ def _declaring(section: type[BaseModel], name: str) -> type[BaseModel]:
 
 
 def _used() -> set[str]:
-    """Return the names of all keys in the recipes that come with AgentFactory."""
+    """Return the fields that a recipe that comes with AgentFactory sets, without the names of servers and numbers."""
 
-    def keys(data: Any) -> Iterator[str]:
+    def paths(data: Any, path: str) -> Iterator[str]:
         if isinstance(data, dict):
             for key, value in data.items():
-                yield str(key)
-                yield from keys(value)
+                yield f"{path}{key}"
+                yield from paths(value, f"{path}{key}.")
         for value in data if isinstance(data, list) else ():
-            yield from keys(value)
+            yield path.removesuffix(".")
+            yield from paths(value, path)
 
-    return {key for file in RECIPES.rglob("*.yaml") for key in keys(yaml.safe_load(file.read_text()))}
+    found = {path for file in RECIPES.rglob("*.yaml") for path in paths(yaml.safe_load(file.read_text()), "")}
+    return {re.sub(r"^mcp_servers\.[^.]+\.", "mcp_servers.", path) for path in found}
 
 
 def main() -> None:
     """Print every setting, and the counts."""
     top, below, used = settings(Recipe), options(Recipe), _used()
+    unused = [path for path in [*top.values(), *below.values()] if path not in used]
     for path in [*top.values(), *below.values()]:
-        print(path if path.rpartition(".")[2] in used else f"{path}   (in no recipe here)")
-    unused = [path for path in [*top.values(), *below.values()] if path.rpartition(".")[2] not in used]
+        print(f"{path}   (in no recipe here)" if path in unused else path)
     print(json.dumps({"settings": len(top), "options": len(below), "in no recipe": len(unused)}))
 
 

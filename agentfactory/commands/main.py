@@ -6,10 +6,11 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
@@ -26,6 +27,16 @@ _TRACEBACK_LINES = 16
 """Number of lines shown of a traceback: with the error they fit on a screen."""
 
 
+_format_warning = warnings.formatwarning
+
+
+def _formatted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+    """Format a warning: what is wrong with a recipe needs no line of ours."""
+    if category.__name__ == "OldFieldWarning":
+        return f"agentfactory: {message}\n"
+    return _format_warning(message, category, *where, **more)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     if "_ARGCOMPLETE" in os.environ:
@@ -33,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else [*arguments]
     if given[:2] == ["tools", "serve"]:
         return _serve_tools(given[2:])
+    warnings.formatwarning = _formatted
     options = parse(given)
     run = _COMMANDS.get(options.command, _registered)
     try:

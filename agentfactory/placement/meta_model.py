@@ -20,7 +20,7 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
     """Return what the learner of a recipe trains on `device` (cuda or cpu), built by the learner's own code.
 
     All of it is on the meta device. Left out are kernels of liger, torch.compile, FlexAttention and FlashAttention,
-    which take less memory than their replacements here, and activation_offload, for which there is no second device.
+    which take less memory than their replacements here, and offload, for which there is no second device.
     Raises ValueError if the recipe cannot be trained.
     """
     train = recipe.train
@@ -30,7 +30,8 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
         batching = resolve_batching(network, train, measure=False)
         if recipe.model.lora and recipe.model.lora.quantization:
             _quantise(network)
-        plain: dict[str, Any] = {"liger": False, "compile": False, "activation_offload": False}
+        plain: dict[str, Any] = {"liger": False, "compile": False}
+        plain["gradient_checkpointing"] = bool(train.gradient_checkpointing)
         if train.attention.startswith("fl"):
             plain["attention"] = "auto"
         recipe = recipe.model_copy(update={"train": train.model_copy(update=plain)})

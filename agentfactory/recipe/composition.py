@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.recipe.old_fields import CHOICES, renew
+from agentfactory.recipe.old_fields import CHOICES, MOVED, chosen, renew
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
-from agentfactory.tools.config import Choice
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.files.untrusted_files import read_file
 
@@ -35,12 +34,31 @@ class Composed:
     folders: list[Path] = field(default_factory=list)
 
     def merge(self, data: dict[str, Any], source: str) -> None:
-        """Merge `data` into this mapping: mappings merge, everything else replaces. Options of something that `data`
-        does not choose any more go."""
-        for path, section in CHOICES.items():
-            _drop_options(self.data, data, path.split("."), section)
+        """Merge `data` into this mapping: mappings merge, everything else replaces. If it chooses something else than
+        before, the options that this does not have go, except those that `source` itself gives."""
+        before = {path: chosen(self.data, path) for path in CHOICES}
         _merge(self.data, data)
-        self.origins.update(dict.fromkeys(_leaves(data), source))
+        for leaf in leaves(data):
+            # in the order of setting
+            self.origins.pop(leaf, None)
+            self.origins[leaf] = source
+        for path, choice in before.items():
+            if chosen(self.data, path) != choice:
+                self._drop_options(path, choice, source)
+
+    def _drop_options(self, path: str, before: str, source: str) -> None:
+        kind, section = CHOICES[path].options_type(chosen(self.data, path)), _section(self.data, path)
+        options = section.get("options") if isinstance(section, dict) else None
+        if not isinstance(options, dict) or (kind is None and CHOICES[path].options_type(before) is None):
+            return
+        for name in [*options]:
+            mine = any(
+                self.origins[leaf] == source
+                for leaf in self.origins
+                if f"{leaf}.".startswith(f"{path}.options.{name}.")
+            )
+            if not mine and (kind is None or name not in kind.model_fields):
+                del options[name]
 
     def origin(self, name: str) -> str:
         """Return what set the field `name`, or else a field in or around it; the recipe's own file if nothing did."""
@@ -120,9 +138,7 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
         inherited.data.pop("name", None)
         composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
     composed.folders.insert(0, file.parent)
-    data = _from_here(data, file.parent)
-    renew(data, source)
-    composed.merge(anchor(data, file.parent), source)
+    composed.merge(anchor(_from_here(data, file.parent), file.parent), source)
     return composed
 
 
@@ -155,13 +171,14 @@ def override(composed: Composed, name: str, value: Any) -> None:
     nested: dict[str, Any] = {last: value}
     for key in reversed(parents):
         nested = {key: nested}
-    nested = _from_here(nested, Path.cwd())
-    renew(nested, COMMAND_LINE)
-    composed.merge(anchor(nested, Path.cwd()), COMMAND_LINE)
+    composed.merge(anchor(_from_here(nested, Path.cwd()), Path.cwd()), COMMAND_LINE)
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make the paths in every known field of `data` absolute, relative to `base`."""
+    """Make the paths in every known field of `data` absolute, relative to `base`, and write out an agent's name."""
+    rollout = data.get("rollout")
+    if isinstance(rollout, dict) and isinstance(rollout.get("agent"), str):
+        rollout["agent"] = {"name": rollout["agent"]}
     for name, convert in _PATH_FIELDS.items():
         _convert(data, name.split("."), partial(convert, base=base))
     for section in (["data"], ["eval", "data"]):
@@ -213,7 +230,6 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "tools.*": _reference,
     "rewards.*": _reference,
     "rewards.*.reward": _reference,
-    "rollout.agent": _reference,
     "rollout.agent.name": _reference,
     "rollout.agent.options.workspace": _absolute,
     "rollout.agent.options.keep_workspaces": _absolute,
@@ -236,6 +252,13 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "eval.data.path": _hub_or_absolute,
     "train.from_trajectories": _absolute,
 }
+_PATH_FIELDS |= {
+    old: convert
+    for old, new in MOVED.items()
+    for name, convert in _PATH_FIELDS.items()
+    if name.removesuffix(".*") == new
+}
+_PATH_FIELDS["rollout.agent.readable.*"] = _absolute
 
 
 def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
@@ -269,7 +292,10 @@ def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a recipe as a run in `folder` saved it, with absolute paths."""
     output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
     resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
-    renew(resolved)
+    stages = resolved.get("stages")
+    for stage in [resolved, *(stages if isinstance(stages, list) else ())]:
+        if isinstance(stage, dict):
+            renew(stage)
     return resolved
 
 
@@ -291,17 +317,10 @@ def _map_texts(value: Any, convert: Callable[[str], str]) -> Any:
     return convert(value) if isinstance(value, str) else value
 
 
-def _drop_options(below: Any, above: Any, path: list[str], section: type[Choice]) -> None:
-    """Remove the options below that are for another choice than the one above."""
-    for key in path:
-        below, above = (data.get(key) if isinstance(data, dict) else None for data in (below, above))
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return
-    choice, options = section.choice(above), below.get("options")
-    if choice in (None, section.choice(below)) or not isinstance(options, dict):
-        return
-    kind = section.options_type(choice)
-    below["options"] = {name: value for name, value in options.items() if kind and name in kind.model_fields}
+def _section(data: Any, path: str) -> Any:
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
@@ -312,9 +331,10 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
             below[key] = value
 
 
-def _leaves(data: dict[str, Any], prefix: str = "") -> Iterable[str]:
+def leaves(data: dict[str, Any], prefix: str = "") -> Iterable[str]:
+    """Yield the dotted names of the leaves of a mapping."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

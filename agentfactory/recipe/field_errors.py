@@ -5,21 +5,27 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from agentfactory.recipe.old_fields import CHOICES, chosen
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, source_of
 from agentfactory.tools.config import Choice
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.trainers.config import ALGORITHMS
 
 
 def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) -> SettingError:
     """Return the most telling of pydantic's errors about `data`, which is no `model`."""
-    # a misspelt key explains why the right one is missing
-    return SettingError(
-        *_explain(
-            min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden"), data, model
-        )
-    )
+    return SettingError(*_explain(min(errors.errors(include_url=False), key=_rank), data, model))
+
+
+def _rank(error: Any) -> int:
+    """Return the rank of one of pydantic's errors: a wrong choice explains why its options are unknown, and a misspelt
+    key why the right one is missing."""
+    if "options" not in error["loc"] and error["loc"][-1] in (
+        "algorithm",
+        *(kind.chooser for kind in CHOICES.values()),
+    ):
+        return 0
+    return 1 if error["type"] == "extra_forbidden" else 2
 
 
 def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
@@ -34,9 +40,9 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
         if not inside and error["type"] != "missing":
             break
         keys.append(str(key))
-        within, data = data, data[key] if inside else None
+        data = data[key] if inside else None
         if depth < last and key == "options" and issubclass(section, Choice):
-            choice = section, _chosen(section, keys[:-1], within, whole)
+            choice = section, chosen(whole, ".".join(keys[:-1]))
             section = section.options_type(choice[1]) or section
         elif depth < last and key in section.model_fields:
             section = _section(section.model_fields[key].annotation) or section
@@ -83,21 +89,13 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
     return name, f"got {got}", wanted.replace("Input should be", "it must be")
 
 
-def _chosen(section: type[Choice], keys: list[str], given: Any, recipe: Any) -> str:
-    """Return what a section of `recipe` chooses, at the place `keys`: itself, or by the algorithm's default."""
-    found = section.choice(given) if isinstance(given, dict) else None
-    train = recipe.get("train") if isinstance(recipe, dict) else None
-    preset = ALGORITHMS.get(str(train.get("algorithm")), {}) if isinstance(train, dict) else {}
-    default = section.model_fields[section.chooser].default
-    return str(found or preset.get(".".join([*keys, section.chooser]), default))
-
-
 def _other_choice(section: type[Choice], choice: str, keys: list[str]) -> str | None:
     """Return the fix for an option, at `keys`, that other choices have; None if none has it."""
     *path, _, name = keys
     others = [other for other, kind in section.kinds.items() if name in kind.model_fields]
     chooser = ".".join([*path, section.chooser])
-    return f"remove it: {' or '.join(others)} has it, and {chooser} is {choice}" if others else None
+    now = f"the {path[-1]} is a {choice}" if choice in section.model_fields else f"{chooser} is {choice}"
+    return f"remove it: {' or '.join(others)} has it, and {now}" if others else None
 
 
 def _without_quotes(given: Any) -> str | None:
@@ -122,7 +120,7 @@ def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = No
     elsewhere = [path for path in names if path.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
-    return f"remove it; {parent or 'a recipe'} knows {', '.join(known)}"
+    return f"remove it; {parent or 'a recipe'} knows {', '.join(known) or 'no fields here'}"
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

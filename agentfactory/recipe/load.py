@@ -22,6 +22,7 @@ from agentfactory.recipe.composition import (
     replace_prefixes,
 )
 from agentfactory.recipe.field_errors import did_you_mean, setting_error
+from agentfactory.recipe.old_fields import renew
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError, short
@@ -153,6 +154,7 @@ def _for_one_stage(
         if not others or error.field.split(".")[0] != name.split(".")[0]:
             continue
         told = " or ".join(f"{other}.{name}={value}" for other in others)
+        is_valid = is_valid or ".options." in error.field
         if stage not in for_all[name]:
             return f"set it for the stage with that section: {told}"
         return f"{error.fix}, or set it for the other stage: {told}" if is_valid else None
@@ -238,6 +240,10 @@ def _set_output(composed: Composed, file: Path) -> None:
 
 
 def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:
+    try:
+        renew(composed.data, composed.origins)
+    except SettingError as fault:
+        raise fault.at(source=fault.source or composed.origin(fault.field)) from None
     placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
     data = replace_prefixes(composed.data, placeholders)
     try:

@@ -1,12 +1,13 @@
 """Fields that recipes had up to version 0.1, and what they are now."""
 
 import warnings
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
 from agentfactory.rollout.config import AgentConfig, ContextConfig, ServerConfig
 from agentfactory.tools.config import Choice
-from agentfactory.trainers.config import AdvantageConfig, LossConfig, MismatchConfig
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig
 
 MOVED = {
     f"{section}.{name}": f"{section}.options.{name}"
@@ -37,94 +38,172 @@ CHOICES: dict[str, type[Choice]] = {
     "train.loss.mismatch": MismatchConfig,
 }
 """Sections that choose something which has options."""
-GONE = {
-    "server.max_loras": (
-        4,
-        "a server holds as many adapters as rollout.max_staleness needs (vLLM: --max-loras among server.options.args)",
-    ),
-}
-"""Old field -> its default, and what holds instead."""
+_LORAS = 4
+"""Default of server.max_loras: as many adapters as a server still holds at least."""
 
 
-def renew(data: dict[str, Any], source: str | None = None) -> None:
-    """Rewrite the old fields of a recipe, or of a part of one, in place.
-
-    `source` is what contains them, as a person knows it: a FutureWarning says what to write there now. A recipe that a
-    run has saved contains every field, also those that it does not use: their defaults are left out.
-    """
-    told = [*_replaced(data)]
-    for old, new in MOVED.items():
-        for value in _take(data, old.split(".")):
-            takes, default = _takes(data, new)
-            if takes or value != default:
-                _put(data, new.split("."), value)
-            if value != default:
-                told.append(f"{new} instead of {old}")
-    for old, (default, now) in GONE.items():
-        told += [f"nothing for {old}: {now}" for value in _take(data, old.split(".")) if value != default]
-    if told and source is not None:
-        warnings.warn(f"{source}: fields have changed: write {'; '.join(told)}", FutureWarning, stacklevel=2)
+class OldFieldWarning(FutureWarning):
+    """A recipe has fields of an older version."""
 
 
-def _replaced(data: dict[str, Any]) -> Iterator[str]:
-    """Rewrite the fields that have another form now; yield what to write."""
-    for options in _take(data, ["rollout", "agent", "outside"]):
-        if options is not None:
-            _put(data, ["rollout", "agent", "name"], "outside")
-            _put(data, ["rollout", "agent", "options"], options)
-            yield "rollout.agent: {name: outside, options: {...}} instead of rollout.agent.outside"
-    rollout = data.get("rollout")
-    if isinstance(rollout, dict) and isinstance(rollout.get("curriculum"), dict):
-        visit = rollout["curriculum"].get("visit", 0.25)
-        rollout["curriculum"] = visit
-        yield f"rollout.curriculum: {visit} instead of rollout.curriculum.visit; its bounds are 0.05 and 0.95"
-    for groups in _take(data, ["train", "optimizer", "groups"]):
-        for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict) and group.get("learning_rate") is not None:
-                _put(data, ["train", "optimizer", "learning_rates", str(group.get("match"))], group["learning_rate"])
-            yield "train.optimizer.learning_rates: {PATTERN: RATE} instead of train.optimizer.groups"
-    for offload in _take(data, ["train", "activation_offload"]):
-        if offload is True:
-            _put(data, ["train", "gradient_checkpointing"], "offload")
-            yield "train.gradient_checkpointing: offload instead of train.activation_offload"
-    for rate in _take(data, ["train", "vision_learning_rate"]):
-        if rate is not None:
-            _put(data, ["train", "vision"], rate)
-            yield f"train.vision: {rate} instead of train.vision_learning_rate"
-
-
-def _takes(data: dict[str, Any], field: str) -> tuple[bool, Any]:
-    """Return whether what `data` chooses may take the option `field`, and the option's default."""
-    path, _, name = field.partition(".options.")
-    given: Any = data
-    for key in path.split("."):
-        given = given.get(key) if isinstance(given, dict) else None
+def chosen(data: Any, path: str) -> str:
+    """Return what a recipe chooses in the section `path`: itself, by its algorithm, or by default."""
     section = CHOICES[path]
-    default = next(kind.model_fields[name].default for kind in section.kinds.values() if name in kind.model_fields)
-    choice = section.choice(given) if isinstance(given, dict) else None
-    if choice is None:
-        return True, default  # it may stand in another file
-    kind = section.options_type(choice)
-    return kind is not None and name in kind.model_fields, default
+    given, train = _get(data, path), _get(data, "train")
+    found = section.choice(given) if isinstance(given, dict) else None
+    algorithm = train.get("algorithm") if isinstance(train, dict) else None
+    preset = ALGORITHMS.get(algorithm, {}) if isinstance(algorithm, str) else {}
+    default = section.model_fields[section.chooser].default
+    return str(found or preset.get(f"{path}.{section.chooser}", default))
 
 
-def _take(data: Any, keys: list[str]) -> list[Any]:
-    """Remove the field and return its values; '*' is every entry."""
-    key, *rest = keys
-    if not isinstance(data, dict):
-        return []
-    if rest:
-        found = [value for entry in ([*data] if key == "*" else [key]) for value in _take(data.get(entry), rest)]
-        if data.get(key) == {} and found:
-            del data[key]  # a section that had only this
-        return found
-    return [data.pop(key)] if key in data else []
+def renew(data: dict[str, Any], origins: dict[str, str] | None = None) -> None:
+    """Rewrite the old fields of a whole recipe in place.
+
+    `origins` contains, per dotted leaf, what set it, in that order; a warning for each says what to write there now.
+    Without it, the recipe is one that a run has saved. Such a recipe has every field, also those that it does not use:
+    their defaults are left out.
+
+    Raises SettingError for an old field that contradicts a new one, or whose value no field of today allows.
+    """
+    told: dict[str, list[str]] = defaultdict(list)
+
+    def note(old: str, new: str, text: str) -> None:
+        if origins is not None:
+            source = _origin(origins, old)
+            told[source].append(text)
+            origins[new] = source
+
+    _renew_outside(data, note)
+    for old, new in MOVED.items():
+        if not _has(data, old):
+            continue
+        value, path = _pop(data, old), new.partition(".options.")[0]
+        if _has(data, new):
+            _check_agreement(old, value, new, data, origins)
+            if origins is not None and _time(origins, old) < _time(origins, new):
+                continue  # a later recipe has the new field
+        if _is_default(value, new) and not _takes(data, new):
+            continue
+        if _put(data, new, value) and not _is_default(value, new):
+            note(old, new, f"{new} instead of {old}")
+        elif origins is not None and path:
+            origins.setdefault(new, _origin(origins, old))
+    if _get(data, "train.critic") == {}:
+        _pop(data, "train.critic")
+    _renew_offload(data, note)
+    _renew_vision(data, note)
+    if _has(data, "server.max_loras"):
+        value = _pop(data, "server.max_loras")
+        if type(value) is not int:
+            raise SettingError("server.max_loras", f"got {short(value)}", "remove it: there is no such field any more")
+        if value != _LORAS:
+            text = "nothing for server.max_loras: a server holds as many adapters as rollout.max_staleness needs"
+            note("server.max_loras", "server", f"{text} (vLLM: --max-loras among server.options.args)")
+    for source, texts in told.items():
+        text = f"{source}: fields have changed: write {'; '.join(dict.fromkeys(texts))}"
+        warnings.warn(text, OldFieldWarning, stacklevel=2)
 
 
-def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        below = data.get(key)
-        if not isinstance(below, dict):
-            below = data[key] = {}
-        data = below
-    data[keys[-1]] = value
+def _renew_outside(data: dict[str, Any], note: Any) -> None:
+    if not _has(data, "rollout.agent.outside"):
+        return
+    options = _pop(data, "rollout.agent.outside")
+    if options is None:
+        return
+    name = _get(data, "rollout.agent.name")
+    if name not in (None, "outside") or _get(data, "rollout.agent.options") not in (None, {}):
+        raise SettingError("rollout.agent.outside", f"got {short(options)} with another agent", "remove one of the two")
+    _put(data, "rollout.agent.name", "outside")
+    _put(data, "rollout.agent.options", options)
+    text = "rollout.agent: {name: outside, options: {...}} instead of rollout.agent.outside"
+    note("rollout.agent.outside", "rollout.agent.options", text)
+
+
+def _renew_offload(data: dict[str, Any], note: Any) -> None:
+    old, new = "train.activation_offload", "train.gradient_checkpointing"
+    if not _has(data, old):
+        return
+    value, kept = _pop(data, old), _get(data, new)
+    if not isinstance(value, bool):
+        raise SettingError(old, f"got {short(value)}, not true or false", f"write {new}: offload, or remove it")
+    if value and kept not in (True, "offload"):
+        raise SettingError(old, f"got true, which has an effect only with {new}", f"write {new}: offload instead")
+    if value:
+        _put(data, new, "offload")
+        note(old, new, f"{new}: offload instead of {old}")
+
+
+def _renew_vision(data: dict[str, Any], note: Any) -> None:
+    old, new = "train.vision_learning_rate", "train.vision"
+    if not _has(data, old):
+        return
+    rate = _pop(data, old)
+    if rate is None:
+        return
+    if type(rate) not in (int, float) or _get(data, new) in (None, "frozen"):
+        problem = f"got {short(rate)}, and {new} is {short(_get(data, new))}"
+        raise SettingError(old, problem, f"write the learning rate as {new} instead, or remove it")
+    _put(data, new, rate)
+    note(old, new, f"{new}: {rate} instead of {old}")
+
+
+def _check_agreement(old: str, value: Any, new: str, data: dict[str, Any], origins: dict[str, str] | None) -> None:
+    """Raise SettingError if one source sets a field under both names."""
+    if origins is None or _origin(origins, old) != _origin(origins, new):
+        return
+    problem = f"got {short(value)}, and {new} is {short(_get(data, new))}"
+    raise SettingError(old, problem, f"remove {old}, which is {new} now", source=_origin(origins, old))
+
+
+def _is_default(value: Any, field: str) -> bool:
+    path, _, name = field.partition(".options.")
+    kinds = CHOICES[path].kinds.values()
+    default = next(kind.model_fields[name].default for kind in kinds if name in kind.model_fields)
+    return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _takes(data: dict[str, Any], field: str) -> bool:
+    """Return whether what a recipe chooses has the option `field`."""
+    path, _, name = field.partition(".options.")
+    kind = CHOICES[path].options_type(chosen(data, path))
+    return kind is not None and name in kind.model_fields
+
+
+def _origin(origins: dict[str, str], name: str) -> str:
+    return next((source for leaf, source in origins.items() if f"{leaf}.".startswith(f"{name}.")), "recipe")
+
+
+def _time(origins: dict[str, str], name: str) -> int:
+    """Return when the field was set last, compared with others."""
+    return max((n for n, leaf in enumerate(origins) if f"{leaf}.".startswith(f"{name}.")), default=-1)
+
+
+def _get(data: Any, path: str) -> Any:
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _has(data: dict[str, Any], path: str) -> bool:
+    section, _, name = path.rpartition(".")
+    found = _get(data, section)
+    return isinstance(found, dict) and name in found
+
+
+def _pop(data: dict[str, Any], path: str) -> Any:
+    section, _, name = path.rpartition(".")
+    return _get(data, section).pop(name)
+
+
+def _put(data: dict[str, Any], path: str, value: Any) -> bool:
+    """Set a field. Return False, and set nothing, if something else than a section is in its place."""
+    *keys, last = path.split(".")
+    for key in keys:
+        if data.get(key) is None:
+            data[key] = {}
+        if not isinstance(data[key], dict):
+            return False
+        data = data[key]
+    data[last] = value
+    return True

@@ -193,6 +193,24 @@ class EqualRewards(StrEnum):
     """Not trained, and another task takes its place (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2)."""
 
 
+class CurriculumConfig(Section):
+    """Visits tasks according to the policy's success, so that those that teach little come up less often. A task's
+    success rate is the mean `success` of its last group's chains, averaged with the previous rate."""
+
+    solved: float = Field(default=0.95, ge=0, le=1)
+    """A task with at least this success rate is solved."""
+    hopeless: float = Field(default=0.05, ge=0, le=1)
+    """A task with at most this success rate is hopeless."""
+    visit: float = Field(default=0.25, ge=0.01, le=1)
+    """Probability that a solved or hopeless task is visited when its turn comes."""
+
+    @model_validator(mode="after")
+    def _tasks_are_left(self) -> "CurriculumConfig":
+        if self.hopeless >= self.solved:
+            raise ValueError(f"hopeless={self.hopeless} has to be less than solved={self.solved}")
+        return self
+
+
 class TruncateOptions(Section):
     """Options of `rollout.context` with `policy: truncate`."""
 
@@ -310,7 +328,8 @@ class AgentConfig(Choice):
     @classmethod
     def choice(cls, fields: Mapping[str, Any]) -> str | None:
         """See Choice."""
-        return "command" if fields.get("command") else fields.get("name")
+        found = fields.get("name")
+        return "command" if fields.get("command") else None if found is None else str(found)
 
     @classmethod
     def options_type(cls, choice: str) -> type[Section]:
@@ -325,7 +344,9 @@ class AgentConfig(Choice):
     @model_validator(mode="after")
     def _is_one_agent(self) -> "AgentConfig":
         if (self.name is None) == (not self.command):
-            raise SettingError("", "it has to be a name or a command", "set one of name and command")
+            raise SettingError(
+                "", "it has to be a name or a command", "set one of name and command, and the other to null"
+            )
         if self.name is not None and self.name != "outside" and ".py:" not in self.name:
             raise SettingError("name", f"got {self.name!r}", "write FILE.py:NAME, or outside")
         return self
@@ -401,10 +422,8 @@ class RolloutConfig(Section):
     """Outcome -> drop | mask | keep | retry. By default, failed chains are dropped and all others are kept.
     {max_tokens: mask, context_overflow: mask} trains no chain that was cut short. Chains without a reward cannot be
     trained: cancelled allows only drop, reward_error only drop or retry."""
-    curriculum: float | None = Field(default=None, ge=0.01, le=1)
-    """Probability with which a task is visited, when its turn comes, that teaches little: one that the policy solves at
-    least 95 % of the time, or at most 5 %. Its success rate is the mean `success` of its last group's chains, averaged
-    with the previous rate. Null visits each task once per epoch."""
+    curriculum: CurriculumConfig | None = None
+    """Visit solved and hopeless tasks less often; null visits each task once per epoch."""
 
     @field_validator("agent", mode="before")
     @classmethod

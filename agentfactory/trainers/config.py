@@ -234,6 +234,17 @@ class OverlongConfig(Section):
     """Penalty for a chain of rollout.max_total_tokens."""
 
 
+class ParameterGroup(Section):
+    """Settings for trainable weights whose names match; the first matching group applies."""
+
+    match: str
+    """Regular expression, searched for in the weight's name."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Null uses the recipe's."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Null uses the optimiser's."""
+
+
 class OptimizerConfig(Section):
     """The optimiser, which updates weights from gradients."""
 
@@ -246,9 +257,8 @@ class OptimizerConfig(Section):
     """Epsilon of adamw (including muon's) and adamw_8bit."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay; norms and biases, which have one dimension, do not decay."""
-    learning_rates: dict[str, PositiveFloat] = {}
-    """Learning rates of weights by name: regular expression, searched for in the weight's name -> rate, instead of
-    train.learning_rate. The first that matches applies."""
+    groups: list[ParameterGroup] = []
+    """Settings for weights selected by name."""
 
 
 class TrainConfig(Section):

@@ -127,7 +127,7 @@ def test_an_agent_s_own_server_refuses_it_too() -> None:
         [*FSDP2, "train.compile=true", "train.optimizer.name=sgd"],
         ["train.optimizer={name: muon, eps: 1e-6, betas: [0.95, 0.99]}", "train.attention=flex_attention"],
         ["train.schedule=wsd", "train.warmup_steps=3", "train.decay_steps=7"],
-        ["train.optimizer={learning_rates: {embed: 1e-6}}"],
+        ["train.optimizer={groups: [{match: embed, learning_rate: 1e-6}, {match: norm, weight_decay: 0.1}]}"],
     ],
 )
 def test_accepted(project: Path, overrides: list[str]) -> None:

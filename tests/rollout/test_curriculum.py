@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from agentfactory.rollout.config import CurriculumConfig
 from agentfactory.rollout.groups.curriculum import Curriculum, successes
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
@@ -11,7 +12,7 @@ SOLVED, HOPELESS, MIXED, NEW = range(4)
 
 
 def curriculum(seed: int = 0, visit: float = 0.25) -> Curriculum:
-    made = Curriculum(visit, seed)
+    made = Curriculum(CurriculumConfig(visit=visit), seed)
     made.observe(SOLVED, [1.0] * 8)
     made.observe(HOPELESS, [0.0] * 8)
     made.observe(MIXED, [1.0, 0.0, 0.0, 0.0])
@@ -46,15 +47,15 @@ def test_only_solved_and_hopeless_tasks_are_passed_over_and_come_at_times() -> N
 
 
 def test_the_bounds_count_as_solved_and_hopeless() -> None:
-    made = Curriculum(0.01, seed=0)
-    for row, rate in enumerate([0.95, 0.05, 0.94]):
+    made = Curriculum(CurriculumConfig(solved=0.5, hopeless=0.25, visit=0.01), seed=0)
+    for row, rate in enumerate([0.5, 0.25, 0.375]):
         made.observe(row, [rate])
     assert [made.passes_over(0, row) for row in range(3)] == [True, True, False]
 
 
 def test_it_follows_from_seed_and_observations_alone() -> None:
     def choices(seed: int) -> list[bool]:
-        draw, made = random.Random(3), Curriculum(0.25, seed)
+        draw, made = random.Random(3), Curriculum(CurriculumConfig(), seed)
         passed = []
         for position in range(300):
             row = position % 20

@@ -380,7 +380,7 @@ async def test_where_all_rewards_are_equal_the_run_stops_and_says_why(
 
 async def test_a_curriculum_passes_over_solved_tasks(quickstart_run: Path, tmp_path: Path) -> None:
     tasks = [task("a", *EASY), task("b", 0.0, 0.0, 1.0), task("c", *HARD), task("d", 0.0, 1.0, 1.0)]
-    async with training(quickstart_run, tmp_path, tasks, 8, curriculum=0.01) as trainer:
+    async with training(quickstart_run, tmp_path, tasks, 8, curriculum={"visit": 0.01}) as trainer:
         taken, figures = [], {}
         for version in range(8):
             if version:
@@ -394,7 +394,7 @@ async def test_a_curriculum_passes_over_solved_tasks(quickstart_run: Path, tmp_p
 
 async def test_a_curriculum_needs_to_know_what_a_success_is(quickstart_run: Path, tmp_path: Path) -> None:
     source = TOOLS.replace('"success": success, ', "")
-    async with training(quickstart_run, tmp_path, [task("a", *EASY)], 1, curriculum=0.25, source=source) as trainer:
+    async with training(quickstart_run, tmp_path, [task("a", *EASY)], 1, curriculum={}, source=source) as trainer:
         await asyncio.wait([trainer.running], timeout=20)
         with pytest.raises(ExceptionGroup) as stopped:
             trainer.running.result()

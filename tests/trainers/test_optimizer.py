@@ -103,10 +103,13 @@ def test_state_is_taken_and_put_back(make_recipe: Make, name: str) -> None:
     assert not any(torch.equal(other[name], value) for name, value in expected.items())
 
 
-def test_weights_get_learning_rates_of_their_own(make_recipe: Make) -> None:
+def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
     policy = load_policy(make_recipe())
-    rates = {r"layers\.0\.self_attn": 0.5, r"self_attn|\bnorm": 0.3}
-    optimizer = make_optimizer(policy, config("adamw", learning_rates=rates))
+    groups = [
+        {"match": r"layers\.0\.self_attn", "learning_rate": 0.5},
+        {"match": r"self_attn|\bnorm", "weight_decay": 0.3},
+    ]
+    optimizer = make_optimizer(policy, config("adamw", groups=groups))
     settings = {}
     for group in optimizer.param_groups:
         for weight in group["params"]:
@@ -117,7 +120,7 @@ def test_weights_get_learning_rates_of_their_own(make_recipe: Make) -> None:
         if "layers.0.self_attn" in name:
             expected = (0.5, plain)
         elif "self_attn" in name or ".norm" in name:
-            expected = (0.3, plain)
+            expected = (0.01, 0.3)
         assert settings[id(weight)] == expected, name
     assert optimizer.param_groups[0]["lr"] == 0.01, "the one that is logged is the recipe's"
 
@@ -138,10 +141,10 @@ def test_the_critics_weights_get_its_learning_rate(make_recipe: Make) -> None:
             assert rates[id(weight)] == (0.02 if role_of(name) == Role.CRITIC else 0.01), name
 
 
-@pytest.mark.parametrize("patterns", [["nothing"], ["embed_tokens", "embed"]])
-def test_a_rate_without_weights_is_refused(make_recipe: Make, patterns: list[str]) -> None:
-    settings = config("sgd", learning_rates=dict.fromkeys(patterns, 1.0))
-    with pytest.raises(ValueError, match=rf"learning_rates: '{patterns[-1]}' matches no trainable"):
+@pytest.mark.parametrize("groups", [["nothing"], ["embed_tokens", "embed"]])
+def test_a_group_without_weights_is_refused(make_recipe: Make, groups: list[str]) -> None:
+    settings = config("sgd", groups=[{"match": match} for match in groups])
+    with pytest.raises(ValueError, match=rf"groups\.{len(groups) - 1}\.match: '{groups[-1]}' matches no trainable"):
         make_optimizer(load_policy(make_recipe()), settings)
 
 
@@ -163,16 +166,18 @@ def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, name: str) -> No
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_schedules(make_recipe: Make, settings: dict[str, Any], expected: list[float], name: str) -> None:
     """Ten steps, two of them warm-up; every group follows, with its own rate. No step has a rate of 0."""
-    optimizer = {"name": name, "learning_rates": {"embed": 0.5}}
-    train = TrainConfig(steps=10, learning_rate=0.01, warmup_steps=2, optimizer=optimizer, **settings)
-    made = make_optimizer(load_policy(make_recipe()), train)
-    schedule = make_schedule(made, train)
-    peaks = [group["initial_lr"] for group in made.param_groups]
+    groups = [{"match": "embed", "learning_rate": 0.5}]
+    train = TrainConfig(
+        steps=10, learning_rate=0.01, warmup_steps=2, optimizer={"name": name, "groups": groups}, **settings
+    )
+    optimizer = make_optimizer(load_policy(make_recipe()), train)
+    schedule = make_schedule(optimizer, train)
+    peaks = [group["initial_lr"] for group in optimizer.param_groups]
     assert set(peaks) == {0.01, 0.5}
     assert min(expected) > 0
     for factor in expected:
-        assert [group["lr"] for group in made.param_groups] == pytest.approx([factor * peak for peak in peaks])
-        made.step()
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * peak for peak in peaks])
+        optimizer.step()
         schedule.step()
 
 

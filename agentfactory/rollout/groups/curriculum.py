@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from agentfactory.rollout.config import CurriculumConfig
 from agentfactory.rollout.trajectory import Trajectory
-
-SOLVED = 0.95
-"""A task with at least this success rate is solved."""
-HOPELESS = 0.05
-"""A task with at most this success rate is hopeless."""
 
 
 def successes(chains: Sequence[Trajectory]) -> list[float]:
@@ -32,8 +28,7 @@ class Curriculum:
     position in the order of tasks and earlier observations.
     """
 
-    visit: float
-    """Probability that a task is visited that is currently solved or hopeless."""
+    config: CurriculumConfig
     seed: int
     rates: dict[int, float] = field(default_factory=dict)
     """Row -> success rate."""
@@ -48,9 +43,9 @@ class Curriculum:
     def passes_over(self, position: int, row: int) -> bool:
         """Return whether `row`, due at `position`, is skipped this time."""
         rate = self.rates.get(row)
-        if rate is None or HOPELESS < rate < SOLVED:
+        if rate is None or self.config.hopeless < rate < self.config.solved:
             return False
-        passes = random.Random(f"curriculum/{self.seed}/{position}").random() >= self.visit
+        passes = random.Random(f"curriculum/{self.seed}/{position}").random() >= self.config.visit
         self._passed += passes
         return passes
 
@@ -59,8 +54,8 @@ class Curriculum:
         name."""
         metrics = {
             "curriculum/passed_over": float(self._passed),
-            "curriculum/solved": float(sum(rate >= SOLVED for rate in self.rates.values())),
-            "curriculum/hopeless": float(sum(rate <= HOPELESS for rate in self.rates.values())),
+            "curriculum/solved": float(sum(rate >= self.config.solved for rate in self.rates.values())),
+            "curriculum/hopeless": float(sum(rate <= self.config.hopeless for rate in self.rates.values())),
         }
         self._passed = 0
         return metrics

@@ -1,4 +1,4 @@
-"""The anchors of a chain's turns, by which the estimator `gigpo` compares them (train.advantage.anchors)."""
+"""The anchors of a chain's turns, by which the estimator `gigpo` compares them (train.advantage.options.anchors)."""
 
 import logging
 from statistics import fmean
@@ -56,7 +56,7 @@ def step_metrics(groups: Groups) -> dict[str, float]:
         sizes += [len(members) for members in step_groups([chain.anchors for chain in group]) if len(members) > 1]
     if turns and not anchored:
         problem = "train.advantage.estimator=gigpo: no turn of a batch has an anchor, so it trains as grpo does"
-        fix = "fix: let the environment give anchors, or set train.advantage.anchors=observation"
+        fix = "fix: let the environment give anchors, or set train.advantage.options.anchors=observation"
         tell(logger, "no anchors", f"{problem}; {fix}", see="docs/algorithms.md")
     shared = {"step_groups/turns": sum(sizes) / turns} if turns else {}
     return shared | ({"step_groups/size": fmean(sizes)} if sizes else {})

@@ -118,7 +118,7 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     """Group trainable weights by learning rate and weight decay, and by whether they are among `matrices`, if given."""
     settings = config.optimizer
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
-    matched: set[str] = set()
+    matched: set[int] = set()
     towers = [tower_of(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
     eyes = {id(weight) for tower in towers if tower is not None for weight in tower.parameters()}
     for name, weight in model.named_parameters():
@@ -129,19 +129,25 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
             rate = config.critic.critic_learning_rate
         elif id(weight) in eyes and not isinstance(config.vision, str):
             rate = config.vision
-        pattern = next((pattern for pattern in settings.learning_rates if re.search(pattern, name)), None)
-        if pattern is not None:
-            matched.add(pattern)
-            rate = settings.learning_rates[pattern]
-        group: dict[str, Any] = {"lr": rate, "weight_decay": settings.weight_decay if weight.ndim > 1 else 0.0}
+        decay = settings.weight_decay if weight.ndim > 1 else 0.0
+        number = next((n for n, group in enumerate(settings.groups) if re.search(group.match, name)), None)
+        if number is not None:
+            matched.add(number)
+            own = settings.groups[number]
+            rate = rate if own.learning_rate is None else own.learning_rate
+            decay = decay if own.weight_decay is None else own.weight_decay
+        group: dict[str, Any] = {"lr": rate, "weight_decay": decay}
         if matrices is not None:
             group["matrix"] = id(weight) in matrices
-        made.setdefault((pattern is not None, *group.values()), {"params": [], **group})["params"].append(weight)
-    for pattern in settings.learning_rates:
-        if pattern not in matched:
+        made.setdefault((number is not None, *group.values()), {"params": [], **group})["params"].append(weight)
+    for number, asked in enumerate(settings.groups):
+        if number not in matched:
             names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-            problem = f"{pattern!r} matches no trainable weight that an earlier one leaves"
-            raise SettingError("train.optimizer.learning_rates", problem, f"some names are {', '.join(names[:3])}")
+            raise SettingError(
+                f"train.optimizer.groups.{number}.match",
+                f"{asked.match!r} matches no trainable weight that an earlier group leaves",
+                f"some names are {', '.join(names[:3])}",
+            )
     # the sort is stable; the first group's learning rate is the logged one
     return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
 
