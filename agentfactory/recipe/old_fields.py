@@ -100,6 +100,9 @@ def renew(data: dict[str, Any], origins: dict[str, str] | None = None) -> None:
         if value != _LORAS:
             text = "nothing for server.max_loras: a server holds as many adapters as rollout.max_staleness needs"
             note("server.max_loras", "server", f"{text} (vLLM: --max-loras among server.options.args)")
+    for section in (_get(data, path) for path in CHOICES if origins is None):
+        if isinstance(section, dict):
+            section.setdefault("options", {})  # as it is saved now
     for source, texts in told.items():
         text = f"{source}: fields have changed: write {'; '.join(dict.fromkeys(texts))}"
         warnings.warn(text, OldFieldWarning, stacklevel=2)
