@@ -24,7 +24,7 @@ from agentfactory.rollout.config import RewardConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.rollout.inference.connection import ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.rewards import Rewards, prediction_of

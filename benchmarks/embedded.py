@@ -22,7 +22,7 @@ import aiohttp
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.http_transport import authorization
 
 REQUESTS, PROMPT, SAMPLED, VOCABULARY = 32, 256, 128, 2048
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from agentfactory.launching.start_server import serve
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.http_transport import authorization
 from agentfactory.trainers.sync.server_control import ServerControl
 
 BROKEN = 4

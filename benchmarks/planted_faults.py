@@ -205,7 +205,7 @@ FAULTS = (
     ),
     Fault(
         "worn-instance",
-        "tools/environments/pool_ledger.py",
+        "tools/environments/pool_rules.py",
         "        if sound:\n            self.idle.append(instance)\n            return None\n        self.broken",
         "        if True:\n            self.idle.append(instance)\n            return None\n        self.broken",
         "tools/test_pool.py",

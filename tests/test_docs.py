@@ -34,7 +34,7 @@ from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.evaluate import Evaluation, mean_figures
 from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, sample_figures
 from agentfactory.rollout.groups.group_files import append_group
-from agentfactory.rollout.inference.connection import missing_routes
+from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.server_command import explain
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.rewards import Rewards

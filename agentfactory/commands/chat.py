@@ -27,7 +27,7 @@ from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row, text_part
 from agentfactory.rollout.images.store import stored_digest
-from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.errors import SettingError

@@ -117,7 +117,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
     """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
-    from agentfactory.rollout.inference.connection import ServerUnreachableError
+    from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 
     # the model of a later stage is a checkpoint that may not exist
     stages = stages_of(recipe)
@@ -227,7 +227,7 @@ def _acting(
     """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if no
     server answers any more."""
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
-    from agentfactory.rollout.inference.connection import ServerUnreachableError
+    from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 
     with Children() as children:
         served, server = what_is_served(recipe, checkpoint), None

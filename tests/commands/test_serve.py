@@ -14,7 +14,7 @@ import psutil
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.http_transport import authorization
 from tests.project import Command
 from tests.server_process import only_loopback
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.connection import ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer

@@ -17,7 +17,7 @@ from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.evaluate import open_runner, run_eval
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.parts import image_urls
-from agentfactory.rollout.inference.connection import ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.chat_server import Answer, model_behind, said, serve_chat
 from tests.conftest import QUICKSTART

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import (
     GENERATE,
     NEEDED_ROUTES,

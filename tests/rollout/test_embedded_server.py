@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.http_transport import authorization
 from tests.forked import ENGINE, Forked, start_engine
 from tests.server_process import busy
 

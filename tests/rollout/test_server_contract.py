@@ -35,7 +35,7 @@ from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.images.vision import Vision
-from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, authorization
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy

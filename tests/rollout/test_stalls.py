@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from agentfactory.rollout.inference import stalls
-from agentfactory.rollout.inference.connection import ServerUnreachableError, authorization
+from agentfactory.rollout.inference.http_transport import ServerUnreachableError, authorization
 from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.inference.stalls import Stall

@@ -11,7 +11,7 @@ import pytest
 from mcp import Client, MCPError
 from mcp.server.mcpserver import MCPServer
 
-from agentfactory.tools.calls.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.errors import SettingError

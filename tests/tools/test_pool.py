@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments import pool as pool_module
 from agentfactory.tools.environments.pool import Pool
-from agentfactory.tools.environments.pool_ledger import Act, Instance, Ledger, Step
+from agentfactory.tools.environments.pool_rules import Act, Instance, Ledger, Step
 from agentfactory.tools.messages import ToolInfrastructureError
 from tests.waiting import pass_time, until
 

@@ -27,7 +27,7 @@ from mcp_types import (
 )
 from pydantic import BaseModel
 
-from agentfactory.tools.calls.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of, failure, result_of
+from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of, failure, result_of
 from agentfactory.tools.messages import CallError, text_of
 from agentfactory.tools.tool import finish
 
@@ -183,7 +183,7 @@ def test_what_other_servers_answer() -> None:
 def test_pillow_is_not_needed_without_images() -> None:
     code = (
         "import sys\nsys.modules['PIL'] = None\n"
-        "from agentfactory.tools.calls.results import result_of\nassert result_of([1]).content[0].text == '[1]'\n"
+        "from agentfactory.tools.calls.mcp_results import result_of\nassert result_of([1]).content[0].text == '[1]'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 

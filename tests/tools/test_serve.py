@@ -13,7 +13,7 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from agentfactory.tools.calls.results import content_of
+from agentfactory.tools.calls.mcp_results import content_of
 from agentfactory.tools.http.server_keys import key_header
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY
 from agentfactory.tools.serve import main, objects_in

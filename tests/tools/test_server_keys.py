@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.inference.connection import authorization, lacking_key
+from agentfactory.rollout.inference.http_transport import authorization, lacking_key
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http import server_keys

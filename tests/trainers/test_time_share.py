@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.http_transport import authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints

@@ -8,7 +8,7 @@ from typing import Any
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.calls.results import INFO_KEY, content_of, result_of
+from agentfactory.tools.calls.mcp_results import INFO_KEY, content_of, result_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.sizes import SizeRule

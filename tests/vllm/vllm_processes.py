@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.http_transport import authorization
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import VLLM_PYTHON
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.token_row import Span

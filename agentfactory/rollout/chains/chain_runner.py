@@ -21,7 +21,7 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.inference.concurrency import Places
-from agentfactory.rollout.inference.connection import InferenceError
+from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.dialogue import Dialogue

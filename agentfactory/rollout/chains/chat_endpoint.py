@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentfactory.rollout.inference.connection import (
+from agentfactory.rollout.inference.http_transport import (
     ContextOverflowError,
     InferenceError,
     LostError,

@@ -1,9 +1,10 @@
-"""The conversation that the model sees: all of it, or what `rollout.context` leaves; `policy_turns` shortens it."""
+"""The conversation that the model sees: all of it, or what `rollout.context` leaves."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.row_rendering import Piece
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.images.parts import image_urls
 from agentfactory.tools.errors import SettingError
@@ -54,6 +55,29 @@ class Context:
             total -= counts[left_out]
             left_out += 1
         return Context(self.opening, self.turns[left_out:], self.summary)
+
+
+async def shortened(
+    context: Context,
+    config: RolloutConfig,
+    length: int,
+    turns_left: int,
+    render: Callable[[list[Message]], Piece],
+    summarize: Callable[[], Awaitable[str]],
+) -> tuple[Context, Piece] | None:
+    """Return the conversation as `rollout.context` shortens it, and the row that begins with it; None if that would
+    leave nothing out. `length` is that of the row now; `summarize` takes one of the `turns_left`."""
+    policy = config.context
+    if len(context.turns) <= policy.options.keep_turns:
+        return None
+    if policy.policy == "truncate":
+        shorter = context.last_turns(policy.options.keep_turns)
+        piece = render(shorter.messages)
+        return None if len(piece.ids) >= length else (shorter, piece)
+    if turns_left < 2:
+        return None  # the summary would be the chain's last turn
+    shorter = context.last_turns(policy.options.keep_turns, await summarize())
+    return shorter, render(shorter.messages)
 
 
 def is_long(length: int, config: RolloutConfig) -> bool:

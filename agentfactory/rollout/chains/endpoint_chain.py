@@ -20,7 +20,7 @@ from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.image_intake import Images, TextOnly
-from agentfactory.rollout.inference.connection import ContextOverflowError
+from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.load_renderer import load_images, load_renderer

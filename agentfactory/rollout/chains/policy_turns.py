@@ -4,13 +4,13 @@ import logging
 from collections.abc import Sequence
 
 from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn, TurnBudget
-from agentfactory.rollout.chains.context import Context, is_long
+from agentfactory.rollout.chains.context import Context, is_long, shortened
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.opening import add_text
 from agentfactory.rollout.chains.row_rendering import GrowingRows, append_turn, note_roles
 from agentfactory.rollout.chains.sampling import Sampler
 from agentfactory.rollout.chains.tool_loop import TakenTurn
-from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Activity
@@ -113,20 +113,13 @@ class PolicyTurns:
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
         """Begin a row with less context, as `rollout.context` says. Return False if that would leave nothing out."""
-        policy = self.config.context
-        if len(self.context.turns) <= policy.options.keep_turns:
+        left = self.episode.max_turns - self.episode.trajectory.turns
+        found = await shortened(
+            self.context, self.config, length, left, self.rows.open, lambda: self._summarize(answers)
+        )
+        if found is None:
             return False
-        if policy.policy == "truncate":
-            shorter = self.context.last_turns(policy.options.keep_turns)
-            piece = self.rows.open(shorter.messages)
-            if len(piece.ids) >= length:
-                return False
-        elif self.episode.max_turns - self.episode.trajectory.turns < 2:
-            return False  # the summary would be the chain's last turn
-        else:
-            shorter = self.context.last_turns(policy.options.keep_turns, await self._summarize(answers))
-            piece = self.rows.open(shorter.messages)
-        self.context = shorter
+        self.context, piece = found
         self.rows.begin(piece)
         return True
 

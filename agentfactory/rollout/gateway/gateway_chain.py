@@ -14,7 +14,7 @@ from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, f
 from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.sampled_turns import AskedTurns, SampledTurn, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan
-from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.trajectory import Activity, StopReason
 from agentfactory.tools.messages import EnvironmentReward, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession

@@ -12,7 +12,7 @@ from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.message_equality import Delivered, content_text
 from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, wrong
 from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
-from agentfactory.rollout.inference.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.stop_strings import find_stop, tokens_of

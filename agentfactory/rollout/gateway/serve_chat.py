@@ -19,7 +19,7 @@ from agentfactory.rollout.gateway.request_options import Asked, Said, wrong
 from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.sampled_turns import AskedTurns, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan
-from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.renderer import Renderer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from agentfactory.rollout.inference.connection import (
+from agentfactory.rollout.inference.http_transport import (
     Connection,
     ContextOverflowError,
     InferenceError,

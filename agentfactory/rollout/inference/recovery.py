@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from agentfactory.rollout.inference.connection import Connection, LostError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import Connection, LostError, ServerUnreachableError
 from agentfactory.rollout.inference.routing import Replica, Router, ServerState
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import Span

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from agentfactory.rollout.images.parts import data_url, image_part, parts_of, text_part
 from agentfactory.rollout.images.store import stored_digest
-from agentfactory.rollout.inference.connection import authorization
+from agentfactory.rollout.inference.http_transport import authorization
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of

@@ -21,7 +21,7 @@ from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
-from agentfactory.rollout.inference.connection import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop

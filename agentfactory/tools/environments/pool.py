@@ -1,6 +1,6 @@
 """Pools of instances, each of which serves one chain at a time.
 
-`pool_ledger` does the bookkeeping; `Pool` carries out its steps. All work on an instance (creating, checking,
+`pool_rules` decides; `Pool` carries out its steps. All work on an instance (creating, checking,
 resetting, retiring it) runs in tasks of the pool, never in those of chains, which only wait for a future: a chain may
 be cancelled at any moment without losing an instance or a place.
 """
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environments.pool_ledger import Act, Instance, Ledger, Step
+from agentfactory.tools.environments.pool_rules import Act, Instance, Ledger, Step
 from agentfactory.tools.messages import ToolInfrastructureError
 
 logger = logging.getLogger(__name__)

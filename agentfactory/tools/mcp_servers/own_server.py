@@ -23,7 +23,7 @@ from mcp_types import (
     Tool,
 )
 
-from agentfactory.tools.calls.results import failure, result_of
+from agentfactory.tools.calls.mcp_results import failure, result_of
 from agentfactory.tools.calls.truncation import cut_bytes, size_of
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import (
@@ -46,7 +46,7 @@ CHAIN_KEY = "agentfactory/chain"
 ROLE_KEY = "agentfactory/role"
 """Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
 `reward`, `close`, `gauges`, `take_images`. A server that lists roles checks arguments itself and returns
-`agentfactory.tools.calls.results.ERROR_KEY`."""
+`agentfactory.tools.calls.mcp_results.ERROR_KEY`."""
 
 
 def build_server(

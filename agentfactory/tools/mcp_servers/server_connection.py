@@ -23,8 +23,8 @@ from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, RequestParamsMeta, Tool
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
+from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
-from agentfactory.tools.calls.results import bounded, failure
 from agentfactory.tools.calls.run_notices import tell
 from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram

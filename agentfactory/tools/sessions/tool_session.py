@@ -15,7 +15,7 @@ from jsonschema.protocols import Validator
 from mcp import MCPError
 from mcp_types import INVALID_PARAMS, CallToolResult
 
-from agentfactory.tools.calls.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
 from agentfactory.tools.calls.truncation import left_out_of
 from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
 from agentfactory.tools.environments.pool import Lease

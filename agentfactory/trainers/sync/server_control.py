@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentfactory.rollout.inference.connection import authorization, lacking_key, missing_routes
+from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
 from agentfactory.tools.calls.run_notices import tell
