@@ -56,8 +56,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     sections: dict[str, Any] = {
         "model": {"path": str(path), "dtype": "float32", **limit},
         "server": {
-            **{"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 2048, "max_num_seqs": 8},
-            "args": ["--enforce-eager", "--enable-prefix-caching", "--served-model-name", "policy"],
+            **{"engine": "vllm", "max_model_len": 2048, "max_num_seqs": 8},
+            "options": {
+                "python": VLLM_PYTHON,
+                "args": ["--enforce-eager", "--enable-prefix-caching", "--served-model-name", "policy"],
+            },
         },
         "limits": {"images": 8},
     }
