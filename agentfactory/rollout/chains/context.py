@@ -2,13 +2,17 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from agentfactory.rollout.chains.opening import add_text
-from agentfactory.rollout.chains.row_rendering import Piece
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.images.parts import image_urls
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
+
+if TYPE_CHECKING:
+    # it loads the client of the server, and recipes are checked without
+    from agentfactory.rollout.chains.row_rendering import Piece
 
 
 @dataclass
@@ -62,9 +66,9 @@ async def shortened(
     config: RolloutConfig,
     length: int,
     turns_left: int,
-    render: Callable[[list[Message]], Piece],
+    render: "Callable[[list[Message]], Piece]",
     summarize: Callable[[], Awaitable[str]],
-) -> tuple[Context, Piece] | None:
+) -> "tuple[Context, Piece] | None":
     """Return the conversation as `rollout.context` shortens it, and the row that begins with it; None if that would
     leave nothing out. `length` is that of the row now; `summarize` takes one of the `turns_left`."""
     policy = config.context
