@@ -7,51 +7,47 @@ choices share counts once. The last line is JSON.
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
 from agentfactory.recipe.composition import RECIPES
+from agentfactory.recipe.reference import models_in, sections
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.config import Choice
 
-
-def sections(section: type[BaseModel], path: str = "") -> Iterator[tuple[type[BaseModel], str]]:
-    """Yield a section and those below it, with their paths."""
-    yield section, path
-    for name, field in section.model_fields.items():
-        for below in _sections_in(field.annotation):
-            yield from sections(below, f"{path}{name}.")
+Settings = dict[tuple[type[BaseModel], str], str]
+"""(section that declares it, name) -> path."""
 
 
-def settings(section: type[BaseModel]) -> dict[tuple[type[BaseModel], str], str]:
-    """Return the settings: (section that declares it, name) -> path."""
-    found: dict[tuple[type[BaseModel], str], str] = {}
-    for each, path in sections(section):
-        for name, field in each.model_fields.items():
-            if not [*_sections_in(field.annotation)]:
-                found.setdefault((_declaring(each, name), name), f"{path}{name}")
-    return found
+def settings(recipe: type[BaseModel]) -> Settings:
+    """Return the settings of a recipe."""
+    found = sections(recipe)
+    kinds = _kinds(found)
+    return _fields({section: paths for section, paths in found.items() if section not in kinds})
 
 
-def options(section: type[BaseModel]) -> dict[tuple[type[BaseModel], str], str]:
-    """Return the fields of typed options, as `settings` does."""
-    found: dict[tuple[type[BaseModel], str], str] = {}
-    for each, path in sections(section):
-        if issubclass(each, Choice):
-            for kind in each.kinds.values():
-                for name in kind.model_fields:
-                    found.setdefault((_declaring(kind, name), name), f"{path}options.{name}")
-    return found
+def options(recipe: type[BaseModel]) -> Settings:
+    """Return the fields of typed options."""
+    found = sections(recipe)
+    return _fields({section: found[section] for section in _kinds(found)})
 
 
-def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _sections_in(part)
+def _fields(found: Mapping[type[BaseModel], Sequence[str]]) -> Settings:
+    made: Settings = {}
+    for section, paths in found.items():
+        for name, field in section.model_fields.items():
+            if not [*models_in(field.annotation)]:
+                path = re.sub(r"<\w+>\.?", "", f"{paths[0]}.{name}").removeprefix(".")
+                made.setdefault((_declaring(section, name), name), path)
+    return made
+
+
+def _kinds(found: Iterable[type[BaseModel]]) -> list[type[BaseModel]]:
+    choices = [section for section in found if issubclass(section, Choice)]
+    return [*dict.fromkeys(kind for section in choices for kind in section.kinds.values())]
 
 
 def _declaring(section: type[BaseModel], name: str) -> type[BaseModel]:

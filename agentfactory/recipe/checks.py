@@ -27,6 +27,7 @@ from agentfactory.tools.images.decode import is_path
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
+from agentfactory.trainers.config import GigpoOptions
 
 _MOST_BYTES_READ = 1 << 26
 """Maximum size of a data file that is read before anything is started, which takes about a second, in every trainer
@@ -402,8 +403,8 @@ def _gives_reward(recipe: Recipe) -> bool:
 
 def _check_anchors(recipe: Recipe) -> None:
     """Check that an environment says in which state a chain is. A server elsewhere may do so in its results."""
-    advantage = recipe.train.advantage
-    if advantage.estimator != "gigpo" or advantage.options.anchors != "environment":
+    options = recipe.train.advantage.options
+    if not isinstance(options, GigpoOptions) or options.anchors != "environment":
         return
     elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
     if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.recipe.old_fields import CHOICES, MOVED, chosen, renew
+from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
+from agentfactory.recipe.old_fields import MOVED, renew
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
 from agentfactory.tools.errors import SettingError, short
@@ -47,9 +48,9 @@ class Composed:
                 self._drop_options(path, choice, source)
 
     def _drop_options(self, path: str, before: str, source: str) -> None:
-        kind, section = CHOICES[path].options_type(chosen(self.data, path)), _section(self.data, path)
-        options = section.get("options") if isinstance(section, dict) else None
-        if not isinstance(options, dict) or (kind is None and CHOICES[path].options_type(before) is None):
+        options, types = value_at(self.data, f"{path}.options"), CHOICES[path].options_type
+        both_own = types(before) is None and types(chosen(self.data, path)) is None
+        if both_own or not isinstance(options, dict):
             return
         for name in [*options]:
             mine = any(
@@ -57,7 +58,7 @@ class Composed:
                 for leaf in self.origins
                 if f"{leaf}.".startswith(f"{path}.options.{name}.")
             )
-            if not mine and (kind is None or name not in kind.model_fields):
+            if not mine and not has_option(self.data, path, name):
                 del options[name]
 
     def origin(self, name: str) -> str:
@@ -315,12 +316,6 @@ def _map_texts(value: Any, convert: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_map_texts(item, convert) for item in value]
     return convert(value) if isinstance(value, str) else value
-
-
-def _section(data: Any, path: str) -> Any:
-    for key in path.split("."):
-        data = data.get(key) if isinstance(data, dict) else None
-    return data
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from agentfactory.recipe.old_fields import CHOICES, chosen
+from agentfactory.recipe.choices import CHOICES, chosen
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, source_of
 from agentfactory.tools.config import Choice
@@ -68,7 +68,8 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
                 return ".".join(filter(None, (name, told.field))), told.problem, told.fix
             return name, str(told), ""
         case "literal_error" | "enum":
-            return name, f"got {got}", f"use {context['expected']}"
+            expected = context["expected"].replace("False", "false").replace("True", "true")
+            return name, f"got {got}", f"use {expected}"
         case "model_type" | "dict_type" | "model_attributes_type":
             fix = f"write `{keys[-1]}:` and its keys below, indented"
             if keys[-1] == "agent" and isinstance(error["input"], list):

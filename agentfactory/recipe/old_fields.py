@@ -4,10 +4,8 @@ import warnings
 from collections import defaultdict
 from typing import Any
 
-from agentfactory.rollout.config import AgentConfig, ContextConfig, ServerConfig
-from agentfactory.tools.config import Choice
+from agentfactory.recipe.choices import CHOICES, has_option, value_at
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig
 
 MOVED = {
     f"{section}.{name}": f"{section}.options.{name}"
@@ -29,32 +27,13 @@ MOVED = {
 }
 """Old field -> the same value's field now."""
 
-CHOICES: dict[str, type[Choice]] = {
-    "rollout.agent": AgentConfig,
-    "rollout.context": ContextConfig,
-    "server": ServerConfig,
-    "train.advantage": AdvantageConfig,
-    "train.loss": LossConfig,
-    "train.loss.mismatch": MismatchConfig,
-}
-"""Sections that choose something which has options."""
+_NONE = object()
 _LORAS = 4
 """Default of server.max_loras: as many adapters as a server still holds at least."""
 
 
 class OldFieldWarning(FutureWarning):
     """A recipe has fields of an older version."""
-
-
-def chosen(data: Any, path: str) -> str:
-    """Return what a recipe chooses in the section `path`: itself, by its algorithm, or by default."""
-    section = CHOICES[path]
-    given, train = _get(data, path), _get(data, "train")
-    found = section.choice(given) if isinstance(given, dict) else None
-    algorithm = train.get("algorithm") if isinstance(train, dict) else None
-    preset = ALGORITHMS.get(algorithm, {}) if isinstance(algorithm, str) else {}
-    default = section.model_fields[section.chooser].default
-    return str(found or preset.get(f"{path}.{section.chooser}", default))
 
 
 def renew(data: dict[str, Any], origins: dict[str, str] | None = None) -> None:
@@ -68,39 +47,35 @@ def renew(data: dict[str, Any], origins: dict[str, str] | None = None) -> None:
     """
     told: dict[str, list[str]] = defaultdict(list)
 
-    def note(old: str, new: str, text: str) -> None:
-        if origins is not None:
-            source = _origin(origins, old)
-            told[source].append(text)
+    def note(old: str, new: str | None, text: str | None) -> None:
+        if origins is None:
+            return
+        source = _origin(origins, old)
+        if new is not None:
             origins[new] = source
+        if text is not None:
+            told[source].append(text)
 
     _renew_outside(data, note)
     for old, new in MOVED.items():
-        if not _has(data, old):
+        value = _take(data, old, new, origins)
+        path, _, name = new.partition(".options.")
+        default = _is_default(value, new)
+        if value is _NONE or (default and not has_option(data, path, name)):
             continue
-        value, path = _pop(data, old), new.partition(".options.")[0]
-        if _has(data, new):
-            _check_agreement(old, value, new, data, origins)
-            if origins is not None and _time(origins, old) < _time(origins, new):
-                continue  # a later recipe has the new field
-        if _is_default(value, new) and not _takes(data, new):
-            continue
-        if _put(data, new, value) and not _is_default(value, new):
-            note(old, new, f"{new} instead of {old}")
-        elif origins is not None and path:
-            origins.setdefault(new, _origin(origins, old))
-    if _get(data, "train.critic") == {}:
+        if _put(data, new, value):
+            note(old, new, None if default else f"{new} instead of {old}")
+    if value_at(data, "train.critic") == {}:
         _pop(data, "train.critic")
-    _renew_offload(data, note)
-    _renew_vision(data, note)
-    if _has(data, "server.max_loras"):
-        value = _pop(data, "server.max_loras")
-        if type(value) is not int:
-            raise SettingError("server.max_loras", f"got {short(value)}", "remove it: there is no such field any more")
-        if value != _LORAS:
-            text = "nothing for server.max_loras: a server holds as many adapters as rollout.max_staleness needs"
-            note("server.max_loras", "server", f"{text} (vLLM: --max-loras among server.options.args)")
-    for section in (_get(data, path) for path in CHOICES if origins is None):
+    _renew_offload(data, note, origins)
+    _renew_vision(data, note, origins)
+    value = _take(data, "server.max_loras", "", origins)
+    if value is not _NONE and type(value) is not int:
+        raise SettingError("server.max_loras", f"got {short(value)}", "remove it: there is no such field any more")
+    if value not in (_NONE, _LORAS):
+        text = "nothing for server.max_loras: a server holds as many adapters as rollout.max_staleness needs"
+        note("server.max_loras", None, f"{text} (vLLM: --max-loras among server.options.args)")
+    for section in (value_at(data, path) for path in CHOICES if origins is None):
         if isinstance(section, dict):
             section.setdefault("options", {})  # as it is saved now
     for source, texts in told.items():
@@ -114,8 +89,8 @@ def _renew_outside(data: dict[str, Any], note: Any) -> None:
     options = _pop(data, "rollout.agent.outside")
     if options is None:
         return
-    name = _get(data, "rollout.agent.name")
-    if name not in (None, "outside") or _get(data, "rollout.agent.options") not in (None, {}):
+    name = value_at(data, "rollout.agent.name")
+    if name not in (None, "outside") or value_at(data, "rollout.agent.options") not in (None, {}):
         raise SettingError("rollout.agent.outside", f"got {short(options)} with another agent", "remove one of the two")
     _put(data, "rollout.agent.name", "outside")
     _put(data, "rollout.agent.options", options)
@@ -123,11 +98,11 @@ def _renew_outside(data: dict[str, Any], note: Any) -> None:
     note("rollout.agent.outside", "rollout.agent.options", text)
 
 
-def _renew_offload(data: dict[str, Any], note: Any) -> None:
+def _renew_offload(data: dict[str, Any], note: Any, origins: dict[str, str] | None) -> None:
     old, new = "train.activation_offload", "train.gradient_checkpointing"
-    if not _has(data, old):
+    value, kept = _take(data, old, "", origins), value_at(data, new)
+    if value is _NONE:
         return
-    value, kept = _pop(data, old), _get(data, new)
     if not isinstance(value, bool):
         raise SettingError(old, f"got {short(value)}, not true or false", f"write {new}: offload, or remove it")
     if value and kept not in (True, "offload"):
@@ -137,26 +112,32 @@ def _renew_offload(data: dict[str, Any], note: Any) -> None:
         note(old, new, f"{new}: offload instead of {old}")
 
 
-def _renew_vision(data: dict[str, Any], note: Any) -> None:
+def _renew_vision(data: dict[str, Any], note: Any, origins: dict[str, str] | None) -> None:
     old, new = "train.vision_learning_rate", "train.vision"
-    if not _has(data, old):
+    kept = value_at(data, new)
+    # a rate under the new name is the same setting; a word is not
+    rate = _take(data, old, new if type(kept) in (int, float) else "", origins)
+    if rate in (_NONE, None):
         return
-    rate = _pop(data, old)
-    if rate is None:
-        return
-    if type(rate) not in (int, float) or _get(data, new) in (None, "frozen"):
-        problem = f"got {short(rate)}, and {new} is {short(_get(data, new))}"
+    if type(rate) not in (int, float) or kept in (None, "frozen"):
+        problem = f"got {short(rate)}, and {new} is {short(kept)}"
         raise SettingError(old, problem, f"write the learning rate as {new} instead, or remove it")
     _put(data, new, rate)
     note(old, new, f"{new}: {rate} instead of {old}")
 
 
-def _check_agreement(old: str, value: Any, new: str, data: dict[str, Any], origins: dict[str, str] | None) -> None:
-    """Raise SettingError if one source sets a field under both names."""
-    if origins is None or _origin(origins, old) != _origin(origins, new):
-        return
-    problem = f"got {short(value)}, and {new} is {short(_get(data, new))}"
-    raise SettingError(old, problem, f"remove {old}, which is {new} now", source=_origin(origins, old))
+def _take(data: dict[str, Any], old: str, new: str, origins: dict[str, str] | None) -> Any:
+    """Remove an old field and return its value; _NONE if there is none, or if a later recipe has set the field `new`.
+    Raises SettingError if one source sets both."""
+    if not _has(data, old):
+        return _NONE
+    value = _pop(data, old)
+    if not new or origins is None or not _has(data, new):
+        return value
+    if _origin(origins, old) == _origin(origins, new):
+        problem = f"got {short(value)}, and {new} is {short(value_at(data, new))}"
+        raise SettingError(old, problem, f"remove {old}, which is {new} now", source=_origin(origins, old))
+    return _NONE if _time(origins, old) < _time(origins, new) else value
 
 
 def _is_default(value: Any, field: str) -> bool:
@@ -164,13 +145,6 @@ def _is_default(value: Any, field: str) -> bool:
     kinds = CHOICES[path].kinds.values()
     default = next(kind.model_fields[name].default for kind in kinds if name in kind.model_fields)
     return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
-
-
-def _takes(data: dict[str, Any], field: str) -> bool:
-    """Return whether what a recipe chooses has the option `field`."""
-    path, _, name = field.partition(".options.")
-    kind = CHOICES[path].options_type(chosen(data, path))
-    return kind is not None and name in kind.model_fields
 
 
 def _origin(origins: dict[str, str], name: str) -> str:
@@ -182,21 +156,15 @@ def _time(origins: dict[str, str], name: str) -> int:
     return max((n for n, leaf in enumerate(origins) if f"{leaf}.".startswith(f"{name}.")), default=-1)
 
 
-def _get(data: Any, path: str) -> Any:
-    for key in path.split("."):
-        data = data.get(key) if isinstance(data, dict) else None
-    return data
-
-
 def _has(data: dict[str, Any], path: str) -> bool:
     section, _, name = path.rpartition(".")
-    found = _get(data, section)
+    found = value_at(data, section)
     return isinstance(found, dict) and name in found
 
 
 def _pop(data: dict[str, Any], path: str) -> Any:
     section, _, name = path.rpartition(".")
-    return _get(data, section).pop(name)
+    return value_at(data, section).pop(name)
 
 
 def _put(data: dict[str, Any], path: str, value: Any) -> bool:

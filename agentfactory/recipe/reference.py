@@ -57,7 +57,7 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseMode
     for kind in dict.fromkeys(model.kinds.values()) if issubclass(model, Choice) else ():
         yield kind, f"{path}.options"
     for name, field in model.model_fields.items():
-        for below, key in _models_in(field.annotation):
+        for below, key in models_in(field.annotation):
             yield from _sections(below, ".".join(filter(None, (path, name, key))))
 
 
@@ -79,7 +79,7 @@ def _chosen(section: type[Choice], choice: str) -> str:
     return f"`{choice}`" if choice in section.model_fields else f"`{section.chooser}: {choice}`"
 
 
-def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
+def models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
     """Yield the sections in a type, each with the key suffix that leads to it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, ""
@@ -87,7 +87,7 @@ def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
     origin = get_origin(annotation)
     key = "<name>" if origin is dict else "<n>" if origin is list else ""
     for part in get_args(annotation):
-        for model, below in _models_in(part):
+        for model, below in models_in(part):
             yield model, ".".join(filter(None, (key, below)))
 
 
@@ -100,7 +100,7 @@ def type_words(annotation: Any, metadata: list[Any] | None = None) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join("null" if part is type(None) else type_words(part, metadata) for part in parts)
     if origin is Literal:
-        return _one_of([str(part) for part in parts])
+        return _one_of([str(part).lower() if isinstance(part, bool) else str(part) for part in parts])
     if origin is list:
         return f"list of {type_words(parts[0])}"
     if origin is tuple:
@@ -192,7 +192,7 @@ def _about(documented: type) -> str:
 
 def meaning(field: FieldInfo) -> str:
     """Return a field's docstring, or else that of its section."""
-    below = next((model for model, _ in _models_in(field.annotation)), None)
+    below = next((model for model, _ in models_in(field.annotation)), None)
     return field.description or (_about(below) if below is not None else "")
 
 

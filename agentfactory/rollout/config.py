@@ -1,4 +1,4 @@
-"""The part of a recipe that the rollout package owns: model, data, rewards, rollout, server, eval."""
+"""The part of a recipe that the rollout package owns: model, data, rewards, rollout, eval; server: `server_config`."""
 
 import os
 from abc import abstractmethod
@@ -18,8 +18,9 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
+from agentfactory.rollout.server_config import ServerConfig
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import Choice, NoOptions, Options, PositiveInt, Section, ToolsRecipe
+from agentfactory.tools.config import Choice, NoOptions, Options, PositiveInt, Section, ToolsRecipe, TypedOptions
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind
 from agentfactory.tools.user_code.entry_points import SOURCES, load_named, registered
@@ -231,13 +232,13 @@ class ContextConfig(Choice):
     """How a chain continues when its context grows long. The turns that follow are sampled in a new row, which shares
     the chain's advantage."""
 
-    chooser: ClassVar[str] = "policy"
-    kinds: ClassVar[dict[str, type[Section]]] = {"truncate": TruncateOptions, "summarize": SummarizeOptions}
+    chooser = "policy"
+    kinds = {"truncate": TruncateOptions, "summarize": SummarizeOptions}
 
     policy: Literal["keep", "truncate", "summarize"] = "keep"
     """keep: the context grows until rollout.max_total_tokens ends the chain. truncate: the new row leaves out old
     turns. summarize: the model writes a summary, which opens the new row; the summary is a turn and is trained."""
-    options: Any = Field(default=None, validate_default=True)
+    options: TypedOptions = None
     """Options of the policy."""
     keep_images: PositiveInt | None = None
     """Most images in a row, under any policy: when a tool's result exceeds it, a new row begins without the oldest
@@ -301,7 +302,7 @@ class OutsideOptions(Section):
     `/reward` beside the model's routes."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Loopback port at which tasks are given; 0 picks a free one. The address is told."""
+    """Loopback port at which tasks are given; 0 picks a free one. The log has the address."""
     token_env: str = "AGENTFACTORY_TOKEN"
     """Environment variable that contains the token for which tasks are given."""
     fields: list[str] | None = None
@@ -312,8 +313,8 @@ class AgentConfig(Choice):
     """The agent that plays the chains: a class or a function by name, a program, which is a process for each chain, or
     programs elsewhere. A name alone stands for {name: NAME}."""
 
-    chooser: ClassVar[str] = "name"
-    kinds: ClassVar[dict[str, type[Section]]] = {"command": ProgramOptions, "outside": OutsideOptions}
+    chooser = "name"
+    kinds = {"command": ProgramOptions, "outside": OutsideOptions}
 
     name: str | None = None
     """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`, created without arguments; or of an
@@ -322,7 +323,7 @@ class AgentConfig(Choice):
     """Instead of name: a program and its arguments. `${task.FIELD}` stands for a field of the row, `${chain}` for the
     chain's folder, in which it starts. `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
     `ANTHROPIC_API_KEY` in its environment name the model."""
-    options: Any = Field(default=None, validate_default=True)
+    options: TypedOptions = None
     """Options of command or outside."""
 
     @classmethod
@@ -465,84 +466,6 @@ _POSSIBLE = {
     Outcome.CANCELLED: (OutcomePolicy.DROP,),
 }
 """Policies allowed for outcomes that cannot be scored; all other outcomes allow every policy."""
-
-
-EMBEDDED_QUANTIZATIONS = ("int8", "int4")
-"""Precisions that the embedded engine rounds to: see rollout/inference/embedded/quantization.py, which needs torch."""
-
-
-class VllmOptions(Section):
-    """Options of vLLM."""
-
-    python: str | None = None
-    """Python that runs vLLM, such as .venv-vllm/bin/python; null uses the current one. AgentFactory must be installed
-    there too; `pip install --no-deps .` is enough."""
-    tensor_parallel_size: PositiveInt = 1
-    """Number of devices that share each layer."""
-    data_parallel_size: PositiveInt = 1
-    """Number of replicas, each with a copy of the model and a cache. A chain stays with one."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of the GPU's memory to use, or of the machine's memory on a CPU. Null uses what `placement` leaves,
-    otherwise vLLM's default; on a CPU, 1 GiB of cache."""
-    args: list[str] = []
-    """Further command-line flags, passed unchanged."""
-
-
-class ServerConfig(Choice):
-    """The inference server: either started by `agentfactory serve` and `agentfactory train`, or already running at
-    `url`."""
-
-    chooser: ClassVar[str] = "engine"
-    kinds: ClassVar[dict[str, type[Section]]] = {"vllm": VllmOptions}
-
-    engine: Literal["vllm", "embedded"] = "vllm"
-    """vllm, or embedded: a small decode loop for a CPU or one GPU."""
-    options: Any = Field(default=None, validate_default=True)
-    """Options of the engine."""
-    url: str | list[str] | None = None
-    """Address of a running server, or a list of addresses; null starts a server."""
-    retry_seconds: float = Field(default=300.0, gt=0)
-    """How long to retry recoverable failures: an unreachable server, 5xx, 429. After that the request fails, and the
-    run stops if no server has completed any request in that time."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 picks a free one."""
-    model: str | None = None
-    """Model to serve instead of `model.path`: a quantised copy of the same model, such as an AWQ or GPTQ checkpoint, to
-    which an adapter is applied. Null serves `model.path`."""
-    api_key_env: str | None = None
-    """Environment variable that contains the API key; the key itself is never stored."""
-    max_model_len: PositiveInt = 8192
-    """Longest sequence, prompt included."""
-    max_num_seqs: PositiveInt = 128
-    """Maximum number of sequences decoded together."""
-    quantization: str | None = None
-    """Quantisation of the served base model. vLLM: fp8, awq, gptq (bitsandbytes through a plugin). embedded: int8 or
-    int4, which rounds weights without saving memory, to try how rounding affects learning."""
-    startup_seconds: float = Field(default=600.0, gt=0)
-    """How long the server may take to start answering."""
-
-    @property
-    def urls(self) -> list[str]:
-        """The addresses in `url`."""
-        return [self.url] if isinstance(self.url, str) else self.url or []
-
-    @property
-    def vllm(self) -> VllmOptions:
-        """The options of vLLM: the defaults for another engine."""
-        return self.options if isinstance(self.options, VllmOptions) else VllmOptions()
-
-    def quantization_fault(self) -> tuple[str, str] | None:
-        """Return the problem and the fix if the engine cannot apply `quantization` to the weights that it serves."""
-        asked, is_embedded = self.quantization, self.engine == "embedded"
-        if asked is None or is_embedded == (asked in EMBEDDED_QUANTIZATIONS):
-            return None
-        if is_embedded:
-            problem = f"got {asked!r}, and the embedded engine rounds to {' or '.join(EMBEDDED_QUANTIZATIONS)}"
-            return problem, "use one of these, or set server.engine=vllm"
-        problem = f"got {asked!r}, which only the embedded engine knows"
-        return problem, "use fp8, awq or gptq, or set server.engine=embedded"
 
 
 class EvalConfig(Section):

@@ -28,8 +28,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+TypedOptions = Annotated[Any, Field(validate_default=True)]
+"""The field `options` of a Choice."""
+
+
 class Choice(Section):
-    """Base of sections that choose something by name, whose field `options` has the options of what is chosen."""
+    """Base of sections that choose something by name, whose field `options: TypedOptions = None` has the options of
+    what is chosen."""
 
     chooser: ClassVar[str]
     """Name of the field that chooses. It is declared before `options`."""

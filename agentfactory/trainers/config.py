@@ -2,12 +2,12 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
-from agentfactory.tools.config import Choice, Options, PositiveFloat, Section
+from agentfactory.tools.config import Choice, Options, PositiveFloat, Section, TypedOptions
 from agentfactory.tools.errors import SettingError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -84,8 +84,8 @@ class GigpoOptions(ReturnOptions):
 class AdvantageConfig(Choice):
     """Computes an advantage for each sampled token from the rewards."""
 
-    chooser: ClassVar[str] = "estimator"
-    kinds: ClassVar[dict[str, type[Section]]] = {
+    chooser = "estimator"
+    kinds = {
         "grpo": GrpoOptions,
         "reinforce_pp": ReturnOptions,
         "gae": GaeOptions,
@@ -97,7 +97,7 @@ class AdvantageConfig(Choice):
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
     critic; gigpo: grpo's, plus a turn's among those in the same state; or `FILE.py:NAME` of your own function
     (docs/add-an-algorithm.md)."""
-    options: Any = Field(default=None, validate_default=True)
+    options: TypedOptions = None
     """Options of the estimator; of your own function, arguments for its further parameters."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
     """blamed: tokens of a turn whose calls cannot be read get an advantage of at most minus the root mean square of
@@ -121,14 +121,14 @@ class KlConfig(Section):
     """loss: a term of the loss; reward: a cost per token that advantages include (reinforce_pp and gae only)."""
 
 
-class TruncateOptions(Section):
+class CapOptions(Section):
     """Options of corrections that cap the ratio."""
 
     high: float = Field(default=2.0, gt=0)
     """Largest ratio."""
 
 
-class MaskOptions(TruncateOptions):
+class MaskOptions(CapOptions):
     """Options of corrections that mask."""
 
     low: float = Field(default=0.5, ge=0)
@@ -144,11 +144,11 @@ class MaskOptions(TruncateOptions):
 class MismatchConfig(Choice):
     """Corrects differences between trainer and server, using ratios of proximal to behaviour probabilities."""
 
-    chooser: ClassVar[str] = "correction"
-    kinds: ClassVar[dict[str, type[Section]]] = {
-        "token_truncate": TruncateOptions,
+    chooser = "correction"
+    kinds = {
+        "token_truncate": CapOptions,
         "token_mask": MaskOptions,
-        "sequence_truncate": TruncateOptions,
+        "sequence_truncate": CapOptions,
         "sequence_mask": MaskOptions,
         "geometric_mask": MaskOptions,
     }
@@ -160,7 +160,7 @@ class MismatchConfig(Choice):
     [low, high] (token_mask is IcePop). The ratio is the token's, or its sequence's (the product over its tokens).
     geometric_mask: multiply by 1, or by 0 if the sequence's geometric mean is outside [low, high]; use bounds close to
     1, such as 0.99 and 1.01."""
-    options: Any = Field(default=None, validate_default=True)
+    options: TypedOptions = None
     """Options of the correction."""
 
 
@@ -192,8 +192,8 @@ class SapoOptions(Section):
 class LossConfig(Choice):
     """The loss per sampled token."""
 
-    chooser: ClassVar[str] = "policy"
-    kinds: ClassVar[dict[str, type[Section]]] = {
+    chooser = "policy"
+    kinds = {
         "clip": ClipOptions,
         "gspo": ClipOptions,
         "cispo": CispoOptions,
@@ -203,7 +203,7 @@ class LossConfig(Choice):
     policy: str = "clip"
     """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
     gate; reinforce: plain policy gradient; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
-    options: Any = Field(default=None, validate_default=True)
+    options: TypedOptions = None
     """Options of the policy loss; of your own function, arguments for its further parameters."""
     normaliser: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: mean over each chain's tokens, then over chains (GRPO);
@@ -314,7 +314,7 @@ class TrainConfig(Section):
     """Tokens (padding included) per micro-batch and process."""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
     """Attention implementation in the trainer; auto is transformers' choice. The last two need a GPU."""
-    gradient_checkpointing: bool | Literal["offload"] = False
+    gradient_checkpointing: Literal[False, True, "offload"] = False
     """Store only the inputs of layers, and recompute the rest in the backward pass. offload: store them in CPU
     memory."""
     liger: bool = False

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from agentfactory.recipe.choices import CHOICES
 from agentfactory.recipe.composition import leaves, resolve_saved
 from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.old_fields import CHOICES, MOVED, renew
+from agentfactory.recipe.old_fields import MOVED, renew
 from agentfactory.recipe.reference import sections
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.config import Choice
@@ -179,6 +180,15 @@ def test_the_later_recipe_wins_under_both_names(project: Path) -> None:
         recipe = load_recipe(f"{name}.yaml")
         assert isinstance(recipe, Recipe)
         assert recipe.train.loss.options.clip_low == wanted
+
+
+def test_a_later_rate_of_the_tower_wins(project: Path) -> None:
+    (project / "old.yaml").write_text("extends: recipe.yaml\ntrain: {vision: trained, vision_learning_rate: 1e-6}\n")
+    (project / "new.yaml").write_text("extends: old.yaml\ntrain: {vision: 2e-6}\n")
+    for overrides, wanted in (([], 2e-6), (["train.vision_learning_rate=3e-6"], 3e-6)):
+        recipe = load_recipe("new.yaml", overrides)
+        assert isinstance(recipe, Recipe)
+        assert recipe.train.vision == wanted
 
 
 def test_defaults_under_old_names_fit_every_choice(project: Path) -> None:

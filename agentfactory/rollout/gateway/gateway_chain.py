@@ -38,9 +38,9 @@ class GatewayChain:
         self._taken = 0
         """Turns that were sampled or are being sampled."""
         self._requests: set[asyncio.Task[Any]] = set()
-        """Those that are being sampled."""
+        """Requests whose turns are being sampled."""
         self._closed = False
-        """Whether the chain is over: nothing is added to its rows any more."""
+        """True once the chain is over: its rows no longer change."""
 
     # ---- the agent
 

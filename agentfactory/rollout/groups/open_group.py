@@ -11,7 +11,7 @@ from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
 
 
 class State(StrEnum):
-    """How far a group has come."""
+    """Progress of a group."""
 
     RUNNING = "running"
     COMPLETE = "complete"

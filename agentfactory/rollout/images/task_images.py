@@ -15,7 +15,7 @@ from agentfactory.tools.messages import ToolSpec
 
 Task = dict[str, Any]
 Takes = Callable[[str], bool]
-"""Whether tools, or rewards, take a field of a row."""
+"""(field of a row) -> do the tools, or the rewards, take it?"""
 
 
 class TaskImages:

@@ -193,7 +193,7 @@ class FastEncoding:
 
     @property
     def fast(self) -> bool:
-        """Whether `fastokens` encodes."""
+        """True if `fastokens` encodes, False if the tokenizer itself does."""
         return self._fast is not None
 
     def encode(self, text: str) -> list[int]:

@@ -147,8 +147,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Ready:
-    """What a worker answers to `start`: the renderer that it chose, with the reason and the template's hash, and the
-    template's Jinja source."""
+    """A worker's answer to `start`: its choice of renderer, with the reason and the template's hash, and the template's
+    Jinja source."""
 
     renderer: dict[str, Any]
     chat_template: str

@@ -77,8 +77,8 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Services:
-    """What the loop works with besides the policy. Every process has `canary`, `turns` and `stop`; the others are used
-    on rank 0 only."""
+    """Everything that the loop uses besides the policy. Every process has `canary`, `turns` and `stop`; the others
+    are used on rank 0 only."""
 
     log: Log
     note: Note | None = None

@@ -1,0 +1,42 @@
+"""Sections that choose something by name, and what a recipe chooses in them before it is validated."""
+
+from typing import Any
+
+from agentfactory.rollout.config import AgentConfig, ContextConfig
+from agentfactory.rollout.server_config import ServerConfig
+from agentfactory.tools.config import Choice
+from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig
+
+CHOICES: dict[str, type[Choice]] = {
+    "rollout.agent": AgentConfig,
+    "rollout.context": ContextConfig,
+    "server": ServerConfig,
+    "train.advantage": AdvantageConfig,
+    "train.loss": LossConfig,
+    "train.loss.mismatch": MismatchConfig,
+}
+"""Path -> section."""
+
+
+def chosen(data: Any, path: str) -> str:
+    """Return what a recipe chooses in the section `path`: itself, by its algorithm, or by default."""
+    section = CHOICES[path]
+    given, train = value_at(data, path), value_at(data, "train")
+    found = section.choice(given) if isinstance(given, dict) else None
+    algorithm = train.get("algorithm") if isinstance(train, dict) else None
+    preset = ALGORITHMS.get(algorithm, {}) if isinstance(algorithm, str) else {}
+    default = section.model_fields[section.chooser].default
+    return str(found or preset.get(f"{path}.{section.chooser}", default))
+
+
+def has_option(data: Any, path: str, name: str) -> bool:
+    """Return whether what a recipe chooses in the section `path` has the option `name`; False for a user's own."""
+    kind = CHOICES[path].options_type(chosen(data, path))
+    return kind is not None and name in kind.model_fields
+
+
+def value_at(data: Any, path: str) -> Any:
+    """Return the value at a dotted path of nested mappings; None if there is none."""
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
