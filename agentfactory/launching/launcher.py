@@ -71,7 +71,11 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         last = plan.stages[-1].folder
         summary = {**folder.read_part(last), "status": "completed"}
         folder.write_summary(summary)
-        curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
+        try:
+            curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
+        except SettingError as error:
+            curve = None
+            say(f"no curve.png: {error}")
         stages = [(stage.recipe.name, stage.folder.read_summary()) for stage in plan.stages]
         # a stage's own warnings have ended its output; the last stage's stand right above
         for line in [f"stage {name}: {text}" for name, found in stages[:-1] for text in found.get("warnings", ())]:

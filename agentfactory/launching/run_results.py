@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.recipe.composition import display
+from agentfactory.tools.user_code.extras import check_extra
 
 _CURVES = ("reward", "success", "loss")
 _EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greedy/success": "held-out success, greedy"}
@@ -13,12 +14,14 @@ _EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greed
 def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Path | None:
     """Draw reward and success (or the loss, for a run without them) over steps, with the held-out points, as a PNG.
 
-    `metrics` are the lines of metrics.jsonl. Return `path`; None if there is nothing to draw.
+    `metrics` are the lines of metrics.jsonl. Return `path`; None if there is nothing to draw. Raises SettingError
+    without the extra `viewer`.
     """
     rows = [row for row in metrics if "step" in row]
     names = [name for name in _CURVES if any(name in row for row in rows)]
     if not names:
         return None
+    check_extra("viewer")
     # matplotlib takes most of a second to import, and only this function needs it
     from matplotlib.figure import Figure
 

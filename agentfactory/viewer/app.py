@@ -6,7 +6,6 @@ from importlib import resources
 from typing import Any
 from urllib.parse import urlencode
 
-from plotly.offline import get_plotlyjs
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -64,9 +63,18 @@ def _static(name: str, request: Request) -> Response:
     return _unless_known(tag, body, _KINDS[name[name.rindex(".") :]], request)
 
 
+def plotly_script() -> str:
+    """Return plotly.js."""
+    # `view` checks that it is installed
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    return script
+
+
 @cache
 def _file(name: str) -> tuple[str, bytes]:
-    body = (get_plotlyjs() if name == PLOTLY else page_file(name)).encode()
+    body = (plotly_script() if name == PLOTLY else page_file(name)).encode()
     return _tag(body), body
 
 

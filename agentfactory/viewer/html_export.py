@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
 from pydantic_core import to_json
 
-from agentfactory.viewer.app import SCRIPTS, names_of, page_file
+from agentfactory.viewer.app import SCRIPTS, names_of, page_file, plotly_script
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.query import MOST_ROWS, Query
@@ -66,7 +65,7 @@ def _page(data: dict[str, Any]) -> str:
     nonce = secrets.token_urlsafe(16)
     # in JSON, `<` occurs only in strings, where it can be escaped: no text can end the surrounding script element
     text = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
-    scripts = [get_plotlyjs(), *map(page_file, SCRIPTS)]
+    scripts = [plotly_script(), *map(page_file, SCRIPTS)]
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(nonce=nonce)}">\n'
         f"<style>\n{page_file('style.css')}</style>"

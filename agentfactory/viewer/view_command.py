@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentfactory.tools.http.http_server import serve_http
+from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.viewer.access import PrivatePath
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.html_export import export
@@ -28,7 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Show the runs until Ctrl-C, or export them. Raises ViewError."""
+    """Show the runs until Ctrl-C, or export them. Raises ViewError, and SettingError without the extra `viewer`."""
+    check_extra("viewer")
     if options.export is not None:
         say(export(options.runs, options.export))
         return

@@ -244,6 +244,13 @@ def test_the_list_is_filtered_sorted_and_paged_by_the_server(viewer: str, page: 
     counted("1–50 of 96 trajectories")
     page.goto(f"{viewer}#/trajectories?outcome=timeout")
     counted("1–1 of 1 trajectories")
+    page.get_by_label("any outcome").select_option("")
+    page.get_by_label("any success").select_option("yes")
+    found = api(viewer, "/api/trajectories")["facets"]["success"]
+    counted(f"1–50 of {found['yes']} trajectories")
+    assert {row.split("\t")[7] for row in rows.all_inner_texts()} == {"1"}
+    choices = ["any success", f"not successful ({found['no']})", f"successful ({found['yes']})"]
+    assert sorted(page.get_by_label("any success").locator("option").all_inner_texts()) == choices
 
 
 def test_text_is_found_wherever_it_was_said_and_however_it_is_written(viewer: str) -> None:
@@ -358,7 +365,9 @@ def test_a_trajectory_shows_what_it_earned_and_how_it_ended(viewer: str, page: "
     assert heads == ["assistant turn 1 reward 0.5", "assistant turn 2 reward -0.5"]
     # the runs look as they do on every other page
     page.locator(".run", has_text="step 40").wait_for()
-    assert page.evaluate("lastState.runs.every((run, number) => colourOf(run.id) === COLOURS[number])")
+    folders = list(dict.fromkeys(run["folder"] for run in page.evaluate("lastState.runs")))
+    colours = page.evaluate("lastState.runs.map((run) => [run.folder, COLOURS.indexOf(colourOf(run.id))])")
+    assert all(colour == folders.index(folder) for folder, colour in colours)
     page.locator(".member", has_text="-1").click()
     page.wait_for_function("() => document.querySelector('h1')?.textContent?.startsWith('c1')")
     assert page.locator("#ending dl").inner_text().startswith("outcome\ntool_limit\nstop reason\ncost\n")
@@ -996,6 +1005,8 @@ def test_the_filters_of_an_exported_file_are_those_of_the_server(
         "view=groups&sort=reward&reward_min=0.5",
         "group=g-00003",
         "outcome=timeout",
+        "success=yes",
+        "success=no&outcome=completed",
     ]
     page, _ = file_page
     page.wait_for_selector("#runs .run")

@@ -212,9 +212,15 @@ def test_supervised_stages_and_rl_are_never_on_one_axis(viewer: str, page: "Page
 
     (rl,) = drawn("loss")
     assert (rl["name"], rl["x"], set(rl["y"])) == ("staged/grpo", list(range(1, STEPS + 1)), {-0.01})
+    section = page.locator("section.curves", has_text="Supervised fine-tuning")
+    # runs are compared: what only prepares them is folded
+    assert section.locator(".card").count() == 0
+    names = [text.split()[0] for text in page.locator("#runs > .run").all_inner_texts()]
+    assert names == ["staged/grpo", "old", "bare"]
+    assert page.locator("#runs details:not([open]) summary").inner_text() == "SFT stages (1)"
+    section.get_by_role("button", name="show").click()
     (supervised,) = drawn("loss (SFT)")
     assert (supervised["name"], supervised["x"][-1], supervised["y"][0]) == ("staged/sft", 300, 600.0)
-    section = page.locator("section.curves", has_text="Supervised fine-tuning")
     assert {card.get_attribute("data-chart") for card in section.locator(".card").all()} >= {"tokens (SFT)"}
     sft = run_id(viewer, "staged/sft")
     # it measures no parts of its steps, which would all be rest
@@ -238,6 +244,57 @@ def test_a_click_on_a_step_shows_its_trajectories(viewer: str, page: "Page") -> 
     page.mouse.click(*place)
     page.locator("#rewards .unit", has_text="step 7").wait_for()
     assert page.locator(".count").inner_text() == "1–4 of 4 trajectories"
+
+
+def test_a_run_has_one_colour_and_its_stages_have_dashes(tmp_path: Path, page: "Page") -> None:
+    whole = RunFolder.create(tmp_path / "whole", yaml.safe_dump({"stages": [{"name": "first"}, {"name": "second"}]}))
+    other = RunFolder.create(tmp_path / "other", yaml.safe_dump(RECIPE))
+    stages = [RunFolder.create(whole.path / name, yaml.safe_dump(RECIPE)) for name in ("first", "second")]
+    for run in (*stages, other):
+        for step in (1, 2):
+            run.log({"step": step, "reward": 0.5 * step})
+    with viewing(whole.path, other.path) as url:
+        page.goto(url)
+        plot = page.locator('[data-chart="reward"] .plot')
+        plot.locator(".trace").first.wait_for(state="attached")
+        lines = plot.evaluate("plot => plot.data.map(t => [t.name, COLOURS.indexOf(t.line.color), t.line.dash])")
+    assert lines == [["whole/first", 0, "solid"], ["whole/second", 0, "dash"], ["other", 1, "solid"]]
+
+
+def test_groups_of_equal_rewards_say_that_they_have_no_gradient(tmp_path: Path, page: "Page") -> None:
+    ids, run = tokenizer(), RunFolder.create(tmp_path / "equal", yaml.safe_dump(RECIPE))
+    row = lambda: sampled_row([("Where?", False), ("north", True)], ids, ["1"])  # noqa: E731
+    groups = [
+        Group(
+            name,
+            {"question": "Where?"},
+            [chain(f"{name}.{n}", [], [row()], reward=reward) for n, reward in enumerate(rewards)],
+            0,
+        )
+        for name, rewards in {"equal": (0.5, 0.5), "credited": (0.5, 0.5), "unlike": (0.5, 1.0)}.items()
+    ]
+    write_groups(run.trajectories / "train.jsonl", groups)
+    (run.trajectories / "eval").mkdir()
+    write_groups(run.trajectories / "eval" / "000001-sampled.jsonl", [groups[0]])
+    lines = [{**credit(group), "step": 1} for group in groups]
+    for entry in [entry for rows in lines[0]["chains"].values() for entry in rows]:
+        entry["advantage"] = [0.0] * len(entry["targets"])
+    run.note_credit(map(json.dumps, lines))
+    with viewing(run.path) as url:
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 8)
+        page.goto(f"{url}#/trajectories?view=groups")
+        page.locator("tbody tr").nth(3).wait_for()
+        marked = page.locator("tbody tr", has=page.locator(".chip")).locator("td.name a").all_inner_texts()
+        assert marked == ["credited", "equal"]
+        said = {}
+        for found in api(url, "/api/trajectories?source=train")["rows"]:
+            open_at(page, url, f"#/trajectory/{found['run']}/train.jsonl/{found['byte']}/{found['place']}")
+            page.locator(".members").wait_for()
+            said[found["chain"]] = page.locator(".members .note").all_inner_texts()[1:]
+    # of a turn that got credit by itself there is a gradient
+    assert said["equal.0"] == ["all rewards equal: no gradient"]
+    assert said["credited.0"] == ["all rewards equal"]
+    assert said["unlike.1"] == []
 
 
 def evaluated_run(folder: Path) -> RunFolder:

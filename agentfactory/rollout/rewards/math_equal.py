@@ -9,7 +9,7 @@ from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
 from agentfactory.tools.processes.killable import KillableProcesses
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.tools.user_code.extras import check_extra
 
 
 @reward
@@ -38,8 +38,7 @@ class MathEqual:
 
     @model_validator(mode="after")
     def _can_work(self) -> "MathEqual":
-        if not is_installed("math_verify"):
-            raise ValueError("math_equal needs a package that is not installed: pip install math-verify")
+        check_extra("rewards")
         if self.strict and self.extract is not None:
             raise ValueError("give strict or extract, not both")
         return self

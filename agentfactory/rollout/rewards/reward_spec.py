@@ -135,6 +135,8 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
         return given(**options)
     except ValidationError as error:
         first = error.errors()[0]
+        if isinstance(cause := first.get("ctx", {}).get("error"), SettingError):
+            raise cause.at(label) from error
         place = ".".join(map(str, (label, "options", *first["loc"])))
         got = f"got {first['input']!r}: " if first["loc"] and first["type"] != "missing" else ""
         problem = got + first["msg"].removeprefix("Value error, ")

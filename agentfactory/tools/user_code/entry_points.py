@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.extras import missing_extra
 
 WORLDS = "agentfactory.worlds"
 """Group of environments and tools, by their names in a recipe's `tools:` and `module:`."""
@@ -35,5 +36,7 @@ def load_named(place: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and (lacking := missing_extra(error, place)):
+            raise lacking from error
         fix = "install what it needs, or the package that registers it again"
         raise SettingError("", f"{place} cannot be loaded: {error}", fix) from error

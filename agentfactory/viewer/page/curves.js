@@ -18,6 +18,7 @@ const TIME_PARTS = [
   ["seconds/sync", "sync", "#2f9a72"],
 ];
 const MOST_POINTS = 1200;
+const SUPERVISED = "Supervised fine-tuning";
 
 let plots = null;
 
@@ -181,7 +182,7 @@ function tracesOf(chart, runs, { by, smoothing }) {
           hovertemplate: undefined, line: { color: colour, width: 1 } });
       }
       const shown = thinned(smoothing > 0 ? smoothed(points, smoothing) : points);
-      traces.push({ ...common, ...shown, mode: "lines", line: { color: colour, width: 1.75 } });
+      traces.push({ ...common, ...shown, mode: "lines", line: { color: colour, width: 1.75, dash: dashOf(run) } });
     }
   }
   return traces;
@@ -331,11 +332,11 @@ class CurvesPage {
     }
     const chosen = this.chosen.filter((key) => all.has(key)).map((key) => ({ ...all.get(key), chosen: true }));
     const sections = this.charts.sections.map(({ title, charts }) => ({ title, charts: this.reinforced(charts) }));
-    sections.push({ title: "Supervised fine-tuning", charts: this.supervised() });
+    sections.push({ title: SUPERVISED, charts: this.supervised() });
     const timed = (id, name) => measured.get(id)?.series.get(name)?.lively;
     // of a run that measures no parts, everything would be rest
     for (const run of shownRuns().filter(({ id }) => timed(id, "seconds/step") && TIME_PARTS.some(([name]) => timed(id, name)))) {
-      sections.find(({ title }) => title === (run.supervised ? "Supervised fine-tuning" : "Speed")).charts.push({
+      sections.find(({ title }) => title === (run.supervised ? SUPERVISED : "Speed")).charts.push({
         key: `time of ${run.id}`, run: run.id, title: `where a step's time goes: ${run.label}`, unit: "s", lines: [],
         meaning: "seconds of a step by what they went into; rest is what no other figure measures, such as scoring",
       });
@@ -373,11 +374,18 @@ class CurvesPage {
   section({ title, charts }) {
     const lively = charts.filter((chart) => !chart.dull);
     const dull = charts.filter((chart) => chart.dull);
+    const folded = title === SUPERVISED && isComparing();
     const open = this.opened.has(title);
     const toggle = () => {
       if (!this.opened.delete(title)) this.opened.add(title);
       this.build();
     };
+    if (folded) {
+      const shown = open ? charts : [];
+      const button = make("button", { class: "quiet", "aria-expanded": String(open), on: { click: toggle } }, open ? "hide" : "show");
+      return make("section", { class: "curves" }, make("h2", {}, title, button),
+        make("div", { class: "charts" }, ...shown.map((chart) => this.card(chart))));
+    }
     const more = dull.length
       ? make("button", { class: "quiet", on: { click: toggle } }, open ? "hide what is 0 throughout" : `${dull.length} more are 0 throughout`)
       : null;

@@ -57,10 +57,19 @@ function swatch(run) {
 const COLOURS = ["#3f74d1", "#d9772b", "#2f9a72", "#b3478f", "#7a5fc7", "#a8932b", "#2f9bb0", "#c24e45", "#6c7888", "#8a6a3d"];
 const coloured = [];
 
-/** The colour of a run; it does not change when other runs are added. */
-function colourOf(run) {
-  if (!coloured.includes(run)) coloured.push(run);
-  return COLOURS[coloured.indexOf(run) % COLOURS.length];
+/** The colour of a run, which its stages share; it does not change when other runs are added. */
+function colourOf(id) {
+  const folder = lastState?.runs.find((run) => run.id === id)?.folder ?? id;
+  if (!coloured.includes(folder)) coloured.push(folder);
+  return COLOURS[coloured.indexOf(folder) % COLOURS.length];
+}
+
+const DASHES = ["solid", "dash", "dashdot", "longdash"];
+
+/** The dash of a stage's lines, which tells it from the run's other stages of the same kind. */
+function dashOf({ id, folder, supervised }) {
+  const stages = lastState.runs.filter((run) => run.folder === folder && run.supervised === supervised);
+  return DASHES[stages.findIndex((run) => run.id === id) % DASHES.length];
 }
 
 /** The value of a style sheet variable; it depends on light or dark mode. */

@@ -2,7 +2,7 @@
 
 // The list of trajectories and groups, with its filters. The URL contains the query.
 
-const FILTERS = ["view", "run", "source", "outcome", "tool", "version_min", "version_max", "step_min", "step_max",
+const FILTERS = ["view", "run", "source", "outcome", "success", "tool", "version_min", "version_max", "step_min", "step_max",
   "reward_min", "reward_max", "text", "group", "sort", "ascending", "page"];
 
 function addressOf(row) {
@@ -26,6 +26,7 @@ const CHAIN_COLUMNS = [
   STEP,
   { title: "outcome", cell: (row) => make("td", { title: row.error ?? row.stop }, outcomeChip(row.outcome)) },
   { title: "reward", sort: "reward", figure: "reward" },
+  { title: "success", sort: "success", figure: "success" },
   { title: "turns", sort: "turns", figure: "turns" },
   { title: "calls", sort: "calls", figure: "calls" },
   { title: "errors", sort: "errors", figure: "errors", about: "calls without a result: malformed, refused, failed or too slow" },
@@ -33,9 +34,16 @@ const CHAIN_COLUMNS = [
   { title: "seconds", sort: "seconds", figure: "seconds", digits: 1 },
 ];
 
+const NO_GRADIENT = "An advantage relative to the group is 0: these chains have no gradient.";
+
+function haveEqualRewards(group) {
+  return group.chains > 1 && !group.unscored && group.lowest === group.highest;
+}
+
 const GROUP_COLUMNS = [
   { title: "group", cell: (row, page) => make("td", { class: "name" }, swatch(row.run),
-    make("a", { href: page.addressWith({ view: "", group: row.group_id, run: row.run, source: row.source, page: "", sort: "" }) }, row.group_id)) },
+    make("a", { href: page.addressWith({ view: "", group: row.group_id, run: row.run, source: row.source, page: "", sort: "" }) }, row.group_id),
+    row.source === "train" && haveEqualRewards(row) ? make("span", { class: "chip limit", title: NO_GRADIENT }, "equal rewards") : null) },
   { title: "task", cell: (row) => make("td", { class: "preview" }, row.preview) },
   { title: "from", cell: (row) => make("td", {}, row.source) },
   VERSION,
@@ -91,6 +99,7 @@ class ListPage {
       select("run", "all runs", []),
       select("source", "from anywhere", []),
       select("outcome", "any outcome", []),
+      select("success", "any success", []),
       select("tool", "any tool", []),
       range("version", "version"),
       range("step", "step"),
@@ -172,6 +181,8 @@ class ListPage {
     this.fill("run", "all runs", (lastState?.runs ?? []).map((run) => [run.id, run.label]));
     this.fill("source", "from anywhere", counted(facets.source));
     this.fill("outcome", "any outcome", counted(facets.outcome));
+    const successes = { yes: "successful", no: "not successful" };
+    this.fill("success", "any success", Object.entries(facets.success).map(([name, count]) => [name, `${successes[name]} (${figure(count)})`]));
     this.fill("tool", "any tool", Object.entries(facets.tool).map(([name, count]) => [name, `${name} (${figure(count)})`]));
   }
 

@@ -13,6 +13,12 @@ function shownRuns() {
   return (lastState?.runs ?? []).filter((run) => !hidden.has(run.id));
 }
 
+/** Whether runs are compared: their supervised stages, which only prepare, are folded. */
+function isComparing() {
+  const folders = new Set(lastState.runs.map((run) => run.folder));
+  return folders.size > 1 && lastState.runs.some((run) => !run.supervised);
+}
+
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = path.split("/");
@@ -29,7 +35,7 @@ function route() {
 }
 
 function drawRuns(state) {
-  const chips = state.runs.map((run) => {
+  const chip = (run) => {
     const box = make("input", { type: "checkbox", checked: !hidden.has(run.id), on: { change: () => {
       if (box.checked) hidden.delete(run.id); else hidden.add(run.id);
       if (current === pages.curves) pages.curves.redraw();
@@ -39,8 +45,11 @@ function drawRuns(state) {
     const label = source.followed ? make("a", { href: `#/run/${run.id}`, title: "summary and recipe" }, run.label) : make("span", {}, run.label);
     return make("span", { class: "run", data: { run: run.id } }, make("label", {}, box, swatch(run.id)), label,
       make("span", { class: "note" }, said.filter(Boolean).join(", ")));
-  });
-  document.getElementById("runs").replaceChildren(...chips);
+  };
+  const folded = isComparing() ? state.runs.filter((run) => run.supervised) : [];
+  const unfolded = document.querySelector("#runs details")?.open;
+  document.getElementById("runs").replaceChildren(...state.runs.filter((run) => !folded.includes(run)).map(chip),
+    folded.length ? make("details", { open: unfolded }, make("summary", {}, `SFT stages (${folded.length})`), ...folded.map(chip)) : "");
   const problems = state.runs.flatMap((run) => run.problems.map((problem) => `${run.label}: ${problem}`));
   const box = document.getElementById("problems");
   box.hidden = !problems.length;

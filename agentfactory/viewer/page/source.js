@@ -52,6 +52,8 @@ function fileSource(data) {
   let told = false;
   const facts = data.pages.map((page) => page.facts);
 
+  const succeeded = (row) => (row.success === null ? null : row.success >= 1 ? "yes" : "no");
+
   function matches(row, number, query) {
     const same = { run: "run", source: "source", outcome: "outcome", group: "group_id" };
     for (const [name, column] of Object.entries(same)) if (query[name] && row[column] !== query[name]) return false;
@@ -61,6 +63,7 @@ function fileSource(data) {
       if (!low && !high) continue;
       if (row[name] === null || (low && row[name] < Number(low)) || (high && row[name] > Number(high))) return false;
     }
+    if (query.success && succeeded(row) !== query.success) return false;
     if (query.tool && !row.tools.includes(query.tool)) return false;
     return !query.text || data.texts[number].toLowerCase().includes(query.text.trim().toLowerCase());
   }
@@ -99,6 +102,7 @@ function fileSource(data) {
   const facets = {
     source: counts(facts.map((row) => row.source)),
     outcome: counts(facts.map((row) => row.outcome)),
+    success: counts(facts.map(succeeded).filter((value) => value !== null)),
     tool: counts(facts.flatMap((row) => row.tools)),
   };
 

@@ -42,7 +42,16 @@ class TrajectoryPage {
       make("p", { class: "note" }, `${label}, ${facts.source}`, facts.version === null ? "" : `, weights ${facts.version}`,
         facts.step === null ? "" : `, trained in step ${facts.step}`),
       members.length > 1 ? make("nav", { class: "members", "aria-label": "chains of the group" },
-        make("span", { class: "note" }, `rewards of group ${facts.group_id}`), ...members) : null);
+        make("span", { class: "note" }, `rewards of group ${facts.group_id}`), ...members, this.equalRewards()) : null);
+  }
+
+  /** Says that the rewards of a group are equal, and whether the trainer's advantages are therefore 0. */
+  equalRewards() {
+    const { group, rows } = this.data;
+    if (group[0].reward === null || group.some(({ reward }) => reward !== group[0].reward)) return null;
+    const credited = rows.flatMap((row) => row.advantage ?? []).filter((value) => value !== null);
+    const none = credited.length > 0 && credited.every((value) => value === 0);
+    return make("span", { class: "note" }, none ? "all rewards equal: no gradient" : "all rewards equal");
   }
 
   open(tab) {

@@ -273,7 +273,7 @@ class Index:
         return [row["tool"] for row in self._read("SELECT tool FROM used WHERE chain = ? ORDER BY tool", (chain,))]
 
     def facets(self) -> dict[str, dict[str, int]]:
-        """Return the values of `outcome`, `source` and `tool` to choose from, with their numbers of chains."""
+        """Return the values of `outcome`, `source`, `success` and `tool` to choose from, with their numbers of chains."""
         counted = {
             name: self._read(
                 f"SELECT {name} AS name, count(*) AS count FROM chains GROUP BY {name} ORDER BY count DESC LIMIT ?",
@@ -281,6 +281,10 @@ class Index:
             )
             for name in ("outcome", "source")
         }
+        succeeded = "CASE WHEN success >= 1 THEN 'yes' WHEN success < 1 THEN 'no' END"
+        counted["success"] = self._read(
+            f"SELECT {succeeded} AS name, count(*) AS count FROM chains WHERE success IS NOT NULL GROUP BY name", ()
+        )
         tools = "SELECT tool AS name, count(*) AS count FROM used GROUP BY tool ORDER BY count DESC LIMIT ?"
         counted["tool"] = self._read(tools, (_FACETS,))
         return {kind: {row["name"]: row["count"] for row in rows} for kind, rows in counted.items()}

@@ -97,6 +97,7 @@ class Follower:
                 {
                     "id": run.id,
                     "label": run.label,
+                    "folder": run.whole,
                     "status": run.status(),
                     "supervised": run.supervised,
                     "trained": self._trained(run),

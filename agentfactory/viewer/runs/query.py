@@ -9,6 +9,8 @@ MOST_ROWS = 200
 _MOST_PAGES = 10**9
 
 _EXACT = {"run": "run", "source": "source", "outcome": "outcome", "group": "group_id"}
+_SUCCESS = {"yes": "success >= 1", "no": "success < 1"}
+"""Chains without `success` are in neither."""
 _RANGES = {"version": "version", "step": "step", "reward": "reward"}
 _ORDERS = {
     "newest": "version IS NULL, version {0}, id {0}",
@@ -32,6 +34,8 @@ class Query:
     exact: dict[str, str] = field(default_factory=dict)
     """Column -> its required value."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    success: str = ""
+    """yes or no."""
     tool: str = ""
     """A tool that the chain called."""
     text: str = ""
@@ -54,9 +58,13 @@ class Query:
         sort = given.get("sort") or "newest"
         if sort not in _ORDERS or (by_group and sort in _OF_CHAINS):
             raise BadQuery(f"sort: got {sort!r}; use one of {', '.join(_ORDERS)}")
+        success = given.get("success", "")
+        if success not in ("", *_SUCCESS):
+            raise BadQuery(f"success: got {success!r}; use yes or no")
         return cls(
             exact={column: given[name] for name, column in _EXACT.items() if given.get(name)},
             ranges=ranges,
+            success=success,
             tool=given.get("tool", ""),
             text=given.get("text", "").strip(),
             sort=sort,
@@ -76,6 +84,8 @@ class Query:
         for column, bounds in self.ranges.items():
             parts.append(f"{column} BETWEEN ? AND ?")
             values += bounds
+        if self.success:
+            parts.append(_SUCCESS[self.success])
         if self.tool:
             parts.append("id IN (SELECT chain FROM used WHERE tool = ?)")
             values.append(self.tool)

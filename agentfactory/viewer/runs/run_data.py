@@ -51,8 +51,10 @@ class Run:
     followed."""
 
     def __init__(self, path: Path, label: str, within: Path) -> None:
-        self.id = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+        self.id = _id_of(path)
         """Stable, because it is part of URLs."""
+        self.whole = _id_of(within)
+        """The id of the whole run, which its stages share."""
         self.label = label
         self.folder = RunFolder(path, within=within)
         self.generation = 0
@@ -332,6 +334,10 @@ class Runs:
         if path not in self._known:
             self._known[path] = Run(path, label, within)
         return self._known[path]
+
+
+def _id_of(path: Path) -> str:
+    return hashlib.sha256(str(path).encode()).hexdigest()[:12]
 
 
 def _stages(recipe: dict[str, Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import tool
+from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.browse.web_pages import Pages
 from agentfactory.worlds.browse.window import WINDOW_CHARACTERS, Page
 
@@ -26,7 +27,7 @@ class Browse(Environment):
         robots: whether a site's robots.txt is obeyed.
 
     Raises:
-        SettingError: an entry of `allow_hosts` is no host.
+        SettingError: an entry of `allow_hosts` is no host, or the extra `browse` is not installed.
         ValueError: `window_characters` is out of its range.
     """
 
@@ -37,6 +38,7 @@ class Browse(Environment):
         cache: str | None = None,
         robots: bool = True,
     ) -> None:
+        check_extra("browse")
         if window_characters < 1:
             raise ValueError(f"window_characters: got {window_characters}; it has to be at least 1")
         folder = None if cache is None else Path(cache).expanduser().resolve()

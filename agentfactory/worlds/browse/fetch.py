@@ -3,15 +3,18 @@
 import asyncio
 import time
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
-from protego import Protego
 from yarl import URL
 
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.addresses import AllowedHosts, CheckedResolver, parse_address
 from agentfactory.worlds.browse.documents import Document, PageError
+
+if TYPE_CHECKING:
+    from protego import Protego
 
 AGENT = "AgentFactory"
 """The name by which a robots.txt addresses us."""
@@ -163,9 +166,12 @@ class Fetcher:
         if not rules.can_fetch(str(url), AGENT):
             raise PageError(f"{url.host} does not want {url} to be opened by programs (robots.txt).")
 
-    async def _robots(self, origin: URL) -> Protego | str:
+    async def _robots(self, origin: URL) -> "Protego | str":
         """Return the rules of a site (RFC 9309, section 2.3.1): without a robots.txt everything may be opened; of a
         site that cannot give it nothing, and the reason is returned."""
+        # searches use this module, too, and need no package for robots.txt
+        from protego import Protego
+
         url = origin / "robots.txt"
         for _ in range(_MOST_REDIRECTS + 1):
             async with self._session(url).get(url, allow_redirects=False) as response:

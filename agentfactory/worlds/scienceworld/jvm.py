@@ -1,6 +1,5 @@
 """`Jvm`: a Java process with ScienceWorld's engine, which plays several games, one call at a time."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import psutil
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.user_code.extras import check_extra
 
 T = TypeVar("T")
 
@@ -33,9 +33,7 @@ class GameLost(ToolInfrastructureError):
 
 def check_engine() -> None:
     """Raise SettingError, which says what to install, if the engine or Java is missing."""
-    if importlib.util.find_spec("scienceworld") is None or importlib.util.find_spec("py4j") is None:
-        fix = "pip install 'agentfactory[scienceworld]', or pip install scienceworld"
-        raise SettingError("scienceworld", "ScienceWorld's engine is not installed", fix)
+    check_extra("scienceworld")
     java = _java()
     if shutil.which(java) is None:
         fix = "install Java 8 or newer (Debian, Ubuntu: apt install default-jre-headless), or set JAVA_HOME"

@@ -1,7 +1,6 @@
 """`Browser`: a Chromium that the chains of a process share, each in a context of its own."""
 
 import asyncio
-import importlib.util
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.user_code.extras import check_extra
 
 if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Browser as Chromium
@@ -249,8 +249,7 @@ def find_chromium(executable: str | None) -> str:
     Raises:
         SettingError: there is none, or no playwright. It names no field: the machine lacks it.
     """
-    if importlib.util.find_spec("playwright") is None:
-        raise SettingError("", "playwright is not installed", "pip install 'agentfactory[screens]'")
+    check_extra("screens")
     names = _NAMES if executable is None else (executable,)
     for name in names:
         if found := shutil.which(name):

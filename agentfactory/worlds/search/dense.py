@@ -10,7 +10,7 @@ from typing import Any
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import write_whole
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.search.local_index import VECTORS, LocalIndex
 from agentfactory.worlds.search.passage import Passage, encodable
 
@@ -22,14 +22,6 @@ _BATCH = 64
 _QUERY_CHARACTERS = 20_000
 
 
-def check_model(model: str) -> None:
-    """Raise SettingError if the packages for dense retrieval are not installed."""
-    lacking = [name for name in ("sentence_transformers", "usearch") if not is_installed(name)]
-    if lacking:
-        fix = "pip install 'agentfactory[dense]'"
-        raise SettingError("dense", f"{model} needs {' and '.join(lacking)}, which is not installed", fix)
-
-
 def build_dense(
     passages: Iterable[Passage], folder: Path, model: str, progress: Callable[[int], None] = lambda done: None
 ) -> None:
@@ -39,7 +31,7 @@ def build_dense(
     """
     import numpy as np
 
-    check_model(model)
+    check_extra("dense")
     if Path(model).is_dir():
         # the index may be used from elsewhere
         model = str(Path(model).resolve())
@@ -99,7 +91,7 @@ class DenseIndex:
     """
 
     def __init__(self, passages: LocalIndex) -> None:
-        check_model(f"the index {passages.folder}")
+        check_extra("dense")
         from usearch.index import Index
 
         self._passages = passages

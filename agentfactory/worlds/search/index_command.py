@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.extras import check_extra
 
 if TYPE_CHECKING:
     from agentfactory.worlds.search.corpus import Corpus
@@ -78,6 +79,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    check_extra("search")
     from agentfactory.worlds.search.corpus import Corpus
     from agentfactory.worlds.search.local_index import build_index
 
@@ -89,9 +91,8 @@ def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     with _Bar(corpus) as bar:
         finish = None
         if options.dense is not None:
-            from agentfactory.worlds.search.dense import build_dense, check_model
-
-            check_model(options.dense)
+            check_extra("dense")
+            from agentfactory.worlds.search.dense import build_dense
 
             def finish(folder: Path) -> None:
                 build_dense(corpus, folder, options.dense, lambda done: bar.show("embedded", done))

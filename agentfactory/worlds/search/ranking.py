@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.worlds.search.local_index import LocalIndex
+from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.search.passage import Passage
 
 _CONSTANT = 60
@@ -36,10 +36,13 @@ def open_index(folder: Path, ranking: str | None = None) -> Index:
     """Open the index in `folder`. `ranking` is one of Ranking; None: hybrid if the index was built with a dense model,
     else bm25.
 
-    Raises SettingError if there is no index, or it cannot rank so.
+    Raises SettingError if there is no index, it cannot rank so, or the extra `search` is not installed.
     """
     if ranking not in (None, *Ranking):
         raise SettingError("ranking", f"got {ranking!r}", f"use one of {', '.join(Ranking)}")
+    check_extra("search")
+    from agentfactory.worlds.search.local_index import LocalIndex
+
     words = LocalIndex(folder)
     if ranking is None:
         ranking = Ranking.HYBRID if words.has_vectors else Ranking.BM25

@@ -177,14 +177,6 @@ def _call(command: list[str], arguments: dict[str, str]) -> str:
     return str(answer["result"]["content"][0]["text"])
 
 
-def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "is_installed", lambda name: name != "usearch")
-    with pytest.raises(
-        SettingError, match=r"m needs usearch, which is not installed; fix: pip install 'agentfactory\["
-    ):
-        dense.check_model("m")
-
-
 @needs_packages
 def test_an_index_finds_its_models_folder_from_anywhere(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
