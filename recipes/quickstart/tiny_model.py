@@ -15,14 +15,19 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def make_model(
-    folder: Path, transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], seed: int, tokens: int = 1000
+    folder: Path,
+    transcripts: list[list[dict[str, Any]]],
+    specs: list[dict[str, Any]],
+    seed: int,
+    tokens: int = 1000,
+    tied: bool = False,
 ) -> None:
     """Write a model and its tokenizer of at most `tokens` into `folder`, for conversations such as `transcripts` with
-    the tools `specs` (in the OpenAI shape)."""
+    the tools `specs` (in the OpenAI shape). `tied` embeddings help to copy words."""
     template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     tokenizer = train_tokenizer(transcripts, specs, template, SPECIAL, tokens)
     tokenizer.save_pretrained(folder)
-    make_network(tokenizer, seed).save_pretrained(folder)
+    make_network(tokenizer, seed, tied=tied).save_pretrained(folder)
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
