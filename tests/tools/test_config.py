@@ -25,7 +25,7 @@ def test_the_usual_block_is_taken_as_it_is() -> None:
         ({"url": "http://a", "type": "stdio"}, "type: got 'stdio' with url"),
         (
             {"url": "http://a", "args": ["x"]},
-            "args: got ['x']: it is for command and container, and the server is given by url",
+            "args: got ['x']: it applies to command and container, and this server uses url",
         ),
         ({"url": "http://a", "env": {"A": "b"}}, "env: got ['A']: it is for command"),
         ({"command": "x", "headers": {"A": "b"}}, "headers: got ['A']: it is for url"),

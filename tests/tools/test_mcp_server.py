@@ -448,7 +448,7 @@ async def test_a_chain_that_calls_nothing_any_more_loses_its_instance(log: list[
         await until_waiting(client)
         pass_time(60)
         assert await following == ("a", None)
-        with pytest.raises(MCPError, match=r"holds no state of this chain: .* it called nothing for 60 s"):
+        with pytest.raises(MCPError, match=r"holds no state of this chain: .* it made no call for 60 s"):
             await call(client, "read", "a")
         assert await call(client, "read", "b") == ("b", None)
 
@@ -482,7 +482,7 @@ def _refused() -> list[tuple[list[Any], str]]:
         ([add, add], "two tools are called add"),
         ([Counter, add], "two tools are called add"),
         ([Another, Counter], "Another and Counter are Environments; name one, and serve each by a server"),
-        ([Demanding], "options.size: Demanding cannot be made without it; give it under `options:`"),
+        ([Demanding], "options.size: Demanding requires it; set it under `options:`"),
         ([Confused], "Confused.reset is not for the model"),
         ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),
         ([MCPServer("x"), add], r"is served alone"),

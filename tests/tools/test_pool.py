@@ -132,7 +132,7 @@ async def test_waiting_is_bounded() -> None:
 
     factory = Factory(forever)
     pool = factory.pool(wait_seconds=0.01)
-    with pytest.raises(ToolInfrastructureError, match=r"no instance within .*pool.warm|making an instance took over"):
+    with pytest.raises(ToolInfrastructureError, match=r"no instance within .*pool.warm|creating an instance took over"):
         await pool.acquire()
     await until(lambda: not factory.existing)
     await pool.close()
@@ -164,7 +164,7 @@ async def test_what_cannot_be_made_ahead_is_not_tried_for_ever(caplog: pytest.Lo
     pool.warm_up()
     await settle()
     assert len(factory.faults) == 1
-    assert "pads: the making (ahead of its use) of an instance failed: OSError: no room" in caplog.text
+    assert "pads: the creation in advance of an instance failed: OSError: no room" in caplog.text
     with pytest.raises(OSError, match="no room"):
         await pool.acquire()
     lease = await pool.acquire()
