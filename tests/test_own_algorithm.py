@@ -155,18 +155,18 @@ class Rows:
         ({"estimator": "own.py:mixed"}, "takes both groups and batch_rewards; fix: take groups alone"),
         ({"estimator": "own.py:alone"}, "takes batch_rewards without rewards; fix: take rewards too"),
         ({"estimator": "own.py:waits"}, "is an async function; fix: name a plain function"),
-        ({"estimator": "own.py:short", "options": {"rewards": 1}}, "AgentFactory itself gives rewards to own.py:short"),
+        ({"estimator": "own.py:short", "options": {"rewards": 1}}, "AgentFactory itself passes rewards to own.py:"),
         ({"estimator": "own.py:nothing"}, "takes none of rewards, batch_rewards, groups; fix: "),
         (
             {"estimator": "own.py:wants"},
-            r"a parameter 'power' that nothing gives; fix: set train\.advantage\.options\.power",
+            r"a parameter 'power' without a value; fix: set train\.advantage\.options\.power",
         ),
-        ({"estimator": "own.py:wants", "options": {"powr": 2}}, "a parameter 'power' that nothing gives"),
+        ({"estimator": "own.py:wants", "options": {"powr": 2}}, "a parameter 'power' without a value"),
         (
             {"estimator": "own.py:short", "options": {"x": 2}},
             r"options\.x: own.py:short has no such option; fix: .* none",
         ),
-        ({"estimator": "own.py:placed"}, "by its place; fix: arguments come by name"),
+        ({"estimator": "own.py:placed"}, "by position; fix: arguments are passed by name"),
     ],
 )
 def test_a_function_that_does_not_fit_is_refused(files: Path, settings: dict[str, object], told: str) -> None:
@@ -260,7 +260,7 @@ REFUSED = {
     "data twice": (["data.source=sums.py:sums"], "data: got path=.* and source=.*; fix: give one"),
     "a source's option": (
         ["data.path=null", "data.source=sums.py:sums", "data.options={counts: 3}"],
-        r"data\.source: .* a parameter 'count' that nothing gives; fix: set data\.options\.count",
+        r"data\.source: .* a parameter 'count' without a value; fix: set data\.options\.count",
     ),
 }
 

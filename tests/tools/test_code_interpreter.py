@@ -154,8 +154,8 @@ async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
             "there is no file '../x'": ["../x"],
             "does not name a file of the workspace": {"../x": "text"},
             "is not base64": {"x": {"base64": "?"}},
-            r"x is int; it is a text, or \{\"base64\"": {"x": 1},
-            "it is a mapping of name to text, or a list of names": "tables/a.csv",
+            r"x is int; it must be a text, or \{\"base64\"": {"x": 1},
+            "it must be a mapping of name to text, or a list of names": "tables/a.csv",
             "cannot be written": {"x": "y" * (2 << 20)},
         }
         for message, files in refused.items():

@@ -230,7 +230,7 @@ async def test_methods_of_an_instance() -> None:
     async with Client(build_server([index.search, index.count])) as client:
         assert await call(client, "search", None, word="tea") == ('["red tea", "green tea"]', None)
         assert await call(client, "count", None) == ("3", None)
-    with pytest.raises(TypeError, match="search is a method of a class: serve that of an instance"):
+    with pytest.raises(TypeError, match="search is a method of a class: serve an instance's method"):
         build_server([Index.search])
 
 
@@ -506,9 +506,9 @@ def test_options_that_do_not_fit() -> None:
     with pytest.raises(SettingError, match=r"options\.name: got 5: Input should be a valid string"):
         build_server([Room], options={"name": 5})
     for objects in ([add], [MCPServer("theirs")]):
-        with pytest.raises(TypeError, match=r"options: server pad has no Environment class, .*; remove it"):
+        with pytest.raises(TypeError, match=r"options: only an Environment class takes options, .*; remove it"):
             build_server(objects, "pad", options={"size": 1})
-        with pytest.raises(TypeError, match=r"pool: server pad has no Environment class"):
+        with pytest.raises(TypeError, match=r"pool: only an Environment class takes pool"):
             build_server(objects, "pad", pool=PoolConfig(capacity=1))
 
 

@@ -74,7 +74,7 @@ def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) 
         (["scratchpad.py:Scratchpad", "--option", "size=3"], "options.size: Scratchpad has no such argument"),
         (["browse", "--option", "window_characters=many"], "options.window_characters: got 'many': Input should be a"),
         (["scratchpad.py:Scratchpad", "--idle-seconds", "3"], "--idle-seconds: needs --http, because a stdio server"),
-        (["scratchpad.py:add", "--warm", "2"], "pool: server agentfactory has no Environment class"),
+        (["scratchpad.py:add", "--warm", "2"], "pool: only an Environment class takes pool"),
     ],
 )
 def test_command_lines_that_are_wrong(
