@@ -367,7 +367,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
         with caplog.at_level(logging.WARNING):
             tracking.note_groups(1, [Group("g", {}, [chain])])
         tracking.log({"step": 1, "loss": 0.5})
-    assert "trackio did not take what it was given, which metrics.jsonl has: the image is damaged" in caplog.text
+    assert "trackio did not accept a record, which metrics.jsonl has: the image is damaged" in caplog.text
     (name,) = trackio_storage.get_runs("faults")
     assert [row["loss"] for row in trackio_storage.get_logs("faults", name)] == [0.5]
     config = json.dumps(trackio_storage.get_run_config("faults", name))

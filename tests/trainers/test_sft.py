@@ -31,7 +31,7 @@ Make = Callable[..., TrainRecipe]
 def run(
     recipe: TrainRecipe, rows: list[Row], folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Trains; returns the last checkpoint and what was logged."""
+    """Train; returns the last checkpoint and what was logged."""
     logged: list[dict[str, Any]] = []
     checkpoints = Checkpoints(folder, tokenizer, recipe.train)
     result = train_sft(recipe, Accelerator(cpu=True), checkpoints, rows=rows, log=logged.append)
@@ -145,5 +145,5 @@ def test_conversations_become_weighted_rows(tmp_path: Path) -> None:
     assert "Bye" in tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == 0.5])
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
-    with pytest.raises(ValueError, match=r"data\.path: row 1: 'tools' is not in the OpenAI shape"):
+    with pytest.raises(ValueError, match=r"data\.path: row 1: 'tools' is not in the OpenAI format"):
         conversation_rows([{"messages": messages, "tools": [{"name": "move"}]}], renderer)
