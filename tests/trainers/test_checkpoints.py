@@ -213,7 +213,7 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(
     for stored in elsewhere.storage_data.values():
         stored.relative_path = f"../{stored.relative_path}"
     metadata.write_bytes(pickle.dumps(elsewhere))
-    with pytest.raises(ValueError, match=r"names '\.\./.*', which is elsewhere"):
+    with pytest.raises(ValueError, match=r"names '\.\./.*', outside its folder"):
         load_state(path, learner)
     metadata.write_bytes(usual)
     part = {key: value for key, value in part_of(learner).items() if key != "settings"}
