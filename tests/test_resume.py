@@ -63,7 +63,7 @@ def wait_until(condition: Callable[[], Any], trainer: Forked, pause: float = 0.0
 
 
 def is_held_in_write(trainer: Forked, output: Path) -> bool:
-    """Holds the trainer for a look; it goes on unless it is writing a checkpoint."""
+    """Hold the trainer for a look; it goes on unless it is writing a checkpoint."""
     os.kill(trainer.pid, signal.SIGSTOP)
     while psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.0002)
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on(whole: Whole
     assert refused.wait() == 2
     said = refused.log.read_text().strip()
     assert re.search(
-        r"step-000030 is damaged: training_state/__0_0\.distcp is not what was written \(sha256\); fix: --resume", said
+        r"0030 is damaged: training_state/__0_0\.distcp does not match its digest \(sha256\); fix: --resume", said
     )
     assert len(steps(output)) == RECORDED["steps"], "a refusal cuts nothing"
     offered = said.rpartition("--resume ")[2]

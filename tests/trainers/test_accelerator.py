@@ -274,7 +274,7 @@ def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, mon
     single = TrainConfig(steps=1)
     check_launch(single, accelerator)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LaunchError, match="they would train apart"):
+    with pytest.raises(LaunchError, match="they would train independently"):
         check_launch(single, accelerator)
 
 

@@ -44,9 +44,9 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights is not what was written"),
+        (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights does not match its digest"),
         (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights is not what was"),
-        (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is gone"),
+        (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
         (lambda path: (path / "digests.json").unlink(), r"digests\.json cannot be read"),
         (lambda path: (path / "digests.json").write_text("{"), r"digests\.json cannot be read"),
     ],

@@ -105,14 +105,14 @@ def test_the_start_compares_with_transformers(own: Path, monkeypatch: pytest.Mon
     check_images(policy, str(own))
     expansion = OwnProcessor._expansion
     monkeypatch.setattr(OwnProcessor, "_expansion", lambda self, grid: expansion(self, grid)[:-1])
-    with pytest.raises(SettingError, match=r"reads a row with two images as .* tokens, and rows here would have"):
+    with pytest.raises(SettingError, match=r"tokenizes a row with two images to .* tokens, and rows here would have"):
         check_images(policy, str(own))
     monkeypatch.undo()
     process = OwnProcessor.process
     monkeypatch.setattr(
         OwnProcessor, "process", lambda self, image: process(self, Image.eval(image, lambda value: 255 - value))
     )
-    with pytest.raises(SettingError, match=r"the log-probabilities of its own processor and forward pass only to \d"):
+    with pytest.raises(SettingError, match=r"from .*'s own processor and forward pass by \d"):
         check_images(policy, str(own))
 
 

@@ -245,7 +245,7 @@ def test_a_network_that_ignores_who_sees_whom_is_found_out(make_recipe: Make, mo
 def test_attention_that_takes_no_tree(make_recipe: Make, attention: Any) -> None:
     network = load_policy(make_recipe()).network
     assert resolve_batching(network, TrainConfig(steps=1, attention=attention)) == "padded"
-    with pytest.raises(ValueError, match=rf"train.attention={attention} takes no tree rows"):
+    with pytest.raises(ValueError, match=rf"train.attention={attention} does not support tree rows"):
         resolve_batching(network, TrainConfig(steps=1, attention=attention, batching="tree"))
 
 

@@ -1,4 +1,4 @@
-"""Networks that fsdp2 shards: only rank 0 loads their weights, and the other ranks get their shares from it."""
+"""Loading of networks for fsdp2: only rank 0 loads the weights, and the other ranks get their shards from it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ Decision = TypeVar("Decision")
 
 
 def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
-    """Returns the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0,
-    the same network on the CPU with arbitrary weights and buffers, of which only those that are later written to take
-    up memory. Every process calls it.
+    """Return the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0,
+    the same network on the CPU with arbitrary weights and buffers, which take up memory only once they are written.
+    Every process calls it.
 
     transformers' own option for this (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank, and then
     replaces them by as many zeros.
@@ -37,7 +37,7 @@ def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dt
 
 
 def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
-    """Returns, in all ranks, the result of `decide` on rank 0, or raises the SettingError that it raises there. Every
+    """Return, in all ranks, the result of `decide` on rank 0, or raises the SettingError that it raises there. Every
     process calls it."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -54,7 +54,7 @@ def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
 
 @contextmanager
 def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Fills `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
+    """Fill `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
     it. Rank 0 keeps its whole weights in host memory until then."""
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     yield
