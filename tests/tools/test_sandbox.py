@@ -250,7 +250,7 @@ def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:
 
 async def test_a_path_that_the_sandbox_cannot_have_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process, "package_paths", lambda packages, interpreter: {"x": tmp_path / "nothing"})
-    with pytest.raises(SandboxUnavailable, match=r"nothing.*has to be able to read that path"):
+    with pytest.raises(SandboxUnavailable, match=r"nothing.*must be able to read that path"):
         await _alone("1")
 
 
@@ -264,7 +264,7 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytes
         old = tmp_path / "bwrap"
         old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
         old.chmod(0o755)
-        with pytest.raises(SandboxUnavailable, match=r"is of version bubblewrap 0\.4\.1; install"):
+        with pytest.raises(SandboxUnavailable, match=r"has version bubblewrap 0\.4\.1; install"):
             bubblewrap.find_bwrap(None)
     finally:
         bubblewrap.find_bwrap.cache_clear()

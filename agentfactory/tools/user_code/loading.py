@@ -123,7 +123,7 @@ def _fix(error: BaseException, path: Path) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return "correct the file"
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
-    fix = f"install it, or name its folder in import_path; besides installed packages, these were searched: {places}"
+    fix = f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
     return fix + (f"; AgentFactory's own is agentfactory.{first}" if first in ("rollout", "tools", "trainers") else "")
 
 
