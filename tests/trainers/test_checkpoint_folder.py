@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
     ("damage", "said"),
     [
         (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights does not match its digest"),
-        (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights is not what was"),
+        (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights does not match"),
         (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
         (lambda path: (path / "digests.json").unlink(), r"digests\.json cannot be read"),
         (lambda path: (path / "digests.json").write_text("{"), r"digests\.json cannot be read"),
