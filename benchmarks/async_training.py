@@ -200,7 +200,7 @@ def compare(folder: Path, sft_steps: int, steps: int, calibration_steps: int, se
         for k in (0, 2):
             result = results[k] = train(slow, folder / f"k{k}-{seed}", f"rollout.max_staleness={k}", f"seed={seed}")
             success[k].append(result.success)
-            # # from the synchronous run, which cancels no chain. Turns run concurrently, so without latency a step
+            # from the synchronous run, which cancels no chain. Turns run concurrently, so without latency a step
             # takes as long as the turns of its longest chain
             chains = [(int(c.metrics["tool_calls"]), c.reward or 0.0) for c in results[0].chains()]
             turn = generate / (1 + max(calls for calls, _ in chains))

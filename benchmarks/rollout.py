@@ -381,7 +381,7 @@ def compare(repetitions: int, quick: bool) -> None:
         for workload in ("fixed", "heavy"):
             print(f"{workload}: {WORKLOADS[workload]} chains, turns; the ideal is {ideal(workload):.2f} s", flush=True)
             found: dict[str, list[float]] = {side: [] for side in SIDES}
-            # # the sides alternate; the synchronous loop takes minutes and varies little, so it runs once, and no ratio
+            # the sides alternate; the synchronous loop takes minutes and varies little, so it runs once, and no ratio
             # uses its heavy tail
             synchronous = 0 if quick and workload == "heavy" else 1
             for repetition in range(repetitions):

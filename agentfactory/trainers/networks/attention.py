@@ -215,7 +215,7 @@ def attention_arguments(
 
     FlashAttention gets none: it separates rows placed end to end by their positions, and does not support trees."""
     if kind == BY_RUNS:
-        # # without a four-dimensional mask, transformers would make a dense one from the positions; with this one, a
+        # without a four-dimensional mask, transformers would make a dense one from the positions; with this one, a
         # network that ignores the runs attends to everything, which `resolve_batching` detects
         return {"runs": Runs(positions, ends, dtype), "attention_mask": torch.zeros(1, 1, 1, 1, device=ends.device)}
     if kind == BY_BLOCKS:
