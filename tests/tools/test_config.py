@@ -1,4 +1,4 @@
-"""`mcp_servers:` and `limits:` refuse what cannot work, and say what would."""
+"""Tests of invalid `mcp_servers:` and `limits:`: each is refused with a fix."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What may be served together, what a server says of it, and how it lends out its environments."""
+"""Tests of our MCP server: objects that may be served together, its listing and errors, and its environments' pool."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ from tests.waiting import pass_time, until
 
 
 class Counter(Environment):
-    """Counts, and tells in which thread it does so."""
+    """A counter that reports its thread."""
 
     instances = 0
 
@@ -235,7 +235,7 @@ async def test_methods_of_an_instance() -> None:
 
 
 class Room(Environment):
-    """Writes down what happens to each instance. Who makes one waits for `gate`, who naps in one for `wake`."""
+    """An environment that logs each instance's events. Its constructor waits for `gate`, and `nap` for `wake`."""
 
     log: ClassVar[list[str]] = []
     numbers: ClassVar[Iterator[int]]
@@ -441,7 +441,7 @@ async def test_a_chain_that_calls_nothing_any_more_loses_its_instance(log: list[
     pool = PoolConfig(capacity=1, wait_seconds=80)
     async with Client(build_server([Room], pool=pool, idle_seconds=60)) as client:
         await call(client, "reset", "a", word="a")
-        for _ in range(5):  # longer than the limit in all, never at a time
+        for _ in range(5):  # longer than the limit in total, but never without a call
             pass_time(20)
             assert await call(client, "read", "a") == ("a", None)
         following = asyncio.create_task(call(client, "reset", "b", word="b"))

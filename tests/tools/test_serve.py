@@ -1,4 +1,4 @@
-"""`python -m agentfactory.tools.serve`: its command line, and that it never outlives its parent."""
+"""Tests of `python -m agentfactory.tools.serve`: its command line, and that it never outlives its parent."""
 
 import os
 import signal

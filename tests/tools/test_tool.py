@@ -1,4 +1,4 @@
-"""`@tool`: what becomes of signatures, docstrings and arguments. Types have a test of their own: test_schemas.py."""
+"""Tests of `@tool`: signatures, docstrings and arguments. Types are tested in test_schemas.py."""
 
 import functools
 from collections.abc import Callable

@@ -68,7 +68,7 @@ class Environment:
 
     def gauges(self) -> dict[str, float]:
         """Return numbers to log, by name, in addition to the pool's. They describe what all instances of a process
-        share, such as cache hits since the start: any one instance is called, and workers are summed."""
+        share, such as cache hits since the start: one instance is called, and the numbers of workers are summed."""
         return {}
 
     def close(self, *args: Any, **kwargs: Any) -> Any:

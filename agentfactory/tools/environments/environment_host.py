@@ -69,7 +69,7 @@ class _Chain:
     """The state of a chain: it has no lease while it waits for one."""
 
     touched: float
-    """When one of its calls last began or ended, in the loop's time."""
+    """Loop time at which one of its calls last began or ended."""
     lease: Lease[_Instance] | None = None
     broken: bool = False
 

@@ -23,7 +23,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def key_folder() -> Path:
-    """Return the folder of this user's keys, which may not exist."""
+    """Return the folder of this user's keys, which need not exist."""
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}"
     # not TMPDIR, which may differ between a server and its clients

@@ -133,9 +133,9 @@ def refusal(message: str) -> SandboxUnavailable:
         advice = "in docker: `--security-opt systempaths=unconfined`, or a container that shows its whole /proc"
     elif re.search(r"namespace|uid map|Permission denied|not permitted|No space left", message):
         advice = (
-            "the kernel or a security module prevents this user from creating user namespaces. Ubuntu 24.04 and similar: "
-            "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile with `userns,` for this "
-            "bwrap; Debian 10: `sysctl kernel.unprivileged_userns_clone=1`; in docker: `--security-opt "
+            "the kernel or a security module prevents this user from creating user namespaces. Ubuntu 24.04 and "
+            "similar: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile with `userns,` "
+            "for this bwrap; Debian 10: `sysctl kernel.unprivileged_userns_clone=1`; in docker: `--security-opt "
             "seccomp=unconfined --security-opt apparmor=unconfined`"
         )
     else:
