@@ -85,9 +85,9 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "whole.parquet")
     whole = (tmp_path / "whole.parquet").read_bytes()
     assert "cannot be read as parquet" in refused("flipped.parquet", whole[:40] + bytes(40) + whole[80:])
-    assert "deep.jsonl:1 has too many brackets" in refused("deep.jsonl", b"[" * 200_000)
-    assert "is of another kind; fix: use a file .jsonl, .jsonl.gz, .parquet, or" in refused("c.csv", b"id,contents\n")
-    with pytest.raises(SettingError, match="is no file, and cannot be read as a hub data set"):
+    assert "deep.jsonl:1 is nested too deeply" in refused("deep.jsonl", b"[" * 200_000)
+    assert "has an unsupported suffix; fix: use a file .jsonl, .jsonl.gz, .parquet" in refused("c.csv", b"id,contents\n")
+    with pytest.raises(SettingError, match="is not a file, and cannot be read as a hub data set"):
         list(Corpus(str(tmp_path / "nothing")))
     with pytest.raises(SettingError, match=r"there is no file wiki\.jsonl\.gz; fix: correct the path"):
         Corpus("wiki.jsonl.gz")

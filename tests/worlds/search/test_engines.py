@@ -267,7 +267,7 @@ async def test_another_format_is_told_at_once(use: Use, name: str, answer: Any) 
         answer = {"query": {"pages": 3}}  # without `query` it has no results
     async with service(answer) as (served, address):
         engine = use(ENGINES[name], address)
-        with pytest.raises(ToolInfrastructureError, match=f"{name}: its answer has another format"):
+        with pytest.raises(ToolInfrastructureError, match=f"{name}: its answer has an unexpected format"):
             await engine.search("x", 2)
         assert len(served.requests) == 1
         await engine.close()

@@ -147,7 +147,7 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
         LocalIndex(tmp_path / "index")
     # tantivy makes an empty index in a folder without this one
     (files / "meta.json").unlink()
-    with pytest.raises(SettingError, match="is damaged: 0 of 5 passages are there"):
+    with pytest.raises(SettingError, match="is damaged: it has 0 of 5 passages"):
         LocalIndex(tmp_path / "index")
 
 
@@ -173,7 +173,7 @@ local_index.build_index(passages(corpus, int(sys.argv[3])), Path(sys.argv[2]), c
 def test_a_corpus_without_a_passage_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="nowhere"):
         build_index(Corpus(str(tmp_path / "nowhere")), tmp_path / "index", corpus="nowhere")
-    with pytest.raises(SettingError, match="corpus: there is no passage in it; fix: name another"):
+    with pytest.raises(SettingError, match="corpus: it contains no passages; fix: name another"):
         build_index([], tmp_path / "index")
     assert list(tmp_path.iterdir()) == []
 
@@ -239,7 +239,7 @@ def test_two_builds_of_one_index_are_refused(tmp_path: Path) -> None:
     def passages() -> Iterator[Passage]:
         yield PLAYS[0]
         for corpus in ("plays", "others", ""):
-            with pytest.raises(SettingError, match=r"another process builds an index in .*index.building: pid .*; fix"):
+            with pytest.raises(SettingError, match=r"another process is building an index in .*building: pid .*; fix"):
                 build_index(PLAYS, folder, corpus)
         yield PLAYS[1]
 

@@ -112,7 +112,7 @@ async def test_a_server_that_is_down_or_hangs_is_an_infrastructure_failure() -> 
 
 def test_an_address_needs_a_host_and_its_path_is_kept() -> None:
     for wrong in ("http:///retrieve", "http://:8000", "http://a:99999", "http://a:b"):
-        with pytest.raises(SettingError, match="is no address; fix: write it as"):
+        with pytest.raises(SettingError, match="is not an address; fix: write it as"):
             RetrievalClient(wrong)
     assert RetrievalClient("http://a:1").url == RetrievalClient("http://a:1/").url == "http://a:1/retrieve"
     assert RetrievalClient("http://a:1/x/retrieve").url == "http://a:1/x/retrieve"

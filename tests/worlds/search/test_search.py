@@ -183,7 +183,7 @@ async def test_an_engine_is_named_and_its_pages_are_opened(monkeypatch: pytest.M
         assert (await call(chain, "open", doc=1)).content == "A page (page 1 of 1)\n\nall about http://a/"
     with pytest.raises(SettingError, match="the variable ENGINE_KEY is not set"):
         Search("failing")
-    with pytest.raises(SettingError, match="ranking: got 'bm25', but only an index on this machine can be ranked"):
+    with pytest.raises(SettingError, match="ranking: got 'bm25', but only a local index has rankings"):
         Search("engine", ranking="bm25")
 
 
