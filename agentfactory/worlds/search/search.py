@@ -41,7 +41,7 @@ class Search(Environment):
     ) -> None:
         for name, number in (("count", count), ("shown_characters", shown_characters)):
             if number < 1:
-                raise ValueError(f"{name}: got {number}; it must be at least 1")
+                raise ValueError(f"{name}: got {number}; it has to be at least 1")
         self._source = sources.acquire(source, ranking, None if engine is None else EngineOptions.parse(engine))
         self._count = count
         self._shown_characters = shown_characters

@@ -86,7 +86,9 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     whole = (tmp_path / "whole.parquet").read_bytes()
     assert "cannot be read as parquet" in refused("flipped.parquet", whole[:40] + bytes(40) + whole[80:])
     assert "deep.jsonl:1 is nested too deeply" in refused("deep.jsonl", b"[" * 200_000)
-    assert "has an unsupported suffix; fix: use a file .jsonl, .jsonl.gz, .parquet" in refused("c.csv", b"id,contents\n")
+    assert "has an unsupported suffix; fix: use a file .jsonl, .jsonl.gz, .parquet" in refused(
+        "c.csv", b"id,contents\n"
+    )
     with pytest.raises(SettingError, match="is not a file, and cannot be read as a hub data set"):
         list(Corpus(str(tmp_path / "nothing")))
     with pytest.raises(SettingError, match=r"there is no file wiki\.jsonl\.gz; fix: correct the path"):

@@ -95,7 +95,7 @@ class EngineOptions:
         for name in ("calls", "cost", "calls_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise SettingError(name, f"got {short(value)}; it must be a number above 0")
+                raise SettingError(name, f"got {short(value)}; it has to be a number above 0")
         if self.cache is None and (self.calls is not None or self.cost is not None):
             raise SettingError("cache", "the budget needs a folder for its count, and there is none", "name a folder")
         if self.cost is not None and not self.price > 0:
