@@ -1,4 +1,4 @@
-"""The training loops' metrics: a table of their descriptions, and those computed from a batch's groups."""
+"""The training loops' metrics: a table of their descriptions, and the metrics computed from a batch's groups."""
 
 from collections import Counter
 from itertools import pairwise
@@ -62,7 +62,7 @@ METRICS = [
     Metric("mismatch/mixed", "nats", "mismatch/mean over tokens with a cached context of older weights, if any"),
     Metric("mixed_tokens", "", "share of tokens with a cached context of older weights (rollout.inflight: keep)"),
     Metric("mismatch/corrected", "", "share of the tokens whose mismatch ratio train.loss.mismatch limits"),
-    Metric("kl", "nats", "distance to the reference by train.loss.kl.estimator, mean over tokens, before the update"),
+    Metric("kl", "nats", "KL from the reference by train.loss.kl.estimator, mean over tokens, before the update"),
     Metric("critic/loss", "", "half the squared error of the critic's values, mean over tokens and updates"),
     Metric("critic/clip_fraction", "", "share of the tokens whose value is clipped, mean over updates"),
     Metric("critic/explained_variance", "", "1 - variance of (return - value) / variance of returns; 1 is perfect"),

@@ -48,7 +48,7 @@ def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | No
 
 
 def metric_names(wanted: str | None) -> tuple[str, ...]:
-    """Return the metrics that a value of `train.keep_best` stands for; the first one that exists is used."""
+    """Return the metrics for a value of `train.keep_best`; the first one that exists is used."""
     if wanted is None:
         return ()
     return BY_EVALUATION if wanted == AUTO else (wanted,)

@@ -126,7 +126,7 @@ class Checkpoints:
             self._durable += self._in_writing
 
     def take_groups(self) -> list[str]:
-        """Return the ids of groups whose training has become part of a durable checkpoint, once."""
+        """Return, once each, the ids of groups whose training a durable checkpoint includes."""
         groups, self._durable = self._durable, []
         return groups
 

@@ -186,8 +186,8 @@ class ChainRewards:
     turn_ends: list[int]
     """Number of tokens up to the end of each turn; empty if no turn is credited separately."""
     token_rewards: list[float]
-    """Per token: the chain's reward at the last token and a turn's at the turn's last, minus the cost of the distance
-    to the reference (train.loss.kl.place: reward). Empty for a chain that is not trained."""
+    """Per token: the chain's reward at its last token and a turn's at the turn's last, minus the KL cost
+    (train.loss.kl.place: reward). Empty for a chain that is not trained."""
     values: list[float] = field(default_factory=list)
     """The critic's value per token; empty without a critic."""
     anchors: list[str | None] = field(default_factory=list)
@@ -314,7 +314,7 @@ class Estimator:
     def __call__(self, groups: Groups) -> tuple[PerToken, PerToken]:
         """Return advantages per token, and the critic's target returns (empty without a critic).
 
-        Raise SettingError if the function returned something else.
+        Raises SettingError if the function returned something else.
         """
         if self._judges_chains:
             batch = [chain.reward for group in groups for chain in group]

@@ -13,7 +13,7 @@ class GroupSource(Protocol):
     """The interface of a source for the training loop. Only rank 0 has a source; the code that opens it closes it."""
 
     def next_batch(self, groups: int) -> list[Group]:
-        """Return the next groups to train on; waits for them."""
+        """Wait for the next groups to train on, and return them."""
 
     def published(self, published: Published) -> None:
         """Note that these weights are live. The first call has the version with which the run begins."""
@@ -32,7 +32,7 @@ class SavedGroups:
     """Groups from trajectories files, in order, each once: for training without a worker or server."""
 
     def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
-        """`needed` groups are read in all; the first `skip` were already trained. Raise ValueError if `path` contains
+        """`needed` groups are read in all; the first `skip` were already trained. Raises ValueError if `path` contains
         fewer, or a line that is not a group."""
         if not path.exists():
             raise SettingError(

@@ -207,7 +207,7 @@ class _Loop:
         return self.stop.wait_for(lambda: source.next_batch(wanted)) or []
 
     def check_ages(self, step: int, groups: list[Group]) -> Counter[int]:
-        """Count tokens by their age in versions. Raise ValueError if one is older than allowed."""
+        """Count tokens by their age in versions. Raises ValueError if one is older than allowed."""
         # groups in saved files have the versions of another run
         ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
         most = self.recipe.rollout.max_staleness
@@ -218,7 +218,7 @@ class _Loop:
         return ages
 
     def credit(self, step: int, groups: list[Group]) -> Credit:
-        """Return the credit of the groups' chains. Raise ValueError if none of them can be trained."""
+        """Return the credit of the groups' chains. Raises ValueError if none of them can be trained."""
         credit = Credit(groups, self.recipe)
         if self.accelerator.is_main_process and not credit.rows:
             outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})

@@ -27,7 +27,7 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
     """Return one row per conversation: `messages`, and `tools` in the OpenAI format if the assistant has any. A
     message's `weight` is the loss weight of its tokens, by default 1 for assistant messages and 0 for others.
 
-    Raise ValueError with the row's number if it is not such a conversation.
+    Raises ValueError with the row's number if it is not such a conversation.
     """
     rows = []
     for number, task in enumerate(tasks, 1):
@@ -45,7 +45,7 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
 
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
     """Return the rows of all chains of a trajectories file that did not fail and have at least `min_reward`, if given
-    (rejection sampling). Raise ValueError if none is left."""
+    (rejection sampling). Raises ValueError if none is left."""
     if not path.exists():
         raise SettingError("train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups")
     ended = [c for group in read_groups(path) for c in group.trajectories if not c.outcome.failed]

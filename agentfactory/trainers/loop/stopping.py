@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _WaitCutShort(Exception):
-    """Raised by the signal handler into a wait, and nowhere else."""
+    """Raised by the signal handler, only during a wait."""
 
 
 class Stop:

@@ -59,8 +59,8 @@ class TimeShare(Turns):
         moves: bool | None = None,
     ) -> None:
         """`device` is the trainer's. If the server does not answer the request to sleep, wait for `retry_seconds` or
-        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: unless
-        it is the CPU)."""
+        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: true
+        unless it is the CPU)."""
         self._server = server
         self._device = device
         self._retry_seconds = retry_seconds
@@ -71,7 +71,7 @@ class TimeShare(Turns):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """See Turns. Raise SyncError if the server does not sleep, ServerGoneError if it does not come back."""
+        """See Turns. Raises SyncError if the server does not sleep, ServerGoneError if it does not come back."""
         with self._timed("seconds/sleep"):
             retry_until_answered(
                 self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: self._stop.heard
@@ -126,7 +126,7 @@ class _WakingSync:
         self._timed = timed
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
-        """See WeightSync. Also raise SyncError if the server does not wake up."""
+        """See WeightSync. Also raises SyncError if the server does not wake up."""
         if not self._server.asleep:
             # a second push of the same version, because the canary did not reach the server
             return self._sync.push(version, policy, state)

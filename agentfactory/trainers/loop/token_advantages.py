@@ -45,7 +45,7 @@ class _Chain:
     ends: list[int]
     """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
     malformed: list[int]
-    """Turns whose advantages are bounded, because they are malformed."""
+    """Malformed turns, whose advantages are bounded."""
     rows: list[TrainingRow]
     places: list[int]
     """Indices of these rows in the trajectory; rows without sampled tokens are not trained."""
@@ -64,7 +64,7 @@ class _Chain:
 
 
 class Credit:
-    """Assigns credit to the chains of one batch of groups."""
+    """The credit of the chains of one batch of groups."""
 
     def __init__(self, groups: Sequence[Group], recipe: TrainRecipe) -> None:
         """Chains without a reward, or with an outcome that is dropped, are left out completely."""
@@ -95,7 +95,7 @@ class Credit:
         return [source for chain in self._chains() for source in chain.sources]
 
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
-        """Return the property's `rows`, which now have the streams of `needed_scores`, with advantages and weights.
+        """Add advantages and weights to `rows`: the property's rows, with the streams of `needed_scores`.
 
         Weights follow `train.loss.normaliser`. A token's share of the policy term is 0 if its entropy is below the
         batch's quantile (`train.loss.top_entropy`).
@@ -166,7 +166,7 @@ class Credit:
 
     def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
         """Return rewards per sampled token: the chain's at its last token and its turns' at their last tokens, minus
-        the distance to the reference if that is a cost of the reward. Also return metrics."""
+        the KL cost if it is part of the reward. Also return metrics."""
         distance = self._recipe.train.loss.kl
         costs: list[list[float]] = []
         paid: list[float] = []
@@ -188,8 +188,8 @@ class Credit:
 
 
 _SAME_ENTROPY = 1e-3
-"""Entropies that differ less count as equal, in nats. For equal tokens after equal contexts, such as the first ones of
-a group's chains, they differ by rounding, which depends on how the rows were batched."""
+"""Tolerance in nats within which entropies count as equal. For equal tokens after equal contexts, such as the first
+ones of a group's chains, they differ by rounding, which depends on how the rows were batched."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 

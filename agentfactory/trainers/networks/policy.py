@@ -121,7 +121,7 @@ class Policy(Backbone):
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
-        """Write a gathered adapter to `folder` in peft's format, and returns the file of its weights. Raises
+        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights. Raises
         DiskError."""
         assert has_adapter(self.model)
         folder.mkdir(parents=True, exist_ok=True)

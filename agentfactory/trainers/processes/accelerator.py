@@ -85,7 +85,7 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     )
     group = InitProcessGroupKwargs(timeout=PATIENCE, init_method=method)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)
-    # before the first object collective, which unpickles what arrives
+    # before the first object collective, which unpickles received data
     if method is not None and has_foreign_peer(earlier):
         raise LaunchError(
             "another user of this machine has connected to this process in place of one of ours: start the run again"

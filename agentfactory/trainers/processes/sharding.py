@@ -30,14 +30,14 @@ def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dt
             network = kind.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
         # new memory for each name, so tied weights are no longer tied
         network.to_empty(device="cpu")
-    # weights that the checkpoint contains under both names, and that differ, are not tied, whatever its config says
+    # weights that the checkpoint stores under both names with different values are not tied, whatever its config says
     network.all_tied_weights_keys = decided_by_rank_0(lambda: dict(network.all_tied_weights_keys))
     network.tie_weights(recompute_mapping=False)
     return network
 
 
 def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
-    """Return, in all ranks, the result of `decide` on rank 0, or raises the SettingError that it raises there. Every
+    """Return, in all ranks, the result of `decide` on rank 0, or raise the SettingError that it raises there. Every
     process calls it."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -61,5 +61,5 @@ def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
     for buffer in model.buffers():
-        # those outside the state dictionary, such as the frequencies of rotary embeddings
+        # buffers outside the state dictionary, such as the frequencies of rotary embeddings
         dist.broadcast(buffer, src=0)

@@ -69,7 +69,7 @@ class Learner:
         temperature: float = 1.0,
         images: Path | None = None,
     ) -> None:
-        """`images` is the folder of the images in the rows, an ImageStore's."""
+        """`images` is the folder of the ImageStore with the rows' images."""
         train = recipe.train
         self.accelerator = accelerator
         self.temperature = temperature

@@ -84,7 +84,7 @@ def part_of(learner: Learner) -> Part:
 
 
 def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write `part`, whose tensors are in host memory, to `folder`, and makes it durable. All processes of `group` call
+    """Write `part`, whose tensors are in host memory, to `folder`, and make it durable. All processes of `group` call
     it at the same time (None: a single process); each writes files whose names begin with its `prefix`. Raises the
     first error of any process, in all processes."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
