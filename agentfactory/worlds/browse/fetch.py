@@ -19,7 +19,7 @@ _HEADERS = {
     "User-Agent": f"{AGENT}/0.1 (agent of a language model; obeys robots.txt)",
     "Accept": "text/html,application/xhtml+xml,text/plain,application/pdf;q=0.8,*/*;q=0.5",
     "Accept-Language": "en,*;q=0.5",
-    # only encodings whose decompression aiohttp always bounds
+    # only encodings whose decompression is bounded on every installation
     "Accept-Encoding": "gzip, deflate",
 }
 _READABLE = ("application/xhtml+xml", "application/xml", "application/json", "application/pdf")
