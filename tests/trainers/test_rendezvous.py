@@ -79,7 +79,7 @@ def test_several_machines_are_warned_once_with_the_reason(
         assert init_method([]) is None
     (record,) = caplog.records
     assert "10.0.0.1:29500" in record.message
-    assert "whoever reaches these ports can run code as you" in record.message
+    assert "anyone who reaches these ports can run code as you" in record.message
     assert "docs/multi-node.md" in record.message
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
