@@ -323,7 +323,7 @@ async def test_a_chain_works_by_the_tool_and_is_judged_by_the_tests(tmp_path: Pa
         ({"environment/Dockerfile": STANDARD + "\nCOPY ../tests ."}, r"line 6: COPY \.\./tests: there is no such file"),
         (
             {"environment/Dockerfile": STANDARD + "\nCOPY Dockerfile /tests/"},
-            r"COPY to /tests: nothing can be put there",
+            r"COPY to /tests: this path is reserved",
         ),
         ({"environment/Dockerfile": STANDARD + "\nCOPY --from=x /y /z"}, r"line 6: COPY --from=x; fix: put the files"),
         ({"environment/Dockerfile": STANDARD + "\nUSER me"}, r"USER me: there is one user"),

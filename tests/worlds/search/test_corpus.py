@@ -56,10 +56,13 @@ def test_what_json_can_hold_is_read(tmp_path: Path) -> None:
     [
         ("{", r"c.jsonl:2 is not JSON: .* at column [12]; fix: correct it"),
         ("[1]", r"c.jsonl:2 is a list, not an object; fix: give it id and contents"),
-        ('{"id": 1, "body": "x"}', r"c.jsonl:2 has neither contents nor text but id, body; fix: name a field so"),
-        ('{"id": 1, "contents": 5}', r"c.jsonl:2: contents is 5, not a text; fix: make contents a text"),
-        ('{"id": [1], "contents": ""}', r"c.jsonl:2: id is \[1\], not a text"),
-        ('{"id": 1, "text": "", "title": {}}', r"c.jsonl:2: title is {}, not a text"),
+        (
+            '{"id": 1, "body": "x"}',
+            r"c.jsonl:2 has neither contents nor text but id, body; fix: rename a field to one of them",
+        ),
+        ('{"id": 1, "contents": 5}', r"c.jsonl:2: contents is 5, not a string; fix: make contents a string"),
+        ('{"id": [1], "contents": ""}', r"c.jsonl:2: id is \[1\], not a string"),
+        ('{"id": 1, "text": "", "title": {}}', r"c.jsonl:2: title is {}, not a string"),
     ],
 )
 def test_a_bad_line_is_told_with_file_line_field_and_fix(tmp_path: Path, line: str, told: str) -> None:
