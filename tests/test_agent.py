@@ -181,7 +181,7 @@ async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_
     with pytest.raises(ChildFailed, match="the model is neither a folder here nor"):
         await Agent(tmp_path / "none", engine="embedded").run("go")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(RunFolderError, match=r"an adapter for .*gone, which is not there; fix: move"):
+    with pytest.raises(RunFolderError, match=r"an adapter for .*gone, which does not exist; fix: move"):
         await Agent(tmp_path, engine="embedded").run("go")
 
     @reward

@@ -413,7 +413,7 @@ def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfacto
     result = agentfactory("train", "recipe.yaml", "--dry-run", *made)
     assert result.returncode == 0, result.stderr
     path = shaped / "runs" / "recipe" / "prepared" / "model"
-    assert f"# recipe: its memory is planned once {path} is there" in result.stdout.splitlines()
+    assert f"# recipe: its memory is planned once {path} exists" in result.stdout.splitlines()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(
