@@ -254,7 +254,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
 def test_an_unknown_game_is_named(environment: AlfWorld) -> None:
     game: Any
     for game in ("test/000001", "train/x", "train", "", 3, None):
-        with pytest.raises(ValueError, match=f"game: got {game!r}; the games that are made are called train/000000"):
+        with pytest.raises(ValueError, match=f"game: got {game!r}; generated games are called train/000000"):
             environment.reset(game)
 
 
