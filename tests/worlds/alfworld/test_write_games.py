@@ -1,4 +1,4 @@
-"""Mistakes on the command line of write_games are told before anything is written."""
+"""Errors on the command line of write_games are reported before anything is written."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Corpora: files and data sets as passages, and what is wrong with a row."""
+"""Corpora: files and data sets as passages, and errors for invalid rows."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def test_parquet_and_data_sets(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
     expected = [Passage("1", '"Hamlet"\nA play.'), Passage("2", "\nA text.")]
     assert list(Corpus(str(tmp_path / "train.parquet"))) == expected
-    # as from the hub: `datasets` reads a folder by the same code
+    # `datasets` reads a folder by the same code as the hub
     assert list(Corpus(str(tmp_path))) == expected
 
 

@@ -1,4 +1,4 @@
-"""The client of retrieval servers, with servers that answer as Search-R1's do, and with broken ones."""
+"""The client of retrieval servers, against servers that answer like Search-R1's, and against broken ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -44,7 +44,7 @@ async def test_scores_may_lack_and_documents_may_be_bare() -> None:
     def answer(body: dict[str, Any]) -> Any:
         asked.append(body)
         scored = {"document": HAMLET, "score": 2.5}
-        # the last one as Search-R1's proxies of online engines give it
+        # the last form is that of Search-R1's proxies of online engines
         odd = {"document": {"id": None, "contents": "t\nx\ud800"}}
         return {"result": [[scored, {"document": HAMLET}, HAMLET, odd]]}
 
