@@ -183,7 +183,7 @@ def test_stages(run: RunFolder) -> None:
     own = write_checkpoint(folder, second, 2)
     parts = resume_stages([first, recipe_of("output=runs/second"), third], "auto")
     assert [part.checkpoint for part in parts] == [run.checkpoints / "step-000006", own, None]
-    with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun, and the one before it is to be"):
+    with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun, but the stage before it is not"):
         resume_stages([recipe_of("train.steps=50"), second], "auto")
     with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun"):
         resume_stages([first, second], str(run.checkpoints / "step-000004"))
