@@ -1,4 +1,4 @@
-"""The command line of a server, and what its log says, without starting one."""
+"""A server's command line, and the interpretation of its log, without starting one."""
 
 import json
 import shlex
