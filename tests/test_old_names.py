@@ -1,4 +1,4 @@
-"""Names of modules that pages told people to use before they moved."""
+"""Old names of modules that the documentation once gave, before they moved."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""docs/add-a-sync-backend.md, run: backends in files of the user's own."""
+"""Execute docs/add-a-sync-backend.md: backends in the user's own files."""
 
 import json
 import textwrap
