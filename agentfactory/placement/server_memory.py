@@ -244,7 +244,7 @@ def _embedded_cache(text: Any, dtype: torch.dtype) -> int:
 
 def _state(text: Any, dtype: torch.dtype) -> int:
     """Return the bytes of a gated delta net's state (arXiv:2412.06464): the convolution's last inputs and the recurrent
-    state, in float32 unless the model says otherwise."""
+    state, in float32 unless the model sets another dtype."""
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")

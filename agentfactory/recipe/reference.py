@@ -126,7 +126,7 @@ def _bounds(metadata: list[Any]) -> list[str]:
 
 def default_words(field: FieldInfo) -> str:
     """Return a field's default as YAML, or that it is required. Empty for a section, whose fields have their own
-    defaults, and for fields that are filled in when a recipe is loaded, as their description says."""
+    defaults, and for fields that are filled in when a recipe is loaded, see their description."""
     if field.is_required():
         return "" if "default:" in (field.description or "") else "**required**"
     value = field.default

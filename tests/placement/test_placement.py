@@ -194,7 +194,7 @@ def test_a_share_that_the_recipe_sets_is_held_to_the_table() -> None:
     assert advice(too_much, gpus(24), estimate()).fix.startswith(
         "server.options.gpu_memory_utilization=null: then 20.20 of"
     )
-    with pytest.raises(SettingError, match=r"got 0\.3, which is 7\.20 GiB, and with the smallest .* needs 8\.50 GiB"):
+    with pytest.raises(SettingError, match=r"got 0\.3, which is 7\.20 GiB, but with the smallest .* needs 8\.50 GiB"):
         choose(recipe(server={"options": {"gpu_memory_utilization": 0.3}}), gpus(24), estimate())
 
 
