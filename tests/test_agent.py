@@ -178,7 +178,7 @@ async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_
         await Agent(warm_server).run("go", num_chains=0)
     with pytest.raises(ValueError, match="has none called 'best'; it has policy"):
         await Agent(warm_server, weights="best").run("go")
-    with pytest.raises(ChildFailed, match="the model is neither a folder here nor"):
+    with pytest.raises(ChildFailed, match="the model is no local folder, and cannot be fetched"):
         await Agent(tmp_path / "none", engine="embedded").run("go")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(RunFolderError, match=r"an adapter for .*gone, which does not exist; fix: move"):

@@ -45,7 +45,7 @@ def test_the_default_is_the_faster_one_where_the_weight_lies() -> None:
 
 
 def test_refuses_an_unknown_function() -> None:
-    with pytest.raises(ValueError, match="a weight's digest is by xxh3 or fold, not by 'crc'"):
+    with pytest.raises(ValueError, match="the digest function must be xxh3 or fold, got 'crc'"):
         weight_digest(torch.ones(3), "crc")
 
 

@@ -58,7 +58,7 @@ def test_a_name_is_pinned_to_the_address_of_the_server(runtime: Path, monkeypatc
 
 
 def test_what_a_client_without_the_key_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"{runtime} has none for its address; fix: name the environment variable" in lacking_key("http://a", None)
+    assert f"{runtime} has none for its address; fix: set server.api_key_env to" in lacking_key("http://a", None)
     assert "it refuses the key in OTHERS; fix: server.api_key_env must name" in lacking_key("http://a", "OTHERS")
 
 
