@@ -35,7 +35,7 @@ from agentfactory.tools.messages import Message
 
 _Reward = Callable[..., Any] | RewardConfig | str
 _RETRY_SECONDS = 30.0
-"""How long to wait for a server that went away; short, because a person waits for a script."""
+"""Seconds to retry a server that went away; short, because the user waits for a script."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Agent(AgentHooks):
             result = await agent.run("Who wrote Emma?", answer="Jane Austen", num_chains=8)
             print(result.rewards)
 
-    Without `async with`, the first `run` opens it, and `close` ends it. It uses the same engine as training:
+    Without `async with`, the first `run` opens it and `close` closes it. It uses the same engine as training:
     `rollout.agent` may name a subclass that overrides `generate` or `parse`; training creates it without arguments.
     """
 
@@ -91,19 +91,19 @@ class Agent(AgentHooks):
 
         Args:
             model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name. For
-                these, the agent starts a server, which ends with the agent or with this process.
+                the latter three, the agent starts a server, which ends with the agent or with this process.
             tools: `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe.
             reward: A function, a name as in a recipe, a `RewardConfig`, or a list of these, which are added up.
-                None: the environment's own reward, if there is one.
+                None: the environment's own reward, if any.
             engine: The engine that serves a model without a running server: vllm, or embedded (small models).
-            tokenizer: Folder or hub name of the tokenizer, if the server's name for its model does not lead to a
-                tokenizer here.
-            weights: The server's name for the weights; by default those that it was started with.
+            tokenizer: Folder or hub name of the tokenizer, if this machine has none under the server's name for its
+                model.
+            weights: The server's name for the weights; default: the weights that it was started with.
             **recipe: Further sections of a recipe, such as rollout={"temperature": 0.7}, limits={...},
                 mcp_servers={...}, server={"max_model_len": 4096}.
 
         Raises:
-            SettingError: an argument cannot work; the message names it, its value and the fix.
+            SettingError: an argument is invalid; the message names it, its value and the fix.
         """
         rewards = [] if reward is None else reward if isinstance(reward, list) else [reward]
         self._rewards = Rewards(rewards, Path.cwd())
@@ -149,7 +149,7 @@ class Agent(AgentHooks):
         Args:
             messages: The question, or the messages that open the chain.
             max_turns: Maximum assistant turns per chain; by default `rollout.max_turns`.
-            num_chains: Number of chains. They are sampled independently, and a group-level reward compares them.
+            num_chains: Number of chains, sampled independently; a group-level reward compares them.
             **fields: The task's other fields, which are passed to tools and rewards by name. `images` (paths, bytes or
                 Pillow images) stand where the text says `<image>`, or else come first.
 
@@ -196,7 +196,7 @@ class Agent(AgentHooks):
         return await asyncio.shield(self._opened)
 
     async def _own(self, opened: asyncio.Future[_Engine], closing: asyncio.Event) -> None:
-        # one task opens and closes, because each cell of a notebook is a separate task
+        # one asyncio task opens and closes the engine, because each notebook cell runs in a task of its own
         try:
             async with self._engine() as engine:
                 opened.set_result(engine)
@@ -245,7 +245,7 @@ class Agent(AgentHooks):
             )
 
     async def _card(self, url: str, weights: str | None) -> dict[str, Any]:
-        """Return the server's card of the base model. Raises ValueError if it has no weights of that name."""
+        """Return the server's model card of the base model. Raises ValueError if it serves no `weights`."""
         server = self._recipe.server
         async with InferenceClient(url, server.api_key_env, server.retry_seconds) as client:
             await client.check_routes()

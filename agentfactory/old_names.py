@@ -1,4 +1,4 @@
-"""Names of modules up to version 0.1 that pages told people to use, and their modules now."""
+"""Deprecated module names of version 0.1 that its docs mention, and their current modules."""
 
 import importlib
 import importlib.machinery
@@ -24,7 +24,7 @@ MOVED = {
 
 
 class _Finder:
-    """Gives an old name its new module, with a warning that says the new name."""
+    """A meta path finder that imports the new module for an old name, and warns with the new name."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -33,7 +33,7 @@ class _Finder:
         if known is None:
             return None
         new = MOVED[known] + name.removeprefix(known)
-        warnings.warn(f"{name} has moved: write {new}", FutureWarning, stacklevel=2)
+        warnings.warn(f"{name} has moved: import {new}", FutureWarning, stacklevel=2)
         spec = importlib.machinery.ModuleSpec(name, self, origin=new)  # type: ignore[arg-type]
         # a module that is run by `python -m` is not in a package of this name
         spec.submodule_search_locations = None
@@ -46,12 +46,12 @@ class _Finder:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # the import has put the specification of the old name in the place of the module's own
+        # the import system has replaced the module's own spec with that of the old name
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
     def get_code(self, name: str) -> object:
-        """Return what `python -m` runs."""
+        """Return the code object that `python -m` runs."""
         spec = self.find_spec(name)
         assert spec is not None
         assert spec.origin is not None
@@ -61,5 +61,5 @@ class _Finder:
 
 
 def install() -> None:
-    """Let imports find the old names."""
+    """Register the finder, so that imports find the old names."""
     sys.meta_path.append(_Finder())  # type: ignore[arg-type]

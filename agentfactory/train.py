@@ -52,10 +52,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     settle_resume(options)
     if options.assignment is not None:
         if options.recipe is not None or options.overrides or options.resume is not None:
-            problem = "it contains the recipe and the checkpoint: nothing else can be given"
+            problem = "it contains the recipe and the checkpoint, and excludes other arguments"
             raise SettingError("--assignment", problem, "leave the rest out", source=COMMAND_LINE)
         if parent_watch.VARIABLE not in os.environ:
-            # the launcher has locked the run folder, and has brought it back to the checkpoint
+            # the launcher has locked the run folder and rewound it to the checkpoint
             problem = "it is for processes that `agentfactory train` starts"
             raise SettingError("--assignment", problem, "run `agentfactory train RECIPE`", source=COMMAND_LINE)
     return options
@@ -87,17 +87,17 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
 
 
 def main() -> int:
-    """Run the command line; return the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 3 a symptom of
-    train.stop_when ended it, 4 most chains were dropped, 128 + the signal's number if a signal ended it."""
+    """Run the command line and return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by a
+    symptom of train.stop_when, 4 most chains dropped, 128 + the signal's number if stopped by a signal."""
     parent_watch.follow_parent()
     # exit through the interpreter, so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # modules define no garbage, and Python searches for some during a fifth of the time that they take to import
+    # imports create no garbage, but the collector would take a fifth of their time
     gc.disable()
     try:
         options = parse(sys.argv[1:])
         if options.assignment is not None:
-            # takes seconds, in which the launcher waits for the server
+            # takes seconds, so import it while the launcher waits for the server
             importlib.import_module("agentfactory.launching.trainer_main")
         recipe, asked = load(options)
     except (SettingError, RunFolderError) as error:
@@ -120,7 +120,7 @@ def main() -> int:
     except (LaunchError, RunFolderError, SettingError) as error:
         # all ranks find the error, except one about a machine's disk; one rank of each machine prints it
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            # on one line, which the launcher repeats: other libraries' words may take several
+            # the launcher repeats a single line, and messages of other libraries may span several
             say_why(" ".join(str(error).split()))
         return 2
     except (WorkerDiedError, SyncError, TrackingError, DiskError, ValueError, FloatingPointError) as error:
@@ -135,7 +135,7 @@ def main() -> int:
 
 
 def say_why(error: Exception | str) -> None:
-    """Print the error that ended this process. If there are several processes, mark it as torch marks a rank's
+    """Print the error that ended this process. With several processes, prefix it with the rank as torch prefixes a
     traceback, so that the launcher can tell the cause from its consequences."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     print(f"[rank{os.environ.get('RANK', '0')}]: {error}" if several else error, file=sys.stderr)

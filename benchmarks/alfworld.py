@@ -1,9 +1,9 @@
-"""ALFWorld's engine in our process, compared with TextWorld as it is, which translates each game four times and parses
-the texts of all actions at each step.
+"""ALFWorld's engine in our process, compared with unmodified TextWorld, which translates each game four times and
+parses the texts of all actions at each step.
 
-Both play the walkthroughs of the same games of our own, one after another, in a process that does nothing else; each
-game is begun twice, as by two chains of a group. The environment variable AGENTFACTORY_ALFWORLD_PYTHON, or --python,
-names the Python that has the package `alfworld`; default: this one.
+Both play the walkthroughs of the same generated games, one after another, in a dedicated process; each game is begun
+twice, as by two chains of a group. The environment variable AGENTFACTORY_ALFWORLD_PYTHON, or --python, names the Python
+that has the package `alfworld`; default: this one.
 
 The last line is JSON: `begin`, `begin_again` and `step` are ratios of CPU time, ours to TextWorld's;
 `begin_seconds` and `step_ms` are ours per game and per step, and `process_mb` its resident memory.
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(count: int, python: str | None, *arguments: str) -> tuple[Counter[str], dict[str, float], int]:
-    """Play `count` games in a process. Return the seconds of CPU of each kind of request, the memory, and the number of
+    """Play `count` games in a process. Return the CPU seconds by kind of request, the memory, and the number of
     steps."""
     process = KillableProcess(*arguments, executable=python)
     try:

@@ -1,15 +1,15 @@
-"""Training steps per minute with slow tools: rollouts up to two versions ahead against none (staleness 2 and 0).
+"""Training steps per minute with slow tools: rollouts up to two versions ahead, and in step (staleness 2 and 0).
 
 The task is the quickstart's. Its moves take a log-normal time (median 0.3 s, sigma 0.5; 2 % of them take ten times as
 long), and runs begin with the warm start from its first stage. Both runs train the same recipe with `agentfactory
 train`; only max_staleness differs. A third, short run without latency measures the cost of decoding alone.
 
-A simulation of the scheduler then gives the upper bound for both runs, in which turns never wait for each other or for
-an update. Its inputs are the cost of decoding, the tool calls of the synchronous run's chains, the same latencies, and
-the measured time of updates (which are slower next to decoding, because both want the cores).
+A simulation of the scheduler, in which turns never wait for each other or for an update, gives the upper bound for both
+runs. Its inputs are the cost of decoding, the tool calls of the synchronous run's chains, the same latencies, and the
+measured time of updates (which are slower during decoding, because both use the cores).
 
-The last line is JSON: `steps_per_minute_vs_sync`, and the steps per minute of staleness 2 divided by the simulated
-ones (`vs_simulated_bound`).
+The last line is JSON: `steps_per_minute_vs_sync`, and `vs_simulated_bound`, the steps per minute of staleness 2 divided
+by the simulated ones.
 
     python benchmarks/async_training.py [--quick]
 """
@@ -112,8 +112,8 @@ class _Group:
 
 @dataclass
 class Simulation:
-    """Simulates the scheduler on drawn durations: a batch takes `update_seconds`, a turn `turn_seconds`, and its call a
-    drawn latency; nothing ever waits for a server. `chains` are pairs (tool calls, reward) to draw from."""
+    """A simulation of the scheduler with drawn durations: a batch takes `update_seconds`, a turn `turn_seconds`, and
+    its call a drawn latency; nothing ever waits for a server. `chains` are pairs (tool calls, reward) to draw from."""
 
     chains: list[tuple[int, float]]
     turn_seconds: float
@@ -200,8 +200,8 @@ def compare(folder: Path, sft_steps: int, steps: int, calibration_steps: int, se
         for k in (0, 2):
             result = results[k] = train(slow, folder / f"k{k}-{seed}", f"rollout.max_staleness={k}", f"seed={seed}")
             success[k].append(result.success)
-            # from the synchronous run, which cancels no chain. Turns run concurrently, so a step without latency takes
-            # as long as the turns of its longest chain
+            # from the synchronous run, which cancels no chain. Turns run concurrently, so without latency a step
+            # takes as long as the turns of its longest chain
             chains = [(int(c.metrics["tool_calls"]), c.reward or 0.0) for c in results[0].chains()]
             turn = generate / (1 + max(calls for calls, _ in chains))
             update = result.mean("seconds/update", "seconds/sync")

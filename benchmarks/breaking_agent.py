@@ -17,6 +17,6 @@ class BreaksFormat(Agent):
     """Breaks the second turn of a tenth of the chains, chosen by their ids."""
 
     async def generate(self, turn: Turn) -> Completion:
-        """Sample the turn; in chosen chains, sample only what follows a call without its opening tag."""
+        """Sample the turn; in chosen chains, insert a call without its opening tag and sample only the rest."""
         broken = turn.number == 1 and zlib.crc32(turn.chain.encode()) % 10 == 0
         return await turn.sample(prefix=CALL if broken else "")

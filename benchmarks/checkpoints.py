@@ -1,10 +1,9 @@
-"""How long a training step waits for a checkpoint: one process, and two ranks that shard the learner (FSDP2 over gloo).
+"""The wait of a training step for a checkpoint: one process, and two ranks that shard the learner (FSDP2 over gloo).
 
-A random model in float32 with AdamW's state is saved round by round. The benchmark compares the wait of a step, which
-lasts until the copy is in host memory (with two ranks, also until rank 0 has gathered the model), with a plain copy of
-the same bytes to memory that is there, and with a synchronous save, which waits until the checkpoint is durable. With
-two ranks the slower one counts. All results are the shortest of the rounds; the first round, which allocates the
-memory, is not counted.
+A random model in float32 with AdamW's state is saved in rounds. A step's wait lasts until the copy is in host memory
+(with two ranks, also until rank 0 has gathered the model). It is compared with a plain copy of the same bytes to
+allocated memory, and with a synchronous save, which waits until the checkpoint is durable. With two ranks the slower
+one counts. All results are the shortest of the rounds; the first round, which allocates the memory, is not counted.
 
 The last line is JSON: `wait_vs_copy` and `wait_vs_synchronous` are the ratios for one process, `..._two` for two ranks.
 
@@ -36,7 +35,7 @@ from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import part_of
 
 LAYERS = {True: 2, False: 8}
-"""By --quick; with AdamW's state and the model that is served, each takes 150 MB of a checkpoint."""
+"""By --quick; with AdamW's state and the served model, each takes 150 MB of a checkpoint."""
 ROUNDS = {True: 3, False: 7}
 KINDS = ("copy", "wait", "synchronous")
 
@@ -59,14 +58,14 @@ def make_model(folder: Path, layers: int) -> None:
 
 
 def seconds_of(act: Callable[[], object]) -> float:
-    """Return how long it takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
 
 
 def measure(rank: int, ranks: int, port: int, folder: Path, rounds: int, pipe: Connection) -> None:
-    """Send the bytes that this rank copies, and the seconds of each round by kind."""
+    """Send the number of bytes that this rank copies, and the seconds of each round by kind."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     strategy = "single"
     if ranks > 1:
@@ -111,7 +110,7 @@ def bytes_copied(learner: Learner, rank: int) -> int:
 
 
 def compare(ranks: int, folder: Path, rounds: int) -> dict[str, float]:
-    """Print the results of so many ranks, and return the shortest seconds by kind."""
+    """Print the results of `ranks` ranks, and return the shortest seconds by kind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -120,7 +119,7 @@ def compare(ranks: int, folder: Path, rounds: int) -> dict[str, float]:
         pipe, other = context.Pipe()
         process = context.Process(target=measure, args=(rank, ranks, port, folder, rounds, other))
         process.start()
-        # a rank that dies ends the wait for what it sends
+        # so that the wait for a rank's results ends if it dies
         other.close()
         pipes.append(pipe)
         processes.append(process)

@@ -1,8 +1,8 @@
 """Tokens per second of the embedded engine, over HTTP, against one batched `generate` of transformers.
 
-Both run the same 3.7M-parameter Qwen3 on the same number of threads (the cores that this process may use). They take
-turns, and sample 32 x 128 tokens from prompts of 256 tokens at temperature 1. The last line is the ratio of the medians
-as JSON.
+Both run the same 3.7M-parameter Qwen3 on the same number of threads (the cores that this process may use). They
+alternate, and sample 32 x 128 tokens from prompts of 256 tokens at temperature 1. The last line is the ratio of the
+medians as JSON.
 
     taskset -c 0,1 python benchmarks/embedded.py [--quick]
 """

@@ -1,10 +1,10 @@
-"""Faults on the way of weights from trainer to server: is each stopped by the proof before the next step?
+"""Faults in the transfer of weights from trainer to server: does the proof stop each before the next step?
 
 A small model is trained at a steady, low learning rate, and its weights are synced to a real server after each
-update. A proxy between trainer and server, or a second process, breaks one thing at sync 4, and answers as if nothing
-had happened. The fault is caught if the sync that it breaks raises an error (for weights that come in between two
-syncs: the next one). Then two runs of 50 syncs without a fault follow, one with full weights and one with adapters:
-each error there is a false alarm.
+update. A proxy between trainer and server, or a second process, breaks one thing at sync 4, and responds as if nothing
+had happened. The fault is caught if the broken sync raises an error (for weights loaded between two syncs: the next
+one). Two runs of 50 syncs without a fault follow, one with full weights and one with adapters: each error there is a
+false alarm.
 
 The default is the embedded engine in float32. `--vllm PYTHON` uses real vLLM, started with that Python.
 
@@ -39,7 +39,7 @@ GENERATE = "/inference/v1/generate"
 
 
 class Fault:
-    """A proxy's behaviour; `broken` from the broken sync on. This one breaks nothing."""
+    """A proxy's behaviour; `broken` is true from the broken sync on. This one breaks nothing."""
 
     adapters = False
 
@@ -69,11 +69,11 @@ class Fault:
     act = forward
 
     def between(self, run: "Run") -> None:
-        """What another process does after the sync before the broken one."""
+        """Act as another process after the sync before the broken one."""
 
 
 class StaleWeights(Fault):
-    """full weights: the server reads the file of the version before"""
+    """full weights: the server reads the file of the previous version"""
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         stale = {"update_info": {"path": str(self.paths[-2])}} if path == "/update_weights" else None
@@ -81,7 +81,7 @@ class StaleWeights(Fault):
 
 
 class StaleReplica(Fault):
-    """full weights: loaded and proven, but the replica that generates has the version before"""
+    """full weights: loaded and proven, but the replica that generates has the previous version"""
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         answer = await forward(None)
@@ -92,7 +92,7 @@ class StaleReplica(Fault):
 
 
 class TornFile(Fault):
-    """full weights: the second half of the file is that of the version before"""
+    """full weights: the second half of the file is from the previous version"""
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         if path == "/update_weights":
@@ -113,7 +113,7 @@ class CutFile(Fault):
 
 
 class WrongVersionEchoed(Fault):
-    """full weights: the server says that it has the version before"""
+    """full weights: the server reports the previous version"""
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         if path == "/finish_weight_update":
@@ -122,14 +122,14 @@ class WrongVersionEchoed(Fault):
 
 
 class LostUpdate(Fault):
-    """full weights: the update is answered with 200 and not done"""
+    """full weights: the update is answered with 200 but not done"""
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         return web.json_response({}) if path == "/update_weights" else await forward(None)
 
 
 class StaleCache(Fault):
-    """full weights: the prefix cache of the version before is not dropped"""
+    """full weights: the prefix cache of the previous version is not dropped"""
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         if path.startswith("/reset_prefix_cache"):
@@ -138,7 +138,7 @@ class StaleCache(Fault):
 
 
 class AnotherRun(Fault):
-    """full weights: another run pushes its own into the server, under its own name"""
+    """full weights: another run pushes its weights into the server, under its own name"""
 
     def label(self) -> str:
         return f"another-run-v{BROKEN}"
@@ -148,14 +148,14 @@ class AnotherRun(Fault):
 
 
 class AnotherRunInDisguise(AnotherRun):
-    """full weights: another process pushes its own, under our version's name"""
+    """full weights: another process pushes its weights, under our version's name"""
 
     def label(self) -> str:
         return str(ServerControl(self.url).get("/weight_info")["weight_version"])
 
 
 class StaleAdapter(Fault):
-    """adapter: the right folder is loaded, on a disk that still has the bytes of the version before"""
+    """adapter: the right folder is loaded, from a disk that still has the bytes of the previous version"""
 
     adapters = True
 
@@ -171,7 +171,7 @@ class StaleAdapter(Fault):
 
 
 class OldAdapterUnderNewName(Fault):
-    """adapter: the new name is given the folder of the version before"""
+    """adapter: the new name gets the folder of the previous version"""
 
     adapters = True
 
@@ -190,7 +190,7 @@ class OldAdapterUnderNewName(Fault):
 
 
 class AbsentAdapter(Fault):
-    """adapter: the load is answered with 200 and not done"""
+    """adapter: the load is answered with 200 but not done"""
 
     adapters = True
 
@@ -201,7 +201,7 @@ class AbsentAdapter(Fault):
 
 
 class UnusedAdapter(Fault):
-    """adapter: loaded and listed, and the base model generates"""
+    """adapter: loaded and listed, but the base model generates"""
 
     adapters = True
 
@@ -210,7 +210,7 @@ class UnusedAdapter(Fault):
 
 
 class MergedInBfloat16(Fault):
-    """adapter: merged into the base weights in bfloat16 and taken out: the base stays rounded"""
+    """adapter: merged into the base weights in bfloat16 and unmerged: the base stays rounded"""
 
     adapters = True
 
@@ -230,7 +230,7 @@ class MergedInBfloat16(Fault):
 
 
 class AnothersAdapter(Fault):
-    """adapter: another process loads its own under our name"""
+    """adapter: another process loads its adapter under our name"""
 
     adapters = True
 
@@ -241,7 +241,7 @@ class AnothersAdapter(Fault):
 
 
 class AnothersBase(Fault):
-    """adapter: another run pushes full weights under it"""
+    """adapter: another run replaces the base weights"""
 
     adapters = True
 
@@ -258,7 +258,7 @@ FAULTS: tuple[type[Fault], ...] = (
 
 
 def call(url: str, path: str, body: object = None) -> None:
-    """Make a request as any process with the key can."""
+    """Make a request, as any process with the key can."""
     headers = {"Content-Type": "application/json", **authorization(url, None)}
     urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body or {}).encode(), headers)).read()
 
@@ -274,7 +274,7 @@ def push(url: str, file: Path, label: str) -> None:
 
 
 def inject(fault: type[Fault], model: Path, folder: Path, url: str) -> tuple[int | None, str]:
-    """Run syncs with a fault. Return the sync that raised an error, and the error; None if none did."""
+    """Run syncs with a fault. Return the number of the sync that raised an error (None if none did), and the error."""
     folder.mkdir()
     base = folder / "base.safetensors"
     base.write_bytes((model / "model.safetensors").read_bytes())
@@ -325,7 +325,7 @@ async def main() -> None:
     """Start the servers, and print what the proofs have caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the same: it takes a minute")
-    parser.add_argument("--vllm", metavar="PYTHON", help="use vLLM, which this Python has")
+    parser.add_argument("--vllm", metavar="PYTHON", help="use vLLM, started with this Python")
     args = parser.parse_args()
     server: dict[str, Any] = {"engine": "embedded", "max_model_len": 160, "max_num_seqs": 64}
     if args.vllm:

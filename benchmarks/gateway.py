@@ -1,20 +1,20 @@
-"""What the gateway adds to a request, in CPU and in latency.
+"""The gateway's cost per request, in CPU and in latency.
 
-CPU: chains of our own loop against the same chains through the gateway, all at once, on a scripted server in this
-process that answers at once. What a request adds is the CPU time of a turn through the gateway less that of a turn of
-our own loop. Each chain's answers hold its number: the benchmark fails if one gets an answer of another, or if a key
-that has ended, or none, is answered.
+CPU: chains of our own loop, compared with the same chains through the gateway, all concurrent, on a scripted server in
+this process that answers immediately. The cost of a request is the CPU time of a turn through the gateway minus that of
+a turn of our own loop. Each chain's answers contain its number: the benchmark fails if a chain gets another's answer,
+or if a request with an expired key, or without one, succeeds.
 
-Latency: the gateway, the programs that play the chains, and the server are three processes, and all chains are open. A
-request's latency is its time at the program less the time that the server held it.
+Latency: the gateway, the clients that play the chains, and the server are three processes, and all chains are open. A
+request's latency is its time at the client minus the time that the server held it.
 
-- alone: one request at a time, so that none waits for another: the gateway's own time, after that of HTTP. Here `cpu`
-  is the CPU time that the gateway's process takes for a request, which does not depend on what else the machine does.
-- N a second: the server holds each for half of the time that a turn of a chain takes, and the program waits as long on
-  average before the next. Requests wait for each other, here and in the other processes; `lag` is by how much a sleep
-  of 5 ms in the gateway's event loop takes longer, `busy` the share of a core that its process takes, and `starved` the
-  share of the time in which it waits for a core that others have.
-- direct: the same requests from the same program to the server itself, without a gateway.
+- alone: one request at a time, so that none waits for another: the gateway's own time, besides that of HTTP. Here `cpu`
+  is the CPU time of the gateway's process per request, which does not depend on other load on the machine.
+- N a second: the server holds each for half of a turn's time, and the client waits as long on average before the next.
+  Requests wait for each other, here and in the other processes; `lag` is the delay of a sleep of 5 ms in the gateway's
+  event loop, `busy` the share of a core that its process uses, and `starved` the share of the time in which it waits
+  for a core used by others.
+- direct: the same requests from the same client to the server, without a gateway.
 
 The clients are bare aiohttp: SDKs take several milliseconds of their own.
 
@@ -64,12 +64,12 @@ KEYS: list[tuple[str, str]] = []
 
 
 def turn_of(text: str) -> tuple[int, int]:
-    """Return the chain and the turn that a prompt asks for."""
+    """Return the chain and the turn of a prompt."""
     return int(text.rpartition("chain number ")[2].partition(";")[0]), text.count("<tool_response>")
 
 
 def make_script() -> Callable[[list[int]], list[int]]:
-    """Return what answers each chain with calls that repeat the number in its question, and then with words."""
+    """Return a script that answers each chain with calls that repeat the number in its question, and then with text."""
     tokenizer = make_tokenizer(TEMPLATE)
 
     def script(ids: list[int]) -> list[int]:
@@ -83,7 +83,7 @@ def make_script() -> Callable[[list[int]], list[int]]:
 
 
 async def play(agent: FunctionAgent | None, count: int) -> float:
-    """Run the chains; return the milliseconds of CPU per turn, the server's own included."""
+    """Run the chains; return the CPU milliseconds per turn, including the server's."""
     limits = {"concurrency": count, "timeout_seconds": 900}
     with tempfile.TemporaryDirectory() as folder:
         async with scripted_chains(Path(folder), [], agent=agent, rollout=limits) as chains:
@@ -105,7 +105,7 @@ async def play(agent: FunctionAgent | None, count: int) -> float:
 
 
 async def check_keys() -> None:
-    """Assert that the keys of chains that have ended, and no key, are answered with 401."""
+    """Assert that requests with the key of an ended chain, and without a key, are answered with 401."""
     assert len({key for _, key in KEYS}) == len(KEYS)
     body = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
     async with aiohttp.ClientSession() as session:
@@ -116,7 +116,7 @@ async def check_keys() -> None:
 
 
 async def cpu(count: int) -> dict[str, float]:
-    """Return the milliseconds of CPU of a turn, for `count` chains at once."""
+    """Return the CPU milliseconds of a turn, for `count` concurrent chains."""
     KEYS.clear()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -145,7 +145,7 @@ async def cpu(count: int) -> dict[str, float]:
 
 @asynccontextmanager
 async def process(target: Callable[..., Any], *arguments: Any) -> AsyncIterator[Connection]:
-    """Run `target(pipe, *arguments)` in a process of its own, and yield the other end of the pipe."""
+    """Run `target(pipe, *arguments)` in a separate process, and yield the other end of the pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -160,11 +160,11 @@ async def process(target: Callable[..., Any], *arguments: Any) -> AsyncIterator[
 
 
 def serve(pipe: Connection, delay: float) -> None:
-    """Be the server. The pipe gets its address; whatever comes from there is answered with the seconds for which each
-    turn was held since the last time."""
+    """Run the server. Send its address through the pipe, and answer each message with the seconds for which turns were
+    held since the last one."""
 
     async def run() -> None:
-        gc.disable()  # its pauses of 150 ms would be in the figures
+        gc.disable()  # its pauses of 150 ms would distort the figures
         tokenizer = make_tokenizer(TEMPLATE)
         async with serve_script(make_script(), delay) as server:
             pipe.send(server.url)
@@ -179,9 +179,9 @@ def serve(pipe: Connection, delay: float) -> None:
 
 
 def play_elsewhere(pipe: Connection, url: str, count: int, period: float, through: bool) -> None:
-    """Be the programs that play `count` chains, through the gateway at `url`, or on the server there. A turn takes half
-    of `period` on average until it is asked for; 0: one request at a time. The pipe gets the seconds of each,
-    and, one at a time, the seconds of CPU that the process which started this one took for it."""
+    """Run the clients that play `count` chains, through the gateway at `url`, or on the server there. A turn is
+    requested after half of `period` on average; 0: one request at a time. Send through the pipe the seconds of each
+    request and, if one at a time, the CPU seconds of the parent process for it."""
 
     async def run() -> tuple[Held, Held]:
         gc.disable()
@@ -245,13 +245,13 @@ def play_elsewhere(pipe: Connection, url: str, count: int, period: float, throug
 
 
 def starved() -> float:
-    """Return for how many seconds this process's main thread has waited for a core."""
+    """Return the seconds for which this process's main thread has waited for a core."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 @asynccontextmanager
 async def gateway_of(url: str, count: int) -> AsyncIterator[GatewayRunner]:
-    """Open a runner on the server at `url`, whose chains programs elsewhere play."""
+    """Open a runner on the server at `url`, whose chains are played by clients in another process."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "notes.py").write_text(NOTES)
         limits = {"concurrency": count, "timeout_seconds": 900}

@@ -1,14 +1,14 @@
-"""Trainer and server on one device: split against time_share, and the speed and memory of each.
+"""Trainer and server on one device: split compared with time_share, and the speed and memory of each.
 
 The model is a random Qwen2. On a GPU it has the shape of Qwen2.5-0.5B (`--size 1.5b`: of Qwen2.5-1.5B) in bfloat16. On
-a CPU it is a tiny one in float32, which tests the code and says nothing about a GPU. (Not yet run on a GPU.)
+a CPU it is a tiny one in float32, which tests the code but does not predict a GPU's results. (Not yet run on a GPU.)
 
 - steps: `agentfactory train` on one-turn chains of random text, groups of 8, with full weights and with an adapter,
   under each placement; the seconds of a step are the mean without the first step.
 - update: `Learner.update` alone on packed rows: tokens per second, MFU (TRL's formula with its causal correction; an
   adapter's update computes two thirds of that), and peak memory from torch's allocator.
-- decode: the embedded engine alone, with all slots busy: tokens per second with fixed shapes (CUDA graphs on a GPU) and
-  without, and peak memory.
+- decode: the embedded engine alone, with all slots busy: tokens per second with and without fixed shapes (CUDA graphs
+  on a GPU), and peak memory.
 
 The last line is JSON. `time_share_vs_split_step` is the seconds of a step with time_share divided by those with split
 (lower is better; `_lora`: with an adapter). `moving_share` is the share of sleeping, moving in, offloading and waking
@@ -88,7 +88,7 @@ def dtype() -> str:
 
 def make_model(size: Size, folder: Path) -> None:
     """Write a model with random weights, and the quickstart's tokenizer extended to the model's vocabulary with words
-    that occur in no text."""
+    that do not occur in texts."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     load_object("prepare.py:prepare", QUICKSTART)(folder, 0)

@@ -1,9 +1,8 @@
-"""Plants one fault at a time in a copy of the repository, and runs the tests that CI has for the faulty package.
+"""Plant one fault at a time in a copy of the repository, and run CI's tests of the faulty package.
 
-Each fault replaces a piece of code that stands in its file exactly once. The tests of its package run with `-x`; the
-fault is found if one of them fails. The copies share this environment's
-packages, and each fault has a copy of its own. A fault whose code is gone is an error: plant it again where the code
-went.
+Each fault replaces a piece of code that occurs exactly once in its file. The tests of its package run with `-x`; the
+fault is found if one of them fails. Each fault has its own copy; the copies share this environment's packages. A fault
+whose code is gone is an error: plant it again where the code has moved.
 
     python benchmarks/planted_faults.py                 # all faults
     python benchmarks/planted_faults.py --quick         # the first fault of each package
@@ -31,7 +30,7 @@ IN_CI = "not long"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: `old` becomes `new` in `file`. `tests` is the file to begin with; its folder follows."""
+    """A fault: `old` becomes `new` in `file`. The file `tests` runs first, then the rest of its folder."""
 
     name: str
     file: str
@@ -279,23 +278,23 @@ FAULTS = (
 
 
 def plant(fault: Fault, copy: Path) -> None:
-    """Write the fault into a copy of the repository. Raises ValueError if its code does not stand there once."""
+    """Write the fault into a copy of the repository. Raises ValueError if its code does not occur exactly once."""
     file = copy / "agentfactory" / fault.file
     text = file.read_text(encoding="utf-8")
     if text.count(fault.old) != 1:
-        raise ValueError(f"{fault.name}: {fault.old!r} stands {text.count(fault.old)} times in {fault.file}, not once")
+        raise ValueError(f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in {fault.file}, not once")
     file.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
 
 
 def test_files(fault: Fault, copy: Path) -> list[list[str]]:
-    """Return the test file that comes first, and the others of its folder."""
+    """Return the first test file, and the others of its folder."""
     first = copy / "tests" / fault.tests
     others = [file for file in sorted(first.parent.rglob("test_*.py")) if file != first]
     return [[str(file.relative_to(copy)) for file in part] for part in ([first], others)]
 
 
 def copied(folder: Path) -> Path:
-    """Copy the tracked files, links as links, into a git repository of their own, which some tests list."""
+    """Copy the tracked files, links as links, into a new git repository, because some tests list its files."""
     copy = folder / "repository"
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     for name in filter(None, tracked.stdout.split("\0")):
@@ -309,7 +308,7 @@ def copied(folder: Path) -> Path:
 
 
 def find(fault: Fault) -> tuple[str | None, float]:
-    """Return the test that fails with a fault (None: all pass), and the seconds until then."""
+    """Return the test that fails with a fault (None: all pass), and the seconds until the failure."""
     started = time.monotonic()
     # readable by the sandbox's user
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
@@ -337,7 +336,7 @@ def first_failure(files: list[str], copy: Path) -> str | None:
 
 
 def main() -> None:
-    """Plant the faults that are asked for, and print the test that found each."""
+    """Plant the requested faults, and print the test that found each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first fault of each package")
     parser.add_argument("names", nargs="*", help="faults (default: all)")

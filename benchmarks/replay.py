@@ -1,11 +1,11 @@
 """Train a run's saved groups again, in the order in which the run trained them, and measure the drift of the format.
 
-Nothing is sampled: as long as the weights are those of the run, all metrics are the run's. Overrides with `key=value`
-(another loss, another optimiser) change only what is learned from the same data. After each step the script prints a
-loss of certainty: it takes the tokens of the first two batches that the first weights were sure of (p above 0.999:
-tags, names, ends of turns), and computes how much certainty they have lost. This shows the drift of the format long
-before other tokens are sampled in their place. The last line is JSON: the loss of certainty after the last step divided
-by the one after the first (`lost`).
+Nothing is sampled: as long as the weights are those of the run, all metrics equal the run's. Overrides with `key=value`
+(another loss, another optimiser) change only the training on the same data. After each step the script prints the lost
+certainty: the decrease in probability of the tokens in the first two batches of which the first weights were certain (p
+above 0.999: tags, names, ends of turns). This shows the drift of the format long before other tokens are sampled in
+their place. The last line is JSON: the loss of certainty after the last step divided by the one after the first
+(`lost`).
 
     python benchmarks/replay.py RECIPE GROUPS [--credit FILE] [--steps 10] [key=value ...]
 
@@ -46,7 +46,7 @@ def in_order(groups: Path, credit: Path) -> list[list[Group]]:
 
 
 def lost_certainty(learner: Learner, rows: list[TrainingRow]) -> float:
-    """Return the mean of 1 - p over the tokens that the behaviour policy was sure of."""
+    """Return the mean of 1 - p over the tokens of which the behaviour policy was certain."""
     lost = [
         1 - math.exp(now)
         for row in learner.score(rows, ["proximal"])

@@ -12,7 +12,7 @@ Workloads: 16 chains x 2 tool turns x 0.2 s, and 64 x 3 with log-normal latencie
 - TRL's GRPOTrainer: `_generate` with its tool loop. It generates one batch per turn; here, the batch's requests go to
   the stub all at once, as in its vLLM server mode, and no model computes anything.
 - TRL's async loop: the loop of its worker process, with groups of 8, from its start to the last scored sample. The stub
-  holds back the further chains that the loop starts, so that they cost it nothing.
+  never answers the additional chains that the loop starts, so that they cost it nothing.
 
 CPU per turn is our process's own time, for 16 to 1,024 chains with tools that take no time. The last line is JSON.
 `speedup_vs_trl` is for the first workload: in the second, the slowest chain alone takes a tenth of the time of all
@@ -60,7 +60,7 @@ def latencies(workload: str) -> list[list[float]]:
 
 
 def ideal(workload: str) -> float:
-    """Return the seconds of the slowest chain if nothing but tools and server took time."""
+    """Return the seconds of the slowest chain if only tools and server took time."""
     return max(sum(row) + SERVER_SECONDS * (len(row) + 1) for row in latencies(workload))
 
 
@@ -381,7 +381,7 @@ def compare(repetitions: int, quick: bool) -> None:
         for workload in ("fixed", "heavy"):
             print(f"{workload}: {WORKLOADS[workload]} chains, turns; the ideal is {ideal(workload):.2f} s", flush=True)
             found: dict[str, list[float]] = {side: [] for side in SIDES}
-            # the sides take turns; the synchronous loop takes minutes and varies little, so it runs once, and no ratio
+            # the sides alternate; the synchronous loop takes minutes and varies little, so it runs once, and no ratio
             # uses its heavy tail
             synchronous = 0 if quick and workload == "heavy" else 1
             for repetition in range(repetitions):

@@ -1,5 +1,5 @@
-"""A proxy between trainer and inference server that breaks one thing on the way and answers as if it had not, and a
-small trainer whose syncs it breaks."""
+"""A proxy between trainer and inference server that silently breaks one thing, and a small trainer whose syncs it
+breaks."""
 
 import asyncio
 import json
@@ -32,18 +32,18 @@ from agentfactory.trainers.update.policy_update import update_policy
 
 VOCABULARY = 256
 RATES = {False: 1e-5, True: 1e-4}
-"""Learning rates of full weights and of adapters: usual ones."""
+"""Usual learning rates of full weights and of adapters."""
 
 Json = dict[str, Any]
 Forward = Callable[[Json | None], Awaitable[web.Response]]
-"""Sends the request on, with another body if one is given, and returns the server's answer."""
+"""Forwards the request, with another body if one is given, and returns the server's response."""
 Tamper = Callable[[str, Json, Forward], Awaitable[web.Response]]
-"""(path with query, body, forward) -> what the trainer gets."""
+"""(path with query, body, forward) -> response to the trainer."""
 
 
 @contextmanager
 def sabotaged(upstream: str, tamper: Tamper) -> Iterator[str]:
-    """The address of a proxy before `upstream`; it runs in a thread of its own."""
+    """Run a proxy in front of `upstream` in a separate thread, and yield its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -78,25 +78,25 @@ def sabotaged(upstream: str, tamper: Tamper) -> Iterator[str]:
 
 
 async def send(session: aiohttp.ClientSession, method: str, url: str, data: bytes) -> web.Response:
-    """One request to a real server, and its answer."""
+    """Send a request to a real server and return its response."""
     headers = {"Content-Type": "application/json", **authorization(url, None)}
     async with session.request(method, url, data=data, headers=headers) as answer:
         return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
 
 
 async def nothing(path: str, body: Json, forward: Forward) -> web.Response:
-    """No sabotage."""
+    """Forward everything unchanged."""
     return await forward(None)
 
 
 def sent_file(body: Json) -> Path:
-    """The file of weights in a folder that a server is told to read: there is one for a small model."""
+    """Return the weight file in the folder that a request names: a small model has only one."""
     [file] = Path(body["update_info"]["path"]).iterdir()
     return file
 
 
 def stale_file(folder: Path) -> Tamper:
-    """After the first version, the server is told to read a copy of the first file."""
+    """After the first version, make the server read a copy of the first file."""
     first = folder / "first.safetensors"
 
     async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
@@ -110,15 +110,15 @@ def stale_file(folder: Path) -> Tamper:
 
 
 async def cache_left(path: str, body: Json, forward: Forward) -> web.Response:
-    """The prefix cache is never dropped, and said to be."""
+    """Never drop the prefix cache, but report that it was."""
     if path.startswith("/reset_prefix_cache"):
         return web.json_response({"success": True})
     return await forward(None)
 
 
 def stale_replica(folder: Path, replica: str) -> Tamper:
-    """A balancer before two servers: the second one generates, reads its weights from a disk that keeps the first file,
-    and is never asked for its checksums."""
+    """Act as a balancer of two servers: the second one generates, reads its weights from a disk that keeps the first
+    file, and never gets a request for its checksums."""
     to_second = stale_file(folder)
 
     async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
@@ -139,14 +139,14 @@ def stale_replica(folder: Path, replica: str) -> Tamper:
 
 
 async def never_loaded(path: str, body: Json, forward: Forward) -> web.Response:
-    """An adapter is said to be loaded, and is not."""
+    """Report that an adapter is loaded, without loading it."""
     if path == "/v1/load_lora_adapter":
         return web.Response(text="Success: LoRA adapter added successfully.")
     return await forward(None)
 
 
 def old_folder() -> Tamper:
-    """Each new name is given the folder of the first adapter."""
+    """Give each new name the folder of the first adapter."""
     paths: list[str] = []
 
     async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
@@ -159,7 +159,7 @@ def old_folder() -> Tamper:
 
 
 def old_bytes() -> Tamper:
-    """The server reads the right path on a disk that still shows it the first adapter's bytes."""
+    """Make the server read the right path on a disk that still has the first adapter's bytes."""
     first: list[bytes] = []
 
     async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
@@ -177,7 +177,7 @@ def old_bytes() -> Tamper:
 
 
 async def not_applied(path: str, body: Json, forward: Forward) -> web.Response:
-    """The adapter is loaded and listed, and the base model generates."""
+    """Load and list the adapter, but generate with the base model."""
     if path == "/inference/v1/generate":
         return await forward({**body, "model": "policy"})
     return await forward(None)
@@ -230,7 +230,7 @@ class Run:
         """The metrics of each successful sync."""
 
     def step(self, version: int) -> str:
-        """Update the weights and sync them. Return the error that this raised, or ""."""
+        """Update the weights and sync them. Return the error, or "" if there is none."""
         if version:
             self.train()
         try:
@@ -240,7 +240,7 @@ class Run:
         return ""
 
     def push_base(self) -> None:
-        """Load the weights as they are, without a proof."""
+        """Load the current weights, without a proof."""
         self.sync.push(0, self.learner.policy, self.learner.policy.gather())
         self.sync.close()
 
@@ -249,7 +249,7 @@ class Run:
         update_policy(self.learner, self.batch, self.recipe)
 
     def publish(self, version: int) -> None:
-        """Sync the weights as they are. Raises SyncError."""
+        """Sync the current weights. Raises SyncError."""
         policy = self.learner.policy
         scores = self.canary.trainer_scores(policy)
         _, metrics = push_proven(self.sync, self.canary, version, policy, policy.gather(), scores)
@@ -273,7 +273,7 @@ class Run:
 
 
 def make_model(folder: Path) -> Path:
-    """Create a Qwen3 of three million parameters, with weights of the size that pretrained models have."""
+    """Create a Qwen3 of three million parameters, with weights of the magnitude of pretrained models."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,

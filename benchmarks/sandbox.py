@@ -1,4 +1,4 @@
-"""The speed of sandboxes: a warm cell of the code interpreter, 16 fresh sandboxes, and a program in a fresh sandbox.
+"""The speed of sandboxes: a warm cell of the code interpreter, 16 new sandboxes, and a program in a new sandbox.
 
 A warm cell is `CodeInterpreter.python` on a variable, in a sandbox that has run cells before. 16 sandboxes start
 together, and are ready when each has executed a cell. A program is `run_script` of one line, run in sequence, and

@@ -2,20 +2,20 @@
 
 The worker is the real one (`agentfactory.rollout.workers.rollout_worker`), started as trainer rank 0 starts it: it
 renders, requests turns, runs a tool, saves and delivers groups of 8. Its server is a stub in another process that
-answers each request at once with the same 64 tokens, a tool call. Each answer of the tool is another text, so nothing
+answers each request immediately with the same 64 tokens, a tool call. Each tool result is a different text, so nothing
 is rendered from a cache. A chain has 30 turns and ends with 16 thousand tokens.
 
-- ms per turn: CPU time of the worker's process by its turns, from the first request to the last delivered group.
+- ms per turn: CPU time of the worker's process per turn, from the first request to the last delivered group.
 - four workers share 1,024 chains (--quick: 512), for correctness and balance: each turn is requested and delivered
   once.
-- lag: by how much a sleep of 10 ms in the worker's event loop takes longer, from the first call to the last.
-- ms per turn by tokenizing: the same, divided by the time that `tokenizers` takes for the new text of a turn, which
-  tells how fast the machine is. A worker that encodes with it cannot come below 1; ours encodes with `fastokens`.
+- lag: the delay of a sleep of 10 ms in the worker's event loop, from the first call to the last.
+- ms per turn by tokenizing: the same, divided by the time that `tokenizers` takes for the new text of a turn, a measure
+  of the machine's speed. A worker that encodes with it cannot get below 1; ours encodes with `fastokens`.
 - delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and
   the time that the viewer takes for the page of one of its chains (page).
 
 `--before COMMIT` also runs that commit's worker, with 256 chains, in this run. The last line is JSON.
-`chains_4096_vs_1024` is the CPU time of 4,096 chains by 4 times that of 1,024 (--quick: of 256 and 128).
+`chains_4096_vs_1024` is the CPU time of 4,096 chains divided by 4 times that of 1,024 (--quick: of 256 and 128).
 
     python benchmarks/scale.py [--quick] [--before COMMIT]
 """
@@ -37,7 +37,7 @@ from typing import Any
 GROUP, TURNS, SAMPLED, ANSWER_WORDS, OPENING_WORDS = 8, 30, 64, 450, 400
 WORDS = 4000
 PAGES_WORDS = 500_000
-"""Words of all pages: each answer is a piece of them that begins elsewhere."""
+"""Words of all pages: each tool result is a piece of them with another start."""
 METRICS = "".join(
     f"vllm:{name} 0\n"
     for name in (
@@ -51,11 +51,11 @@ METRICS = "".join(
 )
 """The load that the stub reports."""
 BATCHES = 16
-"""Batches into which the groups are delivered, so that rank 0 need not hold them all."""
+"""Number of batches in which the groups are delivered, so that rank 0 need not hold them all."""
 
 
 def words(seed: int) -> list[str]:
-    """Return made words, each of which is a token."""
+    """Return generated words, each of which is a token."""
     draw = random.Random(seed)
     syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "ai", "en", "or")]
     return sorted({"".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(3 * WORDS)})[:WORDS]
@@ -183,12 +183,12 @@ async def serve_stub(folder: Path) -> None:
 
 @dataclass
 class Run:
-    """What `workers` took together for `chains`."""
+    """The cost of `chains` on all `workers` together."""
 
     chains: int
     workers: int
     balance: float
-    """CPU time of the busiest worker by the mean."""
+    """CPU time of the busiest worker divided by the mean."""
     ms_per_turn: float
     lag_p99_ms: float
     bytes_per_turn: float
@@ -269,8 +269,8 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
 
 
 def delivery() -> dict[str, float]:
-    """Return the milliseconds for which a group of 8 x 16 thousand tokens blocks the worker and rank 0, and those of
-    the viewer's page of one of its chains."""
+    """Return the milliseconds for which a group of 8 x 16 thousand tokens blocks the worker and rank 0, and the
+    milliseconds of the viewer's page of one of its chains."""
     from agentfactory.launching.run_folder import RunFolder
     from agentfactory.rollout.groups.group_files import append_group, decode_group
     from agentfactory.rollout.token_row import Row, Span
@@ -333,7 +333,7 @@ def tokenizing() -> float:
 
 
 def measure(chains: int, code: Path, workers: int = 1) -> Run:
-    """Run workers of the checkout `code`, with a stub of their own."""
+    """Run workers of the checkout `code`, with a separate stub."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

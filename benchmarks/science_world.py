@@ -1,12 +1,12 @@
-"""ScienceWorld with 32 chains at once: actions per second, memory per chain, and the published package beside it.
+"""ScienceWorld with 32 concurrent chains: actions per second and memory per chain, compared with the published package.
 
 Each chain is served as in training: the environment in the worker's process, through a chain's session, with eight
 chains per Java process. The chains begin at the same time, each with one of eight tasks, and follow its gold path as
-fast as they can. Before that one chain does so alone, and the published package plays the same games by `env.step`.
+fast as they can. Before that, one chain does so alone, and the published package plays the same games by `env.step`.
 
-The last line is JSON: `actions_per_second` with all chains at once, `p50_action_ms` and `p95_action_ms` of theirs,
-`p50_begin_ms` (to load a scene), `mb_per_chain` (the Java processes' resident memory), `p50_action_alone_ms`,
-`published_p50_action_ms`, and `speedup`, the ratio of these two.
+The last line is JSON: with all chains, `actions_per_second`, `p50_action_ms`, `p95_action_ms`, `p50_begin_ms` (to load
+a scene) and `mb_per_chain` (the Java processes' resident memory); `p50_action_alone_ms`, `published_p50_action_ms`, and
+`speedup`, the ratio of these two.
 
     python benchmarks/science_world.py [--quick]
 """
@@ -58,7 +58,7 @@ def play_published() -> tuple[dict[str, list[str]], float]:
 
 
 async def measure(chains: int, paths: dict[str, list[str]]) -> dict[str, float]:
-    """Play `chains` games at once and return the figures."""
+    """Play `chains` concurrent games and return the figures."""
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"world": {"module": "scienceworld"}}})
     async with open_toolset(recipe, Path.cwd()) as toolset:
         tasks = [TASKS[number % len(TASKS)] for number in range(chains)]
@@ -80,7 +80,7 @@ async def measure(chains: int, paths: dict[str, list[str]]) -> dict[str, float]:
 
 
 async def play(toolset: Toolset, key: str, task: str, path: Sequence[str]) -> tuple[float, list[float]]:
-    """Follow a path in a chain; return the seconds until it began, and those of each action."""
+    """Follow a path in a chain; return the seconds until it began, and the seconds of each action."""
     started = time.perf_counter()
     async with toolset.chain(key, {"task": task, "variation": 0}) as session:
         began, taken = time.perf_counter() - started, []

@@ -1,16 +1,16 @@
-"""Screens with 16 chains at once: a page opened, a click, a screenshot and memory, and plain Playwright beside it.
+"""Screens with 16 concurrent chains: opening a page, a click, a screenshot and memory, compared with plain Playwright.
 
 Each chain is served as in training: the environment in the worker's process, through a chain's session; all chains
-share a Chromium. A chain opens a page of 320 x 240, clicks ten times beside everything, and looks ten times; each
-returns a screenshot. The chains do so at the same time, and one chain does alone, each after a round that is not
-counted: a chain on a page of ours loads it into the tab of a chain that has ended. Plain Playwright does the same with
-the same Chromium as it starts it: a context and a tab for each chain, the same page from its file, a click and a
+share a Chromium. A chain opens a page of 320 x 240, clicks ten times on an empty place, and looks ten times; each
+returns a screenshot. The chains do so at the same time, and then one chain alone, each after a warm-up round, because a
+chain loads one of our pages into the tab of a chain that has ended. Plain Playwright does the same with the same
+Chromium and its default start: a context and a tab for each chain, the same page from its file, a click and a
 screenshot.
 
 The last line is JSON: `p50_reset_ms`, `p95_reset_ms`, `p50_click_ms`, `p95_click_ms` (with its screenshot),
-`p50_screenshot_ms`, `p95_screenshot_ms` with all chains at once, `mb_per_chain` (what each of them adds to the memory
-of Chromium and its driver, as proportional set size, PSS); the same of Playwright (`playwright_...`), the p50 of one
-chain alone (`..._alone_ms`), and the ratios of Playwright's to ours, with all chains (`reset_speedup`,
+`p50_screenshot_ms`, `p95_screenshot_ms` with all chains, `mb_per_chain` (the memory that each adds to Chromium and its
+driver, as proportional set size, PSS); the same for Playwright (`playwright_...`), the p50 of one chain alone
+(`..._alone_ms`), and the ratios of Playwright's to ours, with all chains (`reset_speedup`,
 `click_speedup`) and alone (`reset_speedup_alone`, `click_speedup_alone`).
 
     python benchmarks/screens.py [--quick]
@@ -38,13 +38,13 @@ from agentfactory.worlds.screens.sites import PAGES
 
 PAGE, WIDTH, HEIGHT = "click_button", 320, 240
 BESIDE = (2, 2)
-"""A place without any element."""
+"""A point without any element."""
 ACTIONS = 10
 
 
 @dataclass
 class Taken:
-    """Seconds that each reset, click and screenshot took."""
+    """The seconds of each reset, click and screenshot."""
 
     reset: list[float] = field(default_factory=list)
     click: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Taken:
 Action = Callable[[], Awaitable[Any]]
 Actions = tuple[Action, Action]
 Open = Callable[[int], AbstractAsyncContextManager[Actions]]
-"""Opens the page of a seed; what it yields clicks beside everything and looks, and only looks."""
+"""Opens the page of a seed; yields two actions: a click on an empty place with a screenshot, and a screenshot alone."""
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ async def measure_playwright(chains: int, rounds: int) -> dict[str, float]:
 
 
 async def measure(opened: Open, chains: int, rounds: int) -> dict[str, float]:
-    """Play chains, one alone and then all at once; return the figures."""
+    """Play one chain alone, then all concurrently; return the figures."""
     await play(opened, 1, Taken())  # starts Chromium
     idle, alone, taken, memory = memory_mb(), Taken(), Taken(), []
     await play(opened, chains, Taken())
@@ -153,7 +153,7 @@ async def play(opened: Open, chains: int, taken: Taken) -> float:
 
 
 async def act(click: Action, look: Action, taken: Taken) -> None:
-    """Click and look by turns."""
+    """Alternate clicks and screenshots."""
     for _ in range(ACTIONS):
         with timed(taken.click):
             await click()
@@ -163,7 +163,7 @@ async def act(click: Action, look: Action, taken: Taken) -> None:
 
 @contextmanager
 def timed(seconds: list[float]) -> Iterator[None]:
-    """Append how long it takes."""
+    """Append the seconds of the context."""
     started = time.perf_counter()
     yield
     seconds.append(time.perf_counter() - started)

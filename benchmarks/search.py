@@ -1,19 +1,20 @@
-"""Search on this machine: building an index of a million short passages, querying it, and its quality beside bm25s.
+"""Local search: building an index of a million short passages, querying it, and its quality compared with bm25s.
 
 The passages are made up from a seed: about 40 words each, half of them English function words, half inflected forms of
 made-up stems whose frequencies follow Zipf's law. They are read from a file, as `agentfactory index build` does. A
-query asks for one passage by function words and four of its words, half of which are inflected in another way. A
-passage is found if it is among the three best (recall@3). bm25s (k1 = 1.2, b = .75, its English stop words, PyStemmer's
-English stemmer) indexes the same passages in memory, and answers the same queries.
+query consists of function words and four words of one passage, half of them inflected differently. A passage is found
+if it is among the three best (recall@3). bm25s (k1 = 1.2, b = .75, its English stop words, PyStemmer's English stemmer)
+indexes the same passages in memory, and answers the same queries.
 
 - build: `build_index`, with the reading of the file.
-- queries: 64 chains search at once, each again as soon as it has its answer, through the source that all chains of a
-  process share, without its memory of earlier searches. A single chain's queries are printed, too.
+- queries: 64 chains search concurrently, each again as soon as it has its result, through the source that all chains of
+  a process share, without its cache of earlier searches. A single chain's queries are printed, too.
 - hostile queries: operators, brackets, quotes, other scripts, control characters, lone surrogates, 10,000 characters;
   an exception ends the benchmark.
 
 The last line is JSON: `passages_per_second`, `p50_ms` and `p95_ms` of a query from 64 chains, `bytes_per_passage` on
-disk, `recall_vs_bm25s` (recall@3 over that of bm25s), `recall` and `recall_bm25s`, `hostile_queries` answered.
+disk, `recall_vs_bm25s` (recall@3 over that of bm25s), `recall` and `recall_bm25s`, the number of answered
+`hostile_queries`.
 
     python benchmarks/search.py [--quick]
 """
@@ -67,7 +68,7 @@ HOSTILE = (
 
 @dataclass
 class Made:
-    """Passages in a file, and queries with the number of the passage that each asks for."""
+    """Passages in a file, and queries with the number of the passage that each should find."""
 
     file: Path
     queries: list[str]
@@ -75,7 +76,7 @@ class Made:
 
 
 def make(folder: Path, passages: int, queries: int) -> Made:
-    """Make passages and queries from a seed."""
+    """Generate passages and queries from a seed."""
     rng = np.random.default_rng(1)  # the cut for common words was chosen with another seed
     syllables = [f"{a}{b}" for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "al", "or", "em")]
     stems = np.array(["".join(rng.choice(syllables, size=2 + number % 3)) + "t" for number in range(STEMS)])
@@ -102,7 +103,7 @@ def make(folder: Path, passages: int, queries: int) -> Made:
 
 
 def _query(rng: np.random.Generator, stems: np.ndarray, chosen: np.ndarray, endings: np.ndarray) -> str:
-    """Ask for a passage by four of its words."""
+    """Make a query from four words of a passage."""
     words = []
     for place in rng.choice(len(chosen), size=4, replace=False):
         ending = endings[place] if rng.random() < 0.5 else rng.integers(len(ENDINGS))
@@ -130,7 +131,7 @@ def recall_of_bm25s(made: Made) -> float:
 
 
 async def query_times(index: LocalIndex, queries: list[str], chains: int) -> list[float]:
-    """Return the seconds of each query, of chains that search at once."""
+    """Return the seconds of each query, of chains that search concurrently."""
     source, seconds = IndexSource(index), []
 
     async def chain(number: int) -> None:
@@ -144,7 +145,7 @@ async def query_times(index: LocalIndex, queries: list[str], chains: int) -> lis
 
 
 def hostile_query(rng: random.Random, words: list[str]) -> str:
-    """Make a query of the kind that breaks parsers, around some of `words`."""
+    """Make a query that might break parsers, around some of `words`."""
     parts = rng.choices(HOSTILE, k=rng.randint(0, 12)) + rng.choices(words, k=rng.randint(0, 4))
     parts += [chr(rng.randrange(0x110000)) for _ in range(rng.randint(0, 6))]
     rng.shuffle(parts)
@@ -158,7 +159,7 @@ def _milliseconds(seconds: list[float]) -> tuple[float, float]:
 
 
 def measure(folder: Path, passages: int, queries: int, hostile: int) -> dict[str, float]:
-    """Print all results, and return those of the last line."""
+    """Print all results, and return the figures of the last line."""
     made = make(folder, passages, queries)
     start = time.perf_counter()
     build_index(Corpus(str(made.file)), folder / "index")

@@ -1,8 +1,8 @@
-"""Counts the settings of a recipe: `python benchmarks/settings.py`.
+"""Count the settings of a recipe: `python benchmarks/settings.py`.
 
-A setting is a field that is no section. A section that stands at two places, as `data` and `eval.data` do, counts once.
-Apart from them, the fields of typed `options`, of which a recipe has those of what it chooses; a field that several
-choices share counts once. The last line is JSON.
+A setting is a field that is not a section. A section that occurs twice, such as `data` and `eval.data`, counts once.
+The fields of typed `options`, which depend on a recipe's choices, are counted separately; a field that several choices
+share counts once. The last line is JSON.
 """
 
 import json
@@ -55,7 +55,7 @@ def _declaring(section: type[BaseModel], name: str) -> type[BaseModel]:
 
 
 def _used() -> set[str]:
-    """Return the fields that a recipe that comes with AgentFactory sets, without the names of servers and numbers."""
+    """Return the fields that the bundled recipes set, without the names of servers and numbers."""
 
     def paths(data: Any, path: str) -> Iterator[str]:
         if isinstance(data, dict):

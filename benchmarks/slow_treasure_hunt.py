@@ -1,4 +1,4 @@
-"""The quickstart's environment with slow tools: their time is log-normal, and sometimes many times as long."""
+"""The quickstart's environment with slow tools: their latency is log-normal, and sometimes many times as long."""
 
 import asyncio
 import random

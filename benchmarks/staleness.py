@@ -1,4 +1,4 @@
-"""Compare training ahead with training in step: success after 50 steps by staleness, algorithm and seed.
+"""Compare off-policy with on-policy training: success after 50 steps by staleness, algorithm and seed.
 
 The task is the quickstart's. Its moves take a log-normal time (median 0.03 s, sigma 0.5; 2 % of them take ten times as
 long), so that chains of a group end at different times and long ones are overtaken. All runs begin with the warm start
@@ -49,7 +49,7 @@ class Run:
 
 
 def prepare(folder: Path, threads: int, steps: int) -> dict[str, Path]:
-    """Create the warm start and the recipes, by algorithm (`ppo`; `grpo` stands for all others)."""
+    """Create the warm start and the recipes, by algorithm (`ppo`; `grpo` is for all others)."""
     warm = folder / "warm"
     train_once(threads, warm, QUICKSTART / "sft.yaml")
     model = only_checkpoint(warm)
@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=["grpo"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each with its share of the cores")
-    parser.add_argument("--output", type=Path, help="where the runs are kept; a temporary folder by default")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent runs, each with its share of the cores")
+    parser.add_argument("--output", type=Path, help="folder of the runs; default: a temporary one")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     options = parser.parse_intermixed_args()
     if options.quick:

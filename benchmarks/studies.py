@@ -1,14 +1,14 @@
-"""Compare settings over seeds on small worlds: turns of a chain, algorithms, and credit by state.
+"""Compare settings over seeds on small worlds: number of turns, algorithms, and credit by state.
 
     python benchmarks/studies.py STUDY... [--worlds hunt ...] [--seeds 0 1 2] [--jobs 1] [--output FOLDER]
         [--curves FOLDER] [--quick]
 
 `turns` gives chains 4 and 8 turns; `algorithms` trains by PPO, REINFORCE++, GRPO and RLOO; `gigpo` compares credit by
 state with GRPO. All runs of a world begin with the same warm start (the first stage of its recipe, seed 0), and train
-its second stage with a learning rate that falls over the last 15 steps. Success is the training chains' in each step,
-and on held-out tasks, sampled, before and after. `--curves` draws a picture for each study and world: lines are means
-over seeds of success, averaged over 5 steps, and bands reach from the lowest to the highest seed. The last line is
-JSON: each setting's success on held-out tasks after training, mean over seeds.
+its second stage with a learning rate that falls over the last 15 steps. Success is measured on the training chains of
+each step, and on held-out tasks, sampled, before and after. `--curves` draws a picture for each study and world: lines
+are the means over seeds of the success averaged over 5 steps, and bands reach from the lowest to the highest seed. The
+last line is JSON: each setting's success on held-out tasks after training, mean over seeds.
 
 Runs that already exist in `--output` are not repeated, so you can interrupt, continue and extend a study.
 """
@@ -37,14 +37,14 @@ WORLDS = {
 }
 DECAY_STEPS = 15
 SMOOTHED = 5
-"""Steps of which a point of a curve is the mean."""
+"""Number of steps averaged in a point of a curve."""
 LEARNED = 0.8
-"""A run has learned at the first step whose curve is at least so high."""
+"""A run has learned at the first step whose curve reaches this value."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting to be compared: its name, and what it changes in a world's recipe."""
+    """A compared setting: its name, and its overrides of a world's recipe."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ STUDIES: dict[str, dict[str, tuple[Setting, ...]]] = {
     "algorithms": {"hunt": ALGORITHMS, "two_hop": ALGORITHMS},
     "gigpo": {"hunt": (GRPO, GIGPO), "webshop": (GRPO, GIGPO)},
 }
-"""Study -> world -> the settings that are compared."""
+"""Study -> world -> compared settings."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Result:
 
 
 def prepared_overrides(recipe: Path, prepared: Path) -> Iterator[str]:
-    """Yield overrides that replace `${prepared}` in a recipe by a folder that exists."""
+    """Yield overrides that replace `${prepared}` in a recipe by an existing folder."""
 
     def replaced(value: Any, path: str) -> Iterator[str]:
         if isinstance(value, dict):
@@ -112,7 +112,7 @@ def prepared_overrides(recipe: Path, prepared: Path) -> Iterator[str]:
 
 
 def warm_up(world: str, folder: Path, threads: int) -> Path:
-    """Train the first stage of a world unless that exists, and return the folder of the run."""
+    """Train the first stage of a world unless it exists, and return the folder of the run."""
     warm = folder / f"{world}-warm"
     train_once(threads, warm, WORLDS[world] / "sft.yaml", "seed=0")
     return warm
@@ -127,7 +127,7 @@ def train(run: Run, folder: Path, threads: int, steps: int | None) -> Result:
         settings += ["train.schedule=wsd", f"train.decay_steps={DECAY_STEPS}"]
     else:
         settings += ["train.schedule=constant", f"train.steps={steps}", "eval.data.limit=100"]
-    # a short run is never taken for a whole one
+    # a short run must not be mistaken for a whole one
     output = folder / (run.name if steps is None else f"{run.name}-quick")
     summary = train_once(threads, output, recipe, *settings, *run.setting.overrides)
     success = [step["success"] for step in read_steps(output)]
@@ -177,9 +177,9 @@ def main() -> None:
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"some of {', '.join(STUDIES)}; all by default")
     parser.add_argument("--worlds", nargs="+", choices=list(WORLDS), default=list(WORLDS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each with its share of the cores")
-    parser.add_argument("--output", type=Path, help="where the runs are kept; a temporary folder by default")
-    parser.add_argument("--curves", type=Path, help="where the pictures are written; none by default")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs, each with its share of the cores")
+    parser.add_argument("--output", type=Path, help="folder of the runs; default: a temporary one")
+    parser.add_argument("--curves", type=Path, help="folder of the pictures; default: none")
     parser.add_argument("--quick", action="store_true", help="one seed of 3 steps, in the first world of each study")
     options = parser.parse_args()
     studies = options.studies or list(STUDIES)

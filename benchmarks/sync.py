@@ -1,13 +1,13 @@
-"""The cost of a weight sync: full weights pushed into a server and proven, beside a plain copy of the same bytes.
+"""The cost of a weight sync: full weights pushed into a server and proven, compared with a plain copy of the bytes.
 
-A random model of each size is served by the embedded engine on the CPU, in a process of its own. Every weight changes,
-then its version is pushed by `file` and by `ipc`; between the pushes, a plain copy brings the same bytes into another
-process by the same means (a file that it reads; a block of shared memory that it copies from), with no server and no
-proof. The first round is not counted, since the trainer does not know the server's layouts yet. The proof is the time
-that the trainer waits for it after the transfer; the server generates meanwhile. It generates nothing from /pause to
-/resume. All results are the shortest of the rounds.
+A random model of each size is served by the embedded engine on the CPU, in a separate process. Every weight changes,
+then the version is pushed by `file` and by `ipc`. Between the pushes, a plain copy brings the same bytes into another
+process by the same means (a file that it reads; a block of shared memory that it copies from), without server and
+proof. The first round is not counted, since the trainer does not know the server's layouts yet. The proof's time is the
+trainer's wait for it after the transfer; the server generates meanwhile. It generates nothing from /pause to /resume.
+All results are the shortest of the rounds.
 
-The last line is JSON, all of the largest size: `push_vs_copy` is the time of a push with its proof over that of the
+The last line is JSON, all for the largest size: `push_vs_copy` is the time of a push with its proof over that of the
 copy, for the backend where it is larger; `push_vs_copy_file` and `push_vs_copy_ipc` are each backend's, and
 `paused_vs_copy_*` compare the time without generation with the same copy.
 
@@ -71,7 +71,7 @@ def make_model(folder: Path, mebibytes: int) -> Path:
 
 
 def receive(model: str, pipe: Connection) -> None:
-    """Copy what is sent into weights of this process, message by message."""
+    """Copy the weights of each message into weights of this process."""
     state = load_file(model)
     state = {name: value.clone() for name, value in state.items()}
     blocks: dict[str, SharedMemory] = {}
@@ -106,7 +106,7 @@ class Copy:
         self.process.start()
 
     def tell(self, *message: object) -> None:
-        """Have the other process do something, and wait for it."""
+        """Send a message to the other process, and wait until it has handled it."""
         self.pipe.send(message)
         self.pipe.recv()
 
@@ -118,7 +118,7 @@ class Copy:
         file.unlink()
 
     def by_ipc(self, state: State) -> None:
-        """Write parts into shared memory; the other process copies each out of it."""
+        """Write parts into shared memory; the other process copies each from there."""
         capacity = min(sum(value.nbytes for value in state.values()), BLOCK_BYTES)
         with closing(Buffer(capacity, torch.device("cpu"))) as buffer:
             [(block, _)] = buffer.handles.values()
@@ -134,7 +134,7 @@ class Copy:
 
 
 def seconds_of(act: Callable[[], Any]) -> float:
-    """Return how long it takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
@@ -187,7 +187,7 @@ def measure(model: Path, folder: Path, url: str, rounds: int) -> dict[str, float
 
 
 async def main() -> None:
-    """Measure each size, with a server of its own."""
+    """Measure each size, with a separate server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models, fewer rounds: a minute")
     args = parser.parse_args()

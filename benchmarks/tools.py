@@ -7,16 +7,16 @@ one connection.
 - sdk: the SDK's `Client` and `MCPServer`, called as its documentation shows (text results, no structured copy; over
   HTTP stateless, with JSON answers, as ours are).
 - ours: the path of a chain's call: `ChainLimits.run` with all limits set and none reached, a chain's session, our
-  client, and the tool served by us. The results are far shorter than `result_tokens`, as most are; the time to count
-  the tokens of a result that may be longer is printed separately.
+  client, and the tool served by us. The results are far shorter than `result_tokens`, like most; the time to count the
+  tokens of a result that may exceed it is printed separately.
 - ours, their server: the same on our side, with the server of `sdk` at the other end; our side checks its arguments by
   JSON Schema.
 
-The sides take turns in one process, block by block, and each begins a third of the rounds. A result is the median over
-blocks of the seconds of a block divided by its calls. The last line is JSON with the worst cases over both servers and
-both numbers of concurrent calls. `in_process_added_ms` is the time per call that ours adds to the SDK's in process;
-`stdio_vs_sdk` and `http_vs_sdk` are the seconds of ours divided by those of the SDK, in the same round. In process a
-call of the SDK takes a ninth of a millisecond, so a ratio would say little.
+The sides alternate in one process, block by block, and each begins a third of the rounds. A result is the median over
+blocks of a block's seconds divided by its calls. The last line is JSON with the worst cases over both servers and both
+numbers of concurrent calls. `in_process_added_ms` is the time per call that ours adds to the SDK's in process;
+`stdio_vs_sdk` and `http_vs_sdk` are the seconds of ours divided by those of the SDK, in the same round. In process, a
+call of the SDK takes a ninth of a millisecond, so a ratio would be meaningless.
 
     taskset -c 2,3 python benchmarks/tools.py [--quick]
 """
@@ -79,7 +79,7 @@ Call = Callable[[int], Awaitable[str]]
 
 
 def every_limit() -> dict[str, Any]:
-    """Return a recipe's `limits:` with all limits set, and out of reach."""
+    """Return a recipe's `limits:` with all limits set, too high to be reached."""
     return {
         "calls_per_turn": 8,
         "calls": 10**9,
@@ -128,7 +128,7 @@ async def bare_sdk(target: Any) -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def our_side(folder: Path, **fields: Any) -> AsyncIterator[Call]:
-    """Open chains of a recipe; its `fields` say where the tool is served."""
+    """Open chains of a recipe whose `fields` define where the tool is served."""
     from agentfactory.tools.calls.limits import ChainLimits, Rates
     from agentfactory.tools.config import ToolsRecipe
     from agentfactory.tools.messages import ToolCall
@@ -218,7 +218,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def count_seconds() -> float:
-    """Return the seconds to count the tokens of a text as long as the results, for a limit that is not far above."""
+    """Return the seconds to count the tokens of a text as long as the results, for a limit that is not much higher."""
     cut, text = make_cut(), "a line of what was found\n" * 9
     assert cut(text, len(text)) is None
     started = time.perf_counter()
@@ -241,7 +241,7 @@ async def block_seconds(call: Call, calls: int, concurrency: int) -> float:
 
 
 async def measure(transport: str, folder: Path, blocks: int, calls: int) -> tuple[float, float]:
-    """Print one transport's results; return the most milliseconds that ours adds, and the highest ratio to the SDK."""
+    """Print one transport's results; return our maximum of added milliseconds, and the highest ratio to the SDK."""
     added, ratios = [], []
     async with sides(transport, folder) as opened:
         for concurrency in CONCURRENCY:
@@ -275,7 +275,7 @@ def main() -> None:
             blocks = 21 if options.quick else 90
             calls = 160 if transport == "in_process" else 64
             figures[transport] = asyncio.run(measure(transport, Path(folder), blocks, calls))
-    print(f"to count the tokens of such a result, where its length leaves it open: {1e3 * count_seconds():.3f} ms")
+    print(f"to count the tokens of a result whose length alone does not decide: {1e3 * count_seconds():.3f} ms")
     result = {
         "in_process_added_ms": figures["in_process"][0],
         "stdio_vs_sdk": figures["stdio"][1],

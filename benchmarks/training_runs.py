@@ -19,8 +19,8 @@ def agentfactory(threads: int, log: Path, *arguments: str) -> None:
 
 
 def train_once(threads: int, output: Path, recipe: Path, *overrides: str) -> dict[str, Any]:
-    """Train a recipe into the folder `output`, unless such a run is completed there; return its summary. Its log lies
-    beside the folder."""
+    """Train a recipe into the folder `output`, unless it has a completed run; return its summary. The log is beside the
+    folder."""
     summary = output / "summary.json"
     if not summary.exists() or read_json(summary)["status"] != "completed":
         log = output.with_name(f"{output.name}.log")
@@ -35,7 +35,7 @@ def read_steps(output: Path) -> list[dict[str, Any]]:
 
 
 def only_checkpoint(output: Path) -> Path:
-    """Return the checkpoint of a run that has one."""
+    """Return the only checkpoint of a run."""
     (checkpoint,) = (output / "checkpoints").iterdir()
     return checkpoint
 

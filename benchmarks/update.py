@@ -12,9 +12,9 @@ between them.
 
 - ours: `Learner.update` on `make_batches(..., "tree")` with the clipped loss of agentfactory.trainers.update.losses.
 - TRL: `GRPOTrainer.train` with its loop, accumulation, loss (dapo, which divides as we do) and optimiser; only the
-  generation is replaced by the given tokens. Micro-batches have 8 chains, padded as TRL does: all as wide as the
-  batch's longest prompt and completion. On a CPU its head scores every position; on a GPU, where Triton compacts
-  them, it would score only the completions.
+  generation is replaced by given tokens. Micro-batches have 8 chains, padded as TRL does: all as wide as the batch's
+  longest prompt and completion. On a CPU its head scores every position; on a GPU, where Triton compacts them, it would
+  score only the completions.
 
 The last line is JSON:
 
@@ -25,9 +25,9 @@ The last line is JSON:
   completions of 64.
 - `merged_turns_speedup`: the same for chains of 8 turns that were stored as one row per turn (a prompt of 256, each
   turn 48 sampled tokens and a result of 48); each row has the whole history and that turn.
-- `images_speedup`: the same for groups of 8 chains that see, on a generated Qwen3-VL (a frozen tower of 4 blocks): a
-  prompt of 304 tokens with an image of 448 x 448 (196 tokens), 48 sampled tokens, a crop of 128 x 128 of their own (16
-  tokens) and 48 sampled tokens.
+- `images_speedup`: the same for groups of 8 chains with images, on a generated Qwen3-VL (a frozen tower of 4 blocks): a
+  prompt of 304 tokens with an image of 448 x 448 (196 tokens), 48 sampled tokens, each chain's own crop of 128 x 128
+  (16 tokens) and 48 sampled tokens.
 
 Padded rows are those of `make_batches(..., "padded")`, which groups rows of similar length.
 
@@ -176,7 +176,7 @@ def seeing_chains(groups: int, vocabulary: int) -> list[dict[str, Any]]:
     rows = []
     for group in range(groups):
         picture, crop = ([vocabulary - 4] * (side // PATCH // 2) ** 2 for side in (448, 128))
-        # the last four ids stand for images and videos
+        # the last four ids are placeholders for images and videos
         prompt = [*_tokens(draw, vocabulary - 4, 152), *picture, *_tokens(draw, vocabulary - 4, 152)]
         for chain in range(GROUP):
             ids = prompt + _tokens(draw, vocabulary - 4, 48) + crop + _tokens(draw, vocabulary - 4, 48)
@@ -188,7 +188,7 @@ def seeing_chains(groups: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 def stored_images(folder: Path, images: list[tuple[int, int, int]]) -> tuple[Any, ...]:
-    """Make a row's images of noise, store them, and return where they are in the row."""
+    """Make a row's images of noise, store them, and return their positions in the row."""
     from PIL import Image
 
     from agentfactory.rollout.images.store import ImageStore
@@ -216,7 +216,7 @@ def trl_width(rows: list[dict[str, Any]]) -> int:
 
 
 class Meter:
-    """Measures the CPU seconds and peak memory of this process."""
+    """A meter of this process's CPU seconds and peak memory."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -389,7 +389,7 @@ def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Stop the benchmark if the two did not compute the same update."""
     for name in ("loss", "grad_norm"):
         if not math.isclose(one[name], other[name], rel_tol=1e-4):
-            raise SystemExit(f"{name} is {one[name]} here and {other[name]} there: not the same update")
+            raise SystemExit(f"{name} differs: {one[name]} and {other[name]}; the two did not compute the same update")
         print(f"  {name} {one[name]:.6f}, {other[name]:.6f}", flush=True)
 
 

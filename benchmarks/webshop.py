@@ -1,12 +1,12 @@
-"""WebShop with a thousand chains at once in one process: memory per chain, and the time of a click.
+"""WebShop with a thousand concurrent chains in one process: memory per chain, and the time of a click.
 
 Each chain is served as in training: the environment in the worker's process, through a chain's session, which checks
 arguments. All chains begin, and then search, look at products and click options at the same time, as fast as they can.
 The shop is our catalogue of 1,200 products.
 
-The last line is JSON: `kb_per_chain` (resident memory that a chain adds, with its session), `state_bytes` (what the
-environment itself remembers of a chain), `clicks_per_second`, `p95_click_ms` and `p95_search_ms` with all chains at
-once, and `p95_click_alone_ms` of one chain alone.
+The last line is JSON: `kb_per_chain` (resident memory that a chain adds, with its session), `state_bytes` (the
+environment's own state of a chain), `clicks_per_second`, `p95_click_ms` and `p95_search_ms` with all chains, and
+`p95_click_alone_ms` of one chain alone.
 
     python benchmarks/webshop.py [--quick]
 """
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 async def measure(chains: int, shop: Shop, cache: str) -> dict[str, float]:
-    """Run `chains` visits at once and return the figures."""
+    """Run `chains` concurrent visits and return the figures."""
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"shop": {"module": "webshop", "options": {"cache": cache}}}})
     async with open_toolset(recipe, Path.cwd()) as toolset, AsyncExitStack() as stack:
         alone = Visitor(await stack.enter_async_context(toolset.chain("alone", {"goal": 0})))
@@ -101,8 +101,8 @@ class Visitor:
 
 
 def state_bytes(shop: Shop, cache: str) -> float:
-    """Return the bytes of what an instance holds, without what another one holds, too, and without its goal, which the
-    shop remembers."""
+    """Return the bytes of an instance's own objects: without objects that another instance shares, and without its
+    goal, which the shop keeps."""
     one, other = WebShop(cache=cache), WebShop(cache=cache)
     for goal, environment in enumerate((one, other)):
         environment.reset(goal)
@@ -114,7 +114,7 @@ def state_bytes(shop: Shop, cache: str) -> float:
 
 
 def held(value: Any, shared: set[int]) -> Iterator[Any]:
-    """Yield `value` and the instances, dicts and texts that it refers to, each once."""
+    """Yield `value` and the instances, dicts and texts that it references, each once."""
     if id(value) in shared or isinstance(value, type) or callable(value):
         return
     shared.add(id(value))

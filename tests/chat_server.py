@@ -1,6 +1,6 @@
-"""A chat endpoint for tests: OpenAI's protocol over real HTTP, scripted, or on a server that takes token ids.
+"""A chat endpoint for tests: OpenAI's protocol over real HTTP, scripted, or backed by a server that takes token ids.
 
-It knows nothing of how AgentFactory asks: it takes what OpenAI's API takes, and refuses what that refuses.
+It is independent of AgentFactory's requests: it accepts and refuses the same requests as OpenAI's API.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.tools.messages import ToolSpec
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]]]]
-"""A request -> a choice with `usage` in it, or a status and a text, and headers where there are any."""
+"""A request -> a choice with `usage`, or a status, a text and optionally headers."""
 
 TEACHER = {"id": "teacher", "object": "model"}
 
@@ -32,7 +32,7 @@ _KNOWN = {
 
 
 def fault(body: dict[str, Any]) -> str | None:
-    """What OpenAI's API would refuse in a request."""
+    """The reason why OpenAI's API would refuse a request; None if it would not."""
     open_calls: list[str] = []
     for number, message in enumerate(body["messages"]):
         if unknown := set(message) - _KNOWN.get(message["role"], set()):
@@ -52,7 +52,7 @@ def fault(body: dict[str, Any]) -> str | None:
 
 
 class ChatServer:
-    """Its address, and the requests that it got."""
+    """A running endpoint: its address and its received requests."""
 
     def __init__(self, answer: Answer, key: str | None, models: list[Any]):
         self.url = ""
@@ -82,7 +82,7 @@ class ChatServer:
 
 @contextmanager
 def serve_chat(answer: Answer, key: str | None = None, models: Sequence[Any] = (TEACHER,)) -> Iterator[ChatServer]:
-    """Run the endpoint in a thread, for commands that are processes of their own."""
+    """Run the endpoint in a thread, for commands in other processes."""
     server = ChatServer(answer, key, [*models])
     loop = asyncio.new_event_loop()
     ready = threading.Event()

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates made on the spot for the renderer's tests."""
+"""Generated tokenizers and chat templates for the renderer's tests."""
 
 import re
 from functools import cache
@@ -99,4 +99,4 @@ REORDERS_KEYS = (
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 )
-"""Writes the keys of calls and arguments in the alphabet's order, not in the order that was sampled."""
+"""Writes the keys of calls and arguments in alphabetical order instead of the sampled order."""

@@ -1,4 +1,4 @@
-"""Chains of a command-line agent as it is, whose calls are scripted, and what is left of them."""
+"""Chains of an unmodified command-line agent with scripted calls, and checks for leftover processes."""
 
 import asyncio
 import json
@@ -41,8 +41,8 @@ def call(words: str, tool: str, **arguments: Any) -> str:
 async def play(
     folder: Path, config: AgentConfig, texts: list[str], marker: str, seconds: float, again: bool = False
 ) -> list[Trajectory]:
-    """Eight chains at once. The first turn is the first of `texts`, and the second one, after it, is the last; with
-    `again` every turn is the first. `marker` is in the task; it tells the processes of these chains from others."""
+    """Run eight concurrent chains. Their first turn is the first of `texts`, and the second turn is the last; with
+    `again` every turn is the first. `marker` is in the task; it identifies these chains' processes."""
     async with _chains(folder, config, texts, seconds) as chains:
         tokenizer, first = chains.tokenizer, texts[0].splitlines()[0]
         turns = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
@@ -74,6 +74,6 @@ def check_completed(played: list[Trajectory]) -> None:
 
 
 def left(marker: str) -> list[int]:
-    """Processes that still run with the marker that is in the task and in the command."""
+    """Ids of processes that still run with the marker from the task in their command lines."""
     found = psutil.process_iter(["cmdline"])
     return [process.pid for process in found if any(marker in part for part in process.info["cmdline"] or [])]

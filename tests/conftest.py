@@ -1,4 +1,4 @@
-"""What many tests start from: the quickstart, trained for a few steps by the user's own command, and a server on it."""
+"""Shared fixtures: the quickstart, trained for a few steps by the user's own command, and a server on it."""
 
 import gc
 import os
@@ -37,34 +37,34 @@ SLOW = (
     *("commands/test_eval.py", "trainers/test_nccl.py", "tools/test_mcp_client.py", "tools/test_third_party.py"),
     *("rollout/test_gateway_program.py", "trainers/test_sabotage.py", "tools/test_isolation.py", "test_agent.py"),
 )
-"""The files that take longest. They go first, so that parallel processes end together."""
+"""The slowest test files. They run first, so that parallel processes finish together."""
 
 TRAINED = "quickstart_run"
 """The fixture that trains the quickstart, once for all parallel processes."""
 
 
-# the same examples in every run: a rare failure must not stop those who changed something else. Others by
+# the same examples in every run, so that a rare failure does not block unrelated changes. For other examples:
 # `make test ARGS="--hypothesis-profile default"`
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has pytest-xdist hand out the files in our order; by itself it begins with those of many tests.
+    """Make pytest-xdist distribute files in our order; by default it begins with the files with the most tests.
 
-    A shell's background jobs ignore Ctrl-C, and what `nohup` starts ignores hang-ups: so do the tests, but by a
-    handler, which a child does not inherit.
+    A shell's background jobs ignore Ctrl-C, and `nohup` ignores hang-ups. The tests do the same by a handler, which
+    child processes do not inherit.
     """
     config.option.loadscopereorder = False
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-    # nothing that the tests' files define and import is garbage
+    # no garbage collection during imports: the test files' definitions and imports are no garbage
     gc.disable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Ends with what was skipped, how often, and how to get it."""
+    """Report the skipped tests: reasons, counts, and how to run them."""
     reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     if reasons:
         terminalreporter.section("not tested here")
@@ -75,11 +75,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files. A test that starts no process, by itself or by a fixture, is a unit test."""
     places = {REPOSITORY / "tests" / name: place for place, name in enumerate(SLOW)}
-    # files that need the quickstart come some places later, when it is trained
+    # files that need the quickstart come a few places later, when it is trained
     waiting = {item.path: 6 for item in items if TRAINED in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: places.get(item.path, len(SLOW)) + waiting.get(item.path, 0))
     for item in items:
-        # what has a target of its own (learn_*, vllm_*, wheel_*, gpu_*) runs whole commands
+        # files with their own make target (learn_*, vllm_*, wheel_*, gpu_*) run whole commands
         if PROCESSES & {*getattr(item, "fixturenames", ())} or not item.path.name.startswith("test_"):
             item.add_marker("processes")
         if not any(map(item.get_closest_marker, ("processes", "long"))):
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Begin to collect garbage, and leave out what stays for ever: that takes seconds each time."""
+    """Enable garbage collection, and freeze permanent objects, whose traversal would take seconds each time."""
     gc.freeze()
     gc.enable()
 
@@ -106,13 +106,13 @@ sys.addaudithook(_note_process)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """A test, with the fixtures that it is the first to ask for, begins."""
+    """Mark the start of a test, including the setup of fixtures that it uses first."""
     _started.clear()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fails a unit test that starts a process."""
+    """Fail a unit test that starts a process."""
     yield
     if _started and item.get_closest_marker("unit"):
         pytest.fail(f"starts a process, so it needs @pytest.mark.processes: {_started[0]}")
@@ -120,8 +120,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_command_here() -> Iterator[None]:
-    """Fails a test that runs a whole command in this process. A command ends all that its process has started, and so
-    it would end the servers of other tests: the fixture `agentfactory` gives it a process of its own."""
+    """Fail a test that runs a whole command in this process. A command ends all child processes, so it would end other
+    tests' servers; the fixture `agentfactory` runs it in a separate process."""
     enter, ours = Children.__enter__, os.getpid()
 
     def refuse(children: Children) -> Children:
@@ -135,14 +135,14 @@ def no_command_here() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def trained_ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Begin to train the quickstart if a test needs it, beside the tests that do not."""
+    """Start training the quickstart if any test needs it, in parallel with the tests that do not."""
     needed = any(TRAINED in getattr(item, "fixturenames", ()) for item in request.session.items)
     if not needed or os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
         yield
         return
     command = [sys.executable, "-m", "tests.trained_quickstart", str(shared_folder(tmp_path_factory))]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True) as training:
-        # it is no process of the first test
+        # it does not count as a process of the first test
         _started.clear()
         yield
         if training.poll() is None:
@@ -151,12 +151,12 @@ def trained_ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folder of a short quickstart: the model calls the tool, often well-formed, and has learned little else."""
+    """The run folder of a short quickstart: the model calls the tool, often correctly, and has learned little else."""
     return train_once(shared_folder(tmp_path_factory))
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The temporary folder that the parallel processes of a test run share."""
+    """The temporary folder shared by the parallel processes of a test run."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

@@ -1,6 +1,6 @@
-"""Our commands without the seconds of their imports: a process that has done them forks one for each.
+"""A fork server for our commands: a process that has already imported everything forks one process per command.
 
-Such a process runs the command's own `main`, with arguments, environment and output of its own, as `python -m` would.
+The forked process runs the command's `main` with its own arguments, environment and output, as `python -m` would.
 """
 
 import importlib
@@ -50,8 +50,8 @@ _context.set_forkserver_preload(IMPORTED)
 
 
 class Forked:
-    """A running command, much as subprocess.Popen: `log` gets what it prints, stderr goes there or to `errors`, `typed`
-    is its standard input, `open_files` bounds how many it may have open, and `environment` is beside ours."""
+    """A running command, similar to subprocess.Popen. `log` gets its output, stderr goes there or to `errors`, `typed`
+    is its standard input, `open_files` limits its open files, and `environment` is added to ours."""
 
     def __init__(
         self,
@@ -66,17 +66,17 @@ class Forked:
         self.log = log
         known = {**os.environ, **parent_watch.environment(), "OMP_NUM_THREADS": "1", **environment}
         command = (program, arguments, known, os.getcwd(), _PATH, (log, errors or log), typed, open_files)
-        # the server of forks, and not this process, is seen to start it
+        # audit hooks would see only the fork server start it, so report the start here
         sys.audit("subprocess.Popen", program, arguments)
         self._process = _context.Process(target=_run, args=command)
         self._process.start()
-        # of two threads that ask at a time, one would take the answer from the other
+        # without the lock, two concurrent threads could take each other's answers
         self._asking = threading.Lock()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal, and wait for the end that it brings: the exit status."""
+        """Send a signal, wait for the process to end, and return its exit status."""
         if self.is_running():
             # it may end in between
             with suppress(ProcessLookupError):
@@ -84,7 +84,7 @@ class Forked:
         return self.wait()
 
     def wait(self) -> int:
-        """The exit status, as of subprocess: less than 0 for a signal."""
+        """Return the exit status as subprocess does: negative for a signal."""
         while self.is_running():
             time.sleep(0.01)
         assert self._process.exitcode is not None
@@ -113,7 +113,7 @@ def _run(
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
-    # what the server of forks imports has chosen one already, by other variables
+    # the fork server's imports have already chosen one, from other variables
     tempfile.tempdir = None
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -139,13 +139,13 @@ def reserved_port() -> int:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         client.connect(listening.getsockname())
-        # who closes first waits
+        # the side that closes first enters TIME_WAIT
         listening.accept()[0].close()
         return listening.getsockname()[1]
 
 
 def start_ranks(program: str, *arguments: str, log: Path, strategy: str, count: int = 2) -> list[Forked]:
-    """Processes of a command on the CPU, with what accelerate's launcher gives each of them."""
+    """Start the ranks of a command on the CPU, with the environment that accelerate's launcher gives each."""
     given = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
@@ -160,7 +160,8 @@ def start_ranks(program: str, *arguments: str, log: Path, strategy: str, count: 
 
 
 def start_engine(model: Path, *flags: str, log: Path, **environment: str) -> tuple[Forked, str]:
-    """An embedded engine on `model` and, once it is ready, its address. The log may be that of an earlier one."""
+    """Start an embedded engine on `model`; return it with its address once it is ready. The log may be an earlier
+    engine's."""
     said = len(log.read_text()) if log.exists() else 0
     engine = Forked(ENGINE, str(model), "--port", "0", *flags, log=log, **environment)
     deadline = time.monotonic() + READY_WITHIN

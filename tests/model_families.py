@@ -1,4 +1,4 @@
-"""The model families whose chat templates the tests know, and a renderer for each; the product knows none by name."""
+"""Model families with their chat templates, and a renderer for each; the product itself knows none by name."""
 
 import re
 from dataclasses import dataclass
@@ -29,15 +29,15 @@ _HY3 = ("think", "tool_calls", "tool_call", "arg_key", "arg_value")
 
 @dataclass(frozen=True)
 class Family:
-    """A template, as `trl:NAME` of TRL's package or a file of ours, and the format that it has to be recognised as."""
+    """A template (`trl:NAME` from TRL's package, or our own file), and the format that must be detected for it."""
 
     models: str
     template: str
     parser: str
     tokens: tuple[str, ...] = ()
-    """Tokens of the tokenizer that the template does not spell out."""
+    """Tokens of the tokenizer that do not appear in the template."""
     odd: str = ""
-    """Why only the first turn of its conversations can be read back."""
+    """The reason why only the first turn of its conversations can be parsed back."""
 
     @property
     def source(self) -> str:
@@ -105,11 +105,11 @@ FAMILIES = [
 REFUSED = {
     "Gemma 3": ("trl:gemma3", "ignores `tools`"),
 }
-"""Families whose templates have no calls in any form: a text format is what remains."""
+"""Families whose templates support no tool calls, so only a text format remains."""
 
 
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the template's tokens; those of calls and of reasoning are not special."""
+    """A byte-level tokenizer with the template's tokens; the tokens of calls and reasoning are not special."""
     source = family.source
     found = dict.fromkeys([*SPECIAL.findall(source), *_SPECIAL.findall(source), *family.tokens, "<s>", "</s>"])
     calls = [token for token in found if any(part in token for part in _OF_CALLS)]
@@ -123,7 +123,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
 
 @cache
 def renderer_of(family: Family, **options: Any) -> TemplateRenderer:
-    """The renderer that a run would have, without being told the format; the same for all tests."""
+    """The renderer that a run would use, with a detected format; shared by all tests."""
     return make_renderer(tokenizer_of(family), **options)
 
 

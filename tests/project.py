@@ -1,4 +1,4 @@
-"""Recipes on disk, and the command as a person runs it."""
+"""Recipes on disk, and the command as a user runs it."""
 
 import subprocess
 from collections.abc import Callable
@@ -53,7 +53,7 @@ train: {steps: 10, learning_rate: 1e-5}
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with `recipe.yaml` and all that it names; it is the current folder."""
+    """The current folder, with `recipe.yaml` and all the files that it names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     for name in ("tasks.jsonl", "heldout.jsonl"):
@@ -68,7 +68,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def agentfactory(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """Runs `agentfactory ARGUMENTS` in the current folder, as a process."""
+    """A function that runs `agentfactory ARGUMENTS` in the current folder, as a process."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         said = tmp_path_factory.mktemp("said")

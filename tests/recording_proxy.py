@@ -1,4 +1,4 @@
-"""A proxy before a real inference server that keeps every request and answer: what the server really received."""
+"""A proxy in front of a real inference server that records the requests that the server receives, and its answers."""
 
 import json
 from collections.abc import AsyncIterator
@@ -15,9 +15,9 @@ from agentfactory.rollout.inference.server_metrics import REPLICA_HEADER
 
 @dataclass
 class Recording:
-    """`exchanges` are pairs of a `/inference/v1/generate` request and its answer, in the order of the answers.
+    """A proxy's records. `exchanges` are pairs of a `/inference/v1/generate` request and its answer, in answer order.
 
-    While `fails_with` is a status, such requests are answered with it and go no further; `failures` counts them.
+    While `fails_with` is set to a status, the proxy answers such requests with it itself; `failures` counts them.
     """
 
     url: str = ""

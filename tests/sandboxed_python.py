@@ -1,4 +1,4 @@
-"""A Python that programs in the sandbox may run: root's sandboxes run as nobody, who may not read everything."""
+"""A Python that sandboxed programs can run: root's sandboxes run as nobody, which cannot read all files."""
 
 from pathlib import Path
 from types import ModuleType
@@ -9,8 +9,8 @@ from agentfactory.tools.sandbox.limits import sandbox_user
 
 
 def sandboxed_python(library: ModuleType, *arguments: str) -> dict[str, Any]:
-    """Fields of `rollout.agent` that run Python with `arguments`, which may import `library` and what is installed
-    beside it."""
+    """Fields of `rollout.agent` that run Python with `arguments`; it can import `library` and the packages installed
+    next to it."""
     assert library.__file__ is not None
     packages = str(Path(library.__file__).parents[1])
     python = str(find_interpreter(sandbox_user()).executable)

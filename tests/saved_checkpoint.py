@@ -1,4 +1,4 @@
-"""A checkpoint of a learner, written at once, and the state in one, whoever wrote it."""
+"""Helpers to write a learner's checkpoint synchronously, and to read the state of any checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def save_checkpoint(
 
 
 def training_state(checkpoint: Path) -> dict[str, Any]:
-    """Whole tensors and settings by their keys; the random states are those of all ranks."""
+    """Full tensors and settings by key, with the random states of all ranks."""
     reader = StateReader(checkpoint / TRAINING_STATE)
     state: dict[str, Any] = {}
     for key, entry in reader.read_metadata().state_dict_metadata.items():

@@ -1,4 +1,4 @@
-"""Files of groups, as they are written now and as version 0.1 wrote them."""
+"""Group files in the current format and in version 0.1's."""
 
 import json
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from agentfactory.rollout.trajectory import Group
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """Write a file of groups in place of the one that is there."""
+    """Write a group file, replacing an existing one."""
     delete_groups(path)
     path.touch()
     for group in groups:
@@ -20,7 +20,7 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
 
 
 def old_line(group: Group) -> str:
-    """The line of a group as version 0.1 wrote it, with everything in JSON."""
+    """A group's line in version 0.1's format, with everything in JSON."""
     return json.dumps(asdict(group), ensure_ascii=False, default=_numbers)
 
 

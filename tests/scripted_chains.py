@@ -1,4 +1,4 @@
-"""Chains whose turns a test writes: the whole runner on a scripted server, with a tokenizer made on the spot."""
+"""Chains with scripted turns: the whole runner on a scripted server, with a generated tokenizer."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -51,17 +51,17 @@ class Scripted:
     tokenizer: PreTrainedTokenizerFast
 
     async def run(self, **task: Any) -> Trajectory:
-        """One chain on `task`."""
+        """Run one chain on `task`."""
         sampling = Sampling("policy", 1.0, seed="s")
         return await self.runner.run("c0", {"question": "go", **task}, sampling, self.runner.setup.config.scored)
 
     def sent(self) -> list[str]:
-        """The prompts that the server got, as text."""
+        """The server's received prompts, as text."""
         return [self.tokenizer.decode(request["token_ids"]) for request in self.server.requests]
 
     def check(self, *trajectories: Trajectory, dropped: int = 0) -> None:
-        """Assert that the rows' sampled tokens are what the server sampled after exactly what stands before them, and
-        that all but `dropped` of its answers stand in some row."""
+        """Assert that the server sampled the rows' sampled tokens in exactly the rows' contexts, and that all but
+        `dropped` of its answers are in some row."""
         answers = defaultdict(list)
         for request, sampled in zip(self.server.requests, self.server.responses, strict=True):
             answers[tuple(request["token_ids"])].append(sampled)
@@ -91,9 +91,9 @@ async def scripted_chains(
     renderer: TemplateRenderer | None = None,
     **fields: Any,
 ) -> AsyncIterator[Scripted]:
-    """The n-th request is answered by the n-th of `texts` and the end of the turn, as far as its limit of tokens goes.
+    """Answer the n-th request by the n-th of `texts` and the end of the turn, truncated at the request's token limit.
 
-    The tool `note` is there, and the reward is the number of turns; `fields` are recipe sections.
+    There is a tool `note`, and the reward is the number of turns; `fields` are recipe sections.
     """
 
     def script(prompt: list[int]) -> list[int]:

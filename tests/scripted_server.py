@@ -1,4 +1,4 @@
-"""An inference server whose completions are written by a test: real HTTP, vLLM's routes, no model behind it."""
+"""An inference server with completions scripted by a test: real HTTP, vLLM's routes, no model."""
 
 import asyncio
 import time
@@ -20,8 +20,8 @@ Server = TypeVar("Server", bound="ScriptedServer")
 
 @dataclass
 class ScriptedServer:
-    """`script` answers each prompt; `requests`, `responses` and `held` keep what passed, and how long it was here.
-    Times are in seconds. With `decode`, which gives the text of ids, it stops at the stop strings of a request."""
+    """A server that answers each prompt by `script`. `requests`, `responses` and `held` record the traffic and each
+    request's duration in seconds. With `decode`, from ids to text, it honours a request's stop strings."""
 
     script: Script
     delay: float = 0.0
@@ -71,7 +71,7 @@ async def serve_script(
     kind: Callable[..., Server] = ScriptedServer,
     **settings: Any,
 ) -> AsyncIterator[Server]:
-    """Run a server of `kind`, which gets `settings` too, on a free loopback port."""
+    """Run a server of class `kind` with the additional `settings` on a free loopback port."""
     server = kind(script, delay, decode, **settings)
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/inference/v1/generate", server.generate), web.get("/openapi.json", server.describe)])

@@ -1,5 +1,4 @@
-"""Chains of a model that sees: the whole runner on a server that expands images as vLLM does, with turns written by a
-test."""
+"""Chains of a vision model with scripted turns: the whole runner on a server that expands image tokens as vLLM does."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -52,7 +51,7 @@ def picture(draw, width, height):
 
 
 class Seeing:
-    """A runner, the servers behind it, and what they got."""
+    """A runner, its servers, and their received requests."""
 
     def __init__(self, runner: ChainRunner, renderer: TemplateRenderer, servers: list[SeeingServer]) -> None:
         self.runner, self.renderer, self.servers = runner, renderer, servers
@@ -62,8 +61,8 @@ class Seeing:
         return await self.runner.run(name, taken, Sampling("policy", 1.0, seed=name), frozenset())
 
     def check(self, *chains: Trajectory) -> None:
-        """Assert that each sampled turn stands in a row right after the ids in which a server read its request, and
-        that the images there are those that it was sent."""
+        """Assert that each sampled turn follows, in its row, exactly the ids to which the server expanded its request,
+        and that the row's images are those in the request."""
         vision = self.renderer.images.vision
         answered = [pair for s in self.servers for pair in zip(s.prompts, s.responses, strict=True)]
         for row in (row for chain in chains for row in chain.rows):
@@ -91,8 +90,8 @@ async def seeing(
     kind: Any = SeeingServer,
     **fields: Any,
 ) -> AsyncIterator[Seeing]:
-    """The n-th request is answered by the n-th of `texts`, or by what they make of its prompt; `fields` are recipe
-    sections."""
+    """Answer the n-th request by the n-th of `texts`, or by the result of calling `texts` on its prompt; `fields` are
+    recipe sections."""
     (folder / "looking.py").write_text(TOOLS)
     sections: dict[str, Any] = {"model": {"path": path}, "tools": ["looking.py:look", "looking.py:broken"]}
     recipe = RolloutRecipe.model_validate({**sections, **fields})

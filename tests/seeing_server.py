@@ -1,4 +1,4 @@
-"""A scripted server that takes images as vLLM does: it expands their tokens, and knows those that it was sent."""
+"""A scripted server that accepts images as vLLM does: it expands their tokens, and caches the images that it gets."""
 
 import json
 from base64 import b64decode
@@ -15,8 +15,8 @@ from tests.scripted_server import Script, ScriptedServer, serve_script
 
 @dataclass
 class SeeingServer(ScriptedServer):
-    """`images` are those that it knows, by uuid; `prompts` are the expanded ids of each answered request, and `sent`
-    the bytes of images that came."""
+    """A scripted server with images. `images` are the cached ones by uuid, `prompts` the expanded ids of each answered
+    request, and `sent` the received bytes of images."""
 
     vision: Vision | None = None
     images: dict[str, Image.Image] = field(default_factory=dict)

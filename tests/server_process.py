@@ -1,4 +1,4 @@
-"""Inference servers for tests: the engine's own command from a recipe, started, awaited and ended."""
+"""Inference servers for tests: start the engine's own command from a recipe, wait for it, and end it."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from agentfactory.tools.processes import parent_watch
 from tests.forked import start_engine
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
-"""A Python that has vLLM: `make test-vllm` names it."""
+"""A Python that has vLLM, set by `make test-vllm`."""
 
 EMBEDDED = "agentfactory.rollout.inference.embedded"
 _START_SECONDS = 300.0
@@ -44,8 +44,8 @@ def only_loopback(pid: int) -> bool:
 
 @contextmanager
 def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = None) -> Iterator[str]:
-    """The address of a server that `recipe` describes; its log is `folder`/server.log. An embedded engine is forked,
-    which spares the seconds of its imports."""
+    """Run the server that `recipe` describes, with its log in `folder`/server.log; yield its address. An embedded
+    engine is forked, to save the seconds of its imports."""
     command = serving.server_command(RolloutRecipe.model_validate(recipe), weight_transfer=weight_transfer)
     log = folder / "server.log"
     if EMBEDDED in command:
@@ -72,13 +72,13 @@ def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = No
         server.terminate()
         try:
             server.wait(10)
-        except subprocess.TimeoutExpired:  # vLLM waits for requests that a pause holds
+        except subprocess.TimeoutExpired:  # vLLM waits for requests held by a pause
             server.kill()
             server.wait()
 
 
 async def busy(url: str, running: int = 1, api_key_env: str | None = None) -> None:
-    """Waits until a server decodes so many requests."""
+    """Wait until a server is decoding `running` requests."""
     async with InferenceClient(url, api_key_env) as client, asyncio.timeout(30):
         while (await client.load()).running < running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

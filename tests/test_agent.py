@@ -1,4 +1,4 @@
-"""`Agent` in scripts: a real embedded server behind it, which is there already or is started and ended with it."""
+"""`Agent` in scripts, on a real embedded server that is already running, or is started and ended with it."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)
 
 @pytest.fixture(autouse=True)
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that are killed leave their logs."""
+    """Put the logs that killed servers leave behind into a temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
@@ -47,7 +47,7 @@ def task(quickstart_run: Path) -> dict[str, Any]:
 
 
 async def test_an_address_tools_and_a_reward_are_enough(warm_server: str, task: dict[str, Any]) -> None:
-    """With the quickstart's model, on its own task: the engine that training uses."""
+    """With the quickstart's model on its own task, on the engine used for training."""
 
     @reward
     def turns(trajectory: Trajectory, bonus: float) -> dict[str, float]:
@@ -108,7 +108,7 @@ async def test_hooks_of_a_subclass_are_used(warm_server: str) -> None:
 async def test_it_opens_by_itself_and_again_after_it_was_closed(warm_server: str) -> None:
     agent = Agent(warm_server, rollout={"max_tokens": 5})
     for _ in range(2):
-        # each from a task of its own, as the cells of a notebook are
+        # each in a separate task, like the cells of a notebook
         results = await asyncio.gather(*(asyncio.create_task(agent.run("go", max_turns=1)) for _ in range(2)))
         assert len({t.id for result in results for t in result.trajectories}) == 2
         await asyncio.create_task(agent.close())
@@ -178,10 +178,10 @@ async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_
         await Agent(warm_server).run("go", num_chains=0)
     with pytest.raises(ValueError, match="has none called 'best'; it has policy"):
         await Agent(warm_server, weights="best").run("go")
-    with pytest.raises(ChildFailed, match="the model is neither a folder here nor"):
+    with pytest.raises(ChildFailed, match="the model is no local folder, and cannot be fetched"):
         await Agent(tmp_path / "none", engine="embedded").run("go")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(RunFolderError, match=r"an adapter for .*gone, which is not there; fix: move"):
+    with pytest.raises(RunFolderError, match=r"an adapter for .*gone, which does not exist; fix: move"):
         await Agent(tmp_path, engine="embedded").run("go")
 
     @reward

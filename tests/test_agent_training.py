@@ -1,5 +1,5 @@
-"""A custom agent, a forced beginning and shortened contexts through the whole command: what is trained is what was
-sampled, whatever stands between."""
+"""A custom agent, a forced prefix and shortened contexts through the whole command: trained tokens are exactly the
+sampled ones."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
-"""Generation ahead of training, through the real worker, engine and trainer: how old trained tokens are, and whether
-each was sampled by the weights that its span names."""
+"""Off-policy generation ahead of training, with the real worker, engine and trainer: staleness of trained tokens, and
+agreement of each span's tokens with the weights that it names."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def server(warm_start: Path) -> Iterator[str]:
 
 @dataclass
 class Played:
-    """What went through a run: the groups of each batch, the weights of each version, and what was logged."""
+    """A run's record: the groups of each batch, the weights of each version, and the logged metrics."""
 
     recipe: TrainRecipe
     folder: Path
@@ -85,18 +85,18 @@ class Played:
 
     @property
     def busy(self) -> Path:
-        """A file that is there while the trainer is at work, from a batch to its update."""
+        """A file that exists while the trainer is busy, from a batch to its update."""
         return self.folder / "busy"
 
     def rows(self) -> Iterator[tuple[int, Row]]:
-        """The version that trained a row, and the row."""
+        """Each row, with the version that trained it."""
         for version, batch in enumerate(self.batches):
             for trajectory in (trajectory for group in batch for trajectory in group.trajectories):
                 yield from ((version, row) for row in trajectory.rows)
 
     def gaps(self, mixed: bool = False) -> Iterator[tuple[int, float]]:
-        """Versions in a row up to a span, and how far the span's log-probabilities are from those that transformers
-        gives its tokens with the weights that it names."""
+        """For each span: the number of versions in its row so far, and the distance of its log-probabilities from
+        transformers' with the weights that it names."""
         policy = load_policy(self.recipe)
         for label, version in self.labels.items():
             set_weights(policy, self.weights[version])
@@ -109,7 +109,7 @@ class Played:
 
 
 def set_weights(policy: Policy, state: dict[str, Tensor]) -> None:
-    """Puts what `policy.gather()` gave back into place."""
+    """Load the weights returned by `policy.gather()` into the policy."""
     with torch.no_grad():
         for name, value in policy.gather().items():
             value.copy_(state[name])
@@ -123,7 +123,7 @@ def scored(policy: Policy, row: Row, start: int, end: int) -> Tensor:
 
 
 class RecordingSync:
-    """A backend, and the weights that went through it."""
+    """A sync backend that records the weights sent through it."""
 
     def __init__(self, sync: WeightSync, played: Played):
         self.sync, self.played = sync, played
@@ -142,7 +142,7 @@ class RecordingSync:
 
 
 class RecordingSource:
-    """A worker, and the batches that came from it."""
+    """A worker that records the batches that it delivers."""
 
     def __init__(self, worker: RolloutWorkers, played: Played):
         self.worker, self.played = worker, played
@@ -168,7 +168,7 @@ def play(
     steps: int = STEPS,
     **rollout: Any,
 ) -> Played:
-    """A short training run on slow tools. The recipe understates what the server decodes at a time."""
+    """Run a short training on slow tools. The recipe understates the server's concurrent decodes."""
     folder.mkdir()
     rows = [json.loads(line) for line in tasks.read_text().splitlines()[:40]]
     more = {"latency": latency, "busy": str(folder / "busy")}
@@ -249,7 +249,7 @@ def test_nothing_older_than_the_bound_is_trained(
     assert max(ages) <= k
     assert max(ages) >= min(k, 2), "generation does run ahead"
     assert max(step["staleness/max"] for step in played.steps) == max(ages)
-    # whatever was trained had been saved, and was acknowledged once
+    # each trained group had been saved, and was acknowledged once
     files = sorted(played.folder.glob("train*.jsonl"))
     assert len(files) == workers
     saved = {group.id: group for file in files for group in read_groups(file)}
@@ -260,7 +260,7 @@ def test_nothing_older_than_the_bound_is_trained(
         chains = {chain.id: chain for chain in saved[group.id].trajectories}
         assert all(chains[chain.id] == chain for chain in group.trajectories)
         assert len(group.trajectories) == 4 or len({chain.reward for chain in group.trajectories}) > 1
-    # and every token was sampled by the weights that its span names, also after a switch
+    # and every token was sampled by the weights that its span names, including after a weight switch
     gaps = list(played.gaps())
     assert max(gap for _, gap in gaps) <= 1e-4
     if k:
@@ -287,7 +287,7 @@ def test_the_number_of_chains_follows_the_servers_load(
     server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
     tasks = quickstart_run / "prepared" / "train.jsonl"
-    # most chains are in tools, so that no request waits however busy this machine is
+    # most chains are in tools, so no request waits, however busy this machine is
     slow = {**LATENCY, "median": 0.25, "sigma": 0.1}
     play(server, warm_start, tasks, tmp_path / "auto", latency=slow, steps=3, max_staleness=1, concurrency="auto")
     changes = re.findall(r"(\d+) chains may be alive, after (\d+)", (tmp_path / "auto" / "worker.log").read_text())

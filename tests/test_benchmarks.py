@@ -1,4 +1,4 @@
-"""Each of benchmarks/ runs, and its last line is its ratios. How good they are is not judged here."""
+"""Each script in benchmarks/ runs, and its last line has its ratios, whose values are not checked here."""
 
 import json
 import math

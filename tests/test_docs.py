@@ -1,5 +1,5 @@
-"""docs/ and README.md: the site builds and asks nothing of the network, the made pages are up to date, every metric of
-a run is described, and what is shown as code, recipe, command or message is what works."""
+"""docs/ and README.md: the site builds and needs no network, generated pages are up to date, every metric of a run is
+described, and all shown code, recipes, commands and messages work."""
 
 import ast
 import importlib
@@ -67,7 +67,7 @@ RUN_ELSEWHERE = {
     "rewards.md": "tests/rollout/test_reward_library.py",
     "tools.md": "tests/tools/test_tools_page.py",
 }
-"""Pages whose Python is run by tests of their own."""
+"""Pages whose Python code has separate tests."""
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -111,7 +111,7 @@ def test_the_site_has_every_page_and_asks_nothing_of_the_network(site: Path) -> 
         assert not re.search(r"url\(\s*[\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style.name
 
 
-# the made pages
+# the generated pages
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -149,7 +149,7 @@ def test_the_recipe_reference_has_every_field_with_its_type_and_default() -> Non
 
 
 def described_by(name: str) -> Metric | None:
-    """The entry of the tables that is about `name` itself, and not about anything that anybody may log."""
+    """The tables' entry for `name` itself, not a placeholder for arbitrary logged names."""
     inside = re.fullmatch(r"(trajectory|eval|rollout)/(?:(?:sampled|greedy)/)?(.+)", name)
     table = [metric for metric in METRICS if metric.name != "eval/<metric>"]
     if inside is not None:
@@ -186,7 +186,7 @@ def test_every_figure_of_an_evaluation_is_described() -> None:
     names = [f"eval/{name}" for name in Evaluation(means, {"sampled": found}, Counter(), 8).figures()]
     assert {"eval/sampled/pass@4", "eval/sampled/avg@4/low", "eval/sampled/source/films/pass@2/high"} <= set(names)
     for name in names:
-        # of the parts by source, the figure is described by itself
+        # a figure split by source is described by the figure itself
         assert described_by(re.sub(r"/source/[^/]+/", "/", name)), name
     assert described_by("eval/sampled/source/films/success")
 
@@ -218,7 +218,7 @@ def test_python_is_run_by_some_test() -> None:
 
 @pytest.mark.parametrize("page", [page for page in by_page("python") if page.values[0].name not in RUN_ELSEWHERE])
 def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that begin with `# FILE.py` are written there and imported, and what is a test in them runs."""
+    """Write blocks that begin with `# FILE.py` to that file, import them, and run their tests."""
     monkeypatch.syspath_prepend(tmp_path)
     files = []
     for block in blocks(page, "python"):
@@ -236,7 +236,7 @@ def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("page", by_page("yaml"))
 def test_recipes(page: Path, tmp_path: Path) -> None:
-    """Each is a part of a recipe (or of an entry of `mcp_servers`), with the fields that there are."""
+    """Each is part of a recipe (or of an `mcp_servers` entry), with existing fields only."""
     for block in blocks(page, "yaml"):
         file = tmp_path / "recipe.yaml"
         file.write_text(block)
@@ -259,7 +259,7 @@ def test_json(page: Path) -> None:
 
 @pytest.mark.parametrize("page", by_page("bash", "sh", ""))
 def test_commands(page: Path) -> None:
-    """Each can be given: commands and options of ours are known, recipes, scripts and targets of ours exist."""
+    """Each is valid: our commands and options are known, and our recipes, scripts and targets exist."""
     lines = [line for block in blocks(page, "bash", "sh", "") for line in block.replace("\\\n", " ").splitlines()]
     makefile = (REPOSITORY / "Makefile").read_text()
     for line in lines:
@@ -280,7 +280,7 @@ def test_commands(page: Path) -> None:
 
 
 def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands, targets, files and links that stand in a line of text."""
+    """Commands, targets, files and links within lines of text."""
     makefile = (REPOSITORY / "Makefile").read_text()
     commands, targets, files = set(), set(), set()
     for page in [*SHOWN, REPOSITORY / "CONTRIBUTING.md"]:
@@ -324,7 +324,7 @@ def test_every_picture_is_shown() -> None:
 def test_the_recipe_to_begin_with_fits_a_workstation(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Qwen2.5-3B on a GPU of 24 GB, by the plan."""
+    """By the memory plan, Qwen2.5-3B fits on a GPU with 24 GB."""
     monkeypatch.chdir(tmp_path)
     shown = yaml.safe_load(next(block for block in blocks(REPOSITORY / page, "yaml") if "Qwen2.5-3B" in block))
     without_tools = {key: value for key, value in shown.items() if key not in ("tools", "mcp_servers", "server")}
@@ -389,7 +389,7 @@ LEAST: dict[str, Any] = {"name": "test", "output": Path("nowhere"), "train": {"s
 
 @cache
 def literals() -> str:
-    """Every text that the packages' code can say, with `...` where something is filled in."""
+    """All messages in the packages' code, with `...` in place of inserted values."""
     texts = []
     for package in ("agentfactory", "rollout", "tools", "trainers"):
         for file in (REPOSITORY / package).rglob("*.py"):
@@ -413,7 +413,7 @@ def test_the_messages_of_troubleshooting_are_said(
         pattern = re.escape(line).replace(r"\.\.\.", ".*")
         if not any(re.match(pattern, text, re.DOTALL) for text in said):
             unheard.append(line)
-    # what needs a server, a GPU's memory or a strange tokenizer is said by code that other tests run
+    # messages that need a server, a GPU's memory or an unusual tokenizer are provoked by other tests
     for line in unheard:
         pieces = [piece.strip(" ,;:") for piece in line.split("...") if len(piece) > 8]
         assert pieces, line
@@ -423,14 +423,14 @@ def test_the_messages_of_troubleshooting_are_said(
 
 
 def dying_steps() -> list[dict[str, Any]]:
-    """A run whose format is lost from its 16th step on."""
+    """A run that loses its output format from step 16 on."""
     figures = {"grad_norm": 0.1, "groups/equal_rewards": 0.0, "success": 0.5, "turns": 5.0}
     lost = {"mismatch/kl": 0.2, "trajectory/tool_errors/malformed_call": 3.0}
     return [{"step": n, **figures, "mismatch/kl": 0.001, **(lost if n > 15 else {})} for n in range(1, 20)]
 
 
 def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What is said where these failures happen."""
+    """The messages of these failures."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "2 + 2"}\n')
     (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2"}\n')
@@ -472,7 +472,7 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def refused_placement() -> SettingError:
-    """A recipe that is too large for one GPU, by 4 GiB of activations at a budget of 8,192 tokens."""
+    """The error for a recipe that exceeds one GPU by 4 GiB of activations at a budget of 8,192 tokens."""
 
     def estimate(asked: Recipe, device: str, memory: int | None) -> Need:
         activations = asked.train.token_budget * GIB // 1024

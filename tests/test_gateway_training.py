@@ -1,5 +1,5 @@
-"""Agents with a loop of their own through the whole command: what is trained is what was sampled, whatever they do to
-their histories."""
+"""Agents with their own loop through the whole command: trained tokens are exactly the sampled ones, whatever the
+agents do to their histories."""
 
 import json
 import socket
@@ -117,7 +117,7 @@ def length(prediction, trajectory):
 def train(
     folder: Path, recipe: dict[str, Any], expected: frozenset[Outcome] | set[Outcome] = frozenset()
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The steps of a run, and its chains."""
+    """Train; return the run's steps and chains."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "output": str(folder / "run")}))
     subprocess.run([sys.executable, "-m", "agentfactory", "train", str(folder / "recipe.yaml")], check=True)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -153,7 +153,7 @@ def test_a_function_that_forgets(warm_start: Path, quickstart_run: Path, tmp_pat
     assert forgetful
     for chain in chains:
         assert len(chain.rows) == 1 + (chain.turns > 3)
-        # the turns that it kept come back without the first one
+        # the kept turns are sent back without the first one
         assert chain.metrics["gateway/spliced_turns"] == 2 * (chain.turns > 3)
 
 
@@ -191,7 +191,7 @@ def test_a_program_elsewhere_trains_and_a_chain_that_it_keeps_too_long_is_droppe
         finally:
             program.terminate()
     assert len(steps) == 5
-    # tokens of older weights differ as far as these have changed; those of the same weights do not
+    # tokens of older weights differ by the change of weights; tokens of the same weights do not differ
     assert all(step.get("mismatch/age/0", 0.0) < 1e-5 for step in steps)
     assert "mismatch/age/0" in steps[0]
     assert {step["staleness/max"] for step in steps} == {0, 1}

@@ -1,7 +1,7 @@
-"""inspect-ai and lm-eval as they are, on a checkpoint behind `serve --chat`: their figures are those of `agentfactory
+"""Unmodified inspect-ai and lm-eval on a checkpoint behind `serve --chat`: their results equal those of `agentfactory
 eval`, to the token.
 
-`make test-harnesses` installs them into an environment of their own, because they do not share ours' versions.
+`make test-harnesses` installs them into a separate environment, because they need other versions of packages.
 """
 
 import json
@@ -75,7 +75,7 @@ LM_EVAL = {
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }
 Ids = dict[tuple[int, ...], tuple[int, ...]]
-"""Ids of a prompt -> the ids that were sampled after it."""
+"""Prompt ids -> the sampled ids."""
 
 
 def run(folder: Path, *command: str, **environment: str) -> None:
@@ -84,7 +84,7 @@ def run(folder: Path, *command: str, **environment: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that can do some of the sums, and a recipe that evaluates it."""
+    """A folder with a model that solves some of the sums, and a recipe that evaluates it."""
     folder = tmp_path_factory.mktemp("harnesses")
     talks = [
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in SUMS
@@ -138,7 +138,7 @@ def serving(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[tuple[float, Ids, dict[str, str]]]:
-    """The figure and the tokens of `agentfactory eval`, greedy, and where the same model is served to clients."""
+    """The score and tokens of a greedy `agentfactory eval`, and the environment for clients of the same model."""
     with serving(folder) as (url, environment):
         run(folder, sys.executable, "-m", "agentfactory", "eval", "recipe.yaml", "--url", url)
         figure = json.loads((folder / "run" / "eval" / "summary.json").read_text())["greedy/reward"]
@@ -191,7 +191,7 @@ def test_a_harness_gets_the_figure_of_eval_from_the_same_tokens(
     assert 0.0 < figure < 1.0
     assert found == pytest.approx(figure, abs=1e-9)
     turns: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()[before:]]
-    # before the samples, inspect-ai asks Responses once to say hello
+    # before the samples, inspect-ai sends one test request to the Responses API
     turns = [turn for turn in turns if turn["temperature"] == 0.0]
     assert {tuple(turn["prompt_ids"]): tuple(turn["token_ids"]) for turn in turns} == ids
     assert len(turns) == len(TASKS)

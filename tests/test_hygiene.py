@@ -1,4 +1,5 @@
-"""Whatever process of a run dies, nothing of ours is left, the last line says why, and the run folder is readable."""
+"""After the death of any process of a run, no process of ours is left, the last line says why, and the run folder is
+readable."""
 
 import json
 import os
@@ -19,7 +20,7 @@ from tests.conftest import QUICKSTART
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 GONE_WITHIN = 10.0
-"""Seconds after which no process of a broken run may be left."""
+"""Seconds after which no process of a broken run may remain."""
 
 MARKS = {
     "trainer": "-m agentfactory.train ",
@@ -27,11 +28,11 @@ MARKS = {
     "server": "agentfactory.rollout.inference.embedded",
     "tool server": "agentfactory.tools.serve",
 }
-"""Process -> what its command line has and no other's."""
+"""Process -> a text that only its command line contains."""
 
 
 class Run:
-    """A running `agentfactory train` and the processes that it has started."""
+    """A running `agentfactory train` and its child processes."""
 
     def __init__(self, process: subprocess.Popen[str], output: Path):
         self.process = process
@@ -51,7 +52,7 @@ class Run:
         return next(p for p in self.processes if MARKS[name] in " ".join(p.cmdline()))
 
     def left_after(self, seconds: float) -> list[str]:
-        """Command lines of what still runs then."""
+        """Command lines of the processes still running after `seconds`."""
         deadline = time.monotonic() + seconds
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
@@ -135,7 +136,7 @@ def logged(output: Path) -> list[int]:
 
 
 def check_folder(output: Path) -> None:
-    """Assert that what a broken run leaves can be read."""
+    """Assert that a broken run's folder can be read."""
     assert logged(output)
     assert len(list(read_groups(output / "trajectories"))) >= 4
     assert (output / "recipe.yaml").exists()
@@ -145,7 +146,7 @@ def check_folder(output: Path) -> None:
 def test_a_killed_run_goes_on_by_the_same_command_and_outlives_its_tool_server(
     tmp_path: Path, warm_start: Path, prepared: Path
 ) -> None:
-    """Of the first attempt the launcher is killed, of the second the tool server, for which no chain is blamed."""
+    """The first attempt's launcher is killed, then the second's tool server, for which no chain gets a bad reward."""
     with start_run(tmp_path, warm_start, prepared, steps=1000) as run:
         run.wait_for_steps(3)
         run.find("launcher").kill()
@@ -155,7 +156,7 @@ def test_a_killed_run_goes_on_by_the_same_command_and_outlives_its_tool_server(
     assert done >= 3
     steps = done + 20
     with start_run(tmp_path, warm_start, prepared, steps, "--resume") as run:
-        # as many are there once this attempt has trained one that the first had not
+        # this count is reached once this attempt has trained a step beyond the first attempt's
         run.wait_for_steps(done + 1)
         run.find("tool server").kill()
         said, _ = run.process.communicate()

@@ -1,7 +1,7 @@
-"""How rows are cut, ordered and shared out changes nothing: one SGD step at learning rate 1, by the user's command;
-where one process trains, by what that runs in it.
+"""Splitting, ordering and distributing rows changes nothing: one SGD step at learning rate 1, by the user's command, or
+for a single process by the code that the command runs in it.
 
-The rows were sampled by the model that is trained, in the quickstart's first step.
+The rows were sampled by the trained model itself, in the quickstart's first step.
 """
 
 import json
@@ -26,12 +26,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 TOLERANCE = 1e-5
 WHOLE, HALVES, SINGLES = 16384, 700, 1
-"""Token budgets: all rows in one micro-batch, in a few, each alone."""
+"""Token budgets: all rows in one micro-batch, in a few, or one row in each."""
 
 
 @pytest.fixture(scope="session")
 def ragged(quickstart_run: Path) -> list[Group]:
-    """Three groups of 5, 7 and 3 chains: 15 rows, which no two processes can share evenly."""
+    """Three groups of 5, 7 and 3 chains: 15 rows, which two processes cannot share evenly."""
     groups = list(read_groups(quickstart_run / "grpo" / "trajectories" / "train.jsonl"))[:8]
     varied = [group for group in groups if len({t.reward for t in group.trajectories}) > 2][:3]
     for group, size in zip(varied, (5, 7, 3), strict=True):
@@ -40,21 +40,21 @@ def ragged(quickstart_run: Path) -> list[Group]:
 
 
 class Trained:
-    """What one step leaves: the exported weights, the metrics, and what tokens were credited with."""
+    """The results of one step: exported weights, metrics, and the tokens' credit."""
 
     def __init__(self, output: Path):
         checkpoint = next((output / "checkpoints").iterdir())
         self.weights = load_file(checkpoint / "model.safetensors")
         self.metrics: dict[str, Any] = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
         self.credit: dict[str, list[dict[str, Any]]] = {}
-        """What credit.jsonl says of each chain."""
+        """Each chain's entry in credit.jsonl."""
         for line in (output / "trajectories" / "credit.jsonl").read_text().splitlines():
             self.credit |= json.loads(line)["chains"]
 
 
 def train(groups: list[Group], model: Path, output: Path, command: bool = False, **settings: Any) -> Trained:
-    """One step on saved groups; `settings` are fields of `train:`. `command` has `agentfactory train` do it also where
-    it starts nothing but train.py."""
+    """Run one step on saved groups; `settings` are fields of `train:`. `command` forces the use of `agentfactory train`
+    even if it would only start train.py."""
     saved = output.parent / f"{output.name}.jsonl"
     write_groups(saved, groups)
     recipe = {

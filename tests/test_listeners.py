@@ -1,6 +1,6 @@
-"""Every command that listens: on loopback only, with a key, for no other page in a browser, and with bounded bodies.
+"""Every listening command uses loopback only, requires a key, rejects other pages in a browser, and bounds bodies.
 
-Sockets are found by psutil in the whole tree of processes, not where the code says that they are.
+Sockets are found by psutil in the whole process tree, not taken from the code.
 """
 
 import base64
@@ -43,7 +43,7 @@ REFUSED = {401, 403, 421}
 
 @dataclass(frozen=True)
 class Listener:
-    """A command that listens for HTTP. `route` reads or changes its state; `arguments` get an empty folder."""
+    """A command that listens for HTTP. `route` reads or changes its state; `arguments` is given an empty folder."""
 
     arguments: Callable[[Path], list[str]]
     route: str
@@ -64,14 +64,14 @@ LISTENERS = {
 
 
 def status_of(url: str, route: str, **headers: str) -> int:
-    """The status of a POST with these headers."""
+    """Return the status of a POST with these headers."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
     connection.request("POST", route, "{}", {"Content-Type": "application/json", **headers})
     return connection.getresponse().status
 
 
 def endless_header(url: str, pid: int) -> float:
-    """By how many MiB a header without end makes the process grow."""
+    """Return the MiB by which an endless header makes the process grow."""
     parts, before, grown = urlsplit(url), psutil.Process(pid).memory_info().rss, 0
     with socket.create_connection((parts.hostname, parts.port or 80), 10) as client, suppress(ConnectionError):
         client.sendall(f"GET / HTTP/1.1\r\nHost: {parts.netloc}\r\n".encode())
@@ -82,7 +82,7 @@ def endless_header(url: str, pid: int) -> float:
 
 
 def flooded(url: str, route: str, pid: int, headers: dict[str, str]) -> tuple[int, float]:
-    """The answer to a body without end, and by how many MiB it made the process grow."""
+    """Return the status of an endless body, and the MiB by which it made the process grow."""
     parts, before = urlsplit(url), psutil.Process(pid).memory_info().rss
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = f"POST {route} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n{lines}"
@@ -112,7 +112,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str
 
 
 def refuses_quietly(url: str, route: str, log: Path) -> None:
-    """Whoever has no key keeps no connection, and what is no HTTP fills no log."""
+    """Assert that clients without the key keep no connection, and that non-HTTP data does not fill the log."""
     before = log.stat().st_size
     parts = urlsplit(url)
     head = f"POST {route} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
@@ -134,7 +134,7 @@ def test_a_server_answers_its_own_user_only(served: tuple[str, Listener, int], t
     ours = key_header(url)
     assert status_of(url, route, **ours) not in REFUSED
     if listener.in_browser:
-        # from a page of another site, which has come by the key, or under a name of its own for this address
+        # from another site's page that has obtained the key, or by DNS rebinding
         for foreign in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
             assert status_of(url, route, **foreign) == 403, foreign
         for wrong in (
@@ -174,7 +174,7 @@ def test_idle_connections_leave_a_server_the_files_that_it_needs(
         wait_for(lambda: listening(process.pid))
         for _ in range(150):
             idle.append(socket.create_connection((parts.hostname, parts.port or 80), 10))
-        # half of 200 are let in, and the others are closed at once
+        # half of 200 are accepted, and the others are closed immediately
         wait_for(lambda: sum(map(_is_closed, idle)) == 50)
         assert psutil.Process(process.pid).num_fds() < 170
         for client in idle:
@@ -205,7 +205,7 @@ def _answers(url: str, route: str) -> bool:
 
 
 def test_a_connection_without_a_request_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it sends a header byte by byte, before or after a request."""
+    """Even if it sends a header byte by byte, before or after a request."""
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.5)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Thread(target=_serve, args=(listener,), daemon=True)
@@ -248,7 +248,7 @@ def test_an_inference_server_answers_its_own_user_only(warm_server: str) -> None
 
 @pytest.mark.extended
 def test_what_a_model_is_chatted_with_answers_its_own_user_only(warm_start: Path, tmp_path: Path) -> None:
-    """Its keys and bounds are the gateway's."""
+    """It uses the gateway's keys and bounds."""
     recipe, log = tmp_path / "recipe.yaml", tmp_path / "log"
     model = {"path": str(warm_start), "dtype": "float32"}
     server = {"engine": "embedded", "max_model_len": 256}
@@ -265,7 +265,7 @@ def test_what_a_model_is_chatted_with_answers_its_own_user_only(warm_start: Path
 
 
 async def test_the_gateway_listens_on_loopback() -> None:
-    """Its keys and bounds: tests/rollout/test_gateway_hostile.py."""
+    """For its keys and bounds see tests/rollout/test_gateway_hostile.py."""
     before = listening(os.getpid())
     async with Gateway() as gateway:
         (address,) = [each for each in listening(os.getpid()) if each not in before]
@@ -287,7 +287,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 def test_ranks_of_one_machine_listen_on_loopback(
     recipe: tuple[str, Path], launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a launcher's name, their store is a file; without, a port of loopback."""
+    """With the launcher's rendezvous name their store is a file; without it, a loopback port."""
     strategy, file = recipe
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -333,7 +333,7 @@ def main() -> int:
     launcher = [each.laddr for each in psutil.Process(os.getppid()).net_connections("inet")]
     names = {"rank": "RANK", "port": "MASTER_PORT", "gloo": "GLOO_SOCKET_IFNAME"}
     line = {"at": at, "launcher": launcher, **{name: os.environ[variable] for name, variable in names.items()}}
-    # whole lines: both ranks write at once
+    # whole lines, because both ranks write at the same time
     os.write(1, f"{json.dumps(line)}\n".encode())
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
-"""mini-swe-agent, a command-line agent, as it is: its commands run, and nothing of it is left.
+"""mini-swe-agent, an unmodified command-line agent: its commands run, and none of its processes is left.
 
-`make test-agents` installs it into an environment of its own, because it does not share ours' versions.
+`make test-agents` installs it into a separate environment, because it needs other versions of packages.
 """
 
 import os
@@ -31,7 +31,7 @@ ENV = {
 
 
 def mini(folder: Path) -> AgentConfig:
-    """In the sandbox, unless its Python is in root's own home."""
+    """The agent's settings; it runs in the sandbox unless its Python is in root's own home."""
     options = ["-y", "--exit-immediately", "-m", "openai/policy", "-c", "mini.yaml", "-o", "${chain}/log.json"]
     config = AgentConfig(command=[MINI, *options, "-t", "${task.question}"], options={"env": ENV})
     try:

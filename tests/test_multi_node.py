@@ -1,6 +1,6 @@
-"""Several machines: the SLURM script, with every machine on this one: what SLURM would start are real processes.
+"""Multi-node training: the SLURM script with all machines simulated on this one by real processes.
 
-Each machine has a loopback address of its own, and there is one process of two trainers on each. NCCL is untested here.
+Each machine has its own loopback address, and each of the two trainer machines runs one process. NCCL is not tested.
 """
 
 import json
@@ -86,7 +86,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 def test_two_machines_train_against_the_server_of_a_third(
     cluster: dict[str, str], quickstart_run: Path, warm_start: Path, tmp_path: Path
 ) -> None:
-    """Until SLURM says that the job's time is up: then the step is finished, and a checkpoint written."""
+    """When SLURM signals the end of the job's time, the step is finished and a checkpoint is written."""
     overrides = [
         f"model.path={warm_start}",
         f"data.path={quickstart_run}/prepared/train.jsonl",
@@ -115,7 +115,7 @@ def test_two_machines_train_against_the_server_of_a_third(
     steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
     assert len(steps) == summary["steps"] >= 2
     for line in steps:
-        # the server that sampled has the weights of all shares
+        # the sampling server has the weights of all shards
         assert line["mismatch/max"] <= 1e-4
     # the signal came within the last step, or before it: then its weights are left to the next attempt
     assert all(line["sync/bytes"] > 0 for line in steps[:-1])

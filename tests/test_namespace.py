@@ -1,4 +1,4 @@
-"""All code is `agentfactory.*`, also where strings name it: in commands, registries, entry points and pages."""
+"""All code is in `agentfactory.*`, including names in strings: commands, registries, entry points and pages."""
 
 import ast
 import re
@@ -21,9 +21,9 @@ OTHERS = {
     "tests/test_namespace.py",
     "tests/test_users_project.py",
 }
-"""What speaks of old names, or of a user's packages of these names."""
+"""Files that mention old names, or a user's packages with these names."""
 FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum", "rollout.workers"}
-"""Fields of a recipe that are called as modules are."""
+"""Recipe fields with the same names as modules."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -39,7 +39,7 @@ def test_the_names_at_the_root_are_links_that_hide_no_users_package(name: str) -
     link = REPOSITORY / name
     assert link.is_symlink()
     assert link.readlink() == Path("agentfactory", name)
-    # Python prefers a package anywhere on its path to a folder without this file
+    # Python prefers any package on its path to a folder without this file
     assert not (link / "__init__.py").exists()
 
 
@@ -64,7 +64,7 @@ def test_every_module_that_a_string_names_is_there() -> None:
             *packages, last = dotted.removeprefix(".").split(".")
             folder = REPOSITORY.joinpath("agentfactory", *packages)
             known = (folder / last).is_dir() or (folder / f"{last}.py").is_file()
-            # the last part may be what a module defines
+            # the last part may be an attribute of a module
             defines = folder.with_suffix(".py").is_file() or (packages and (folder / "__init__.py").is_file())
             if not known and not defines:
                 missing.append(f"{name}: agentfactory{dotted}")
@@ -81,11 +81,11 @@ LAYERS = (
     *("old_names", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
     *("__init__", "doctor", "viewer", "commands", "__main__"),
 )
-"""The rooms, from the lowest to the highest: each imports from itself and those before it."""
+"""The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""
 
 
 def imports() -> dict[str, set[str]]:
-    """Module -> the modules that it imports, wherever the import stands; names without their `agentfactory.`."""
+    """Module -> its imported modules, including indented imports; names without `agentfactory.`."""
     package = REPOSITORY / "agentfactory"
     files = {
         ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): file
@@ -118,7 +118,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_imports_go_down_only_between_the_floors_of_a_room() -> None:
-    """A folder without folders in it is a floor; in a folder with some, each module is one."""
+    """A folder without subfolders is one layer; in a folder with subfolders, each module is a layer."""
     found = imports()
     houses = {module.rpartition(".")[0].rpartition(".")[0] for module in found}
     homes = {module: module if (home := module.rpartition(".")[0]) in houses else home for module in found}

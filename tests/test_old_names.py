@@ -1,4 +1,4 @@
-"""Names of modules that pages told people to use before they moved."""
+"""Old names of modules that the documentation once gave, before they moved."""
 
 import subprocess
 import sys
@@ -33,4 +33,4 @@ def test_an_old_name_finds_the_module_itself(command: list[str]) -> None:
 def test_an_old_name_tells_the_new_one() -> None:
     for old, new in MOVED.items():
         done = subprocess.run([sys.executable, "-c", f"import {old}"], capture_output=True, text=True)
-        assert f"FutureWarning: {old} has moved: write {new}" in done.stderr
+        assert f"FutureWarning: {old} has moved: import {new}" in done.stderr

@@ -1,4 +1,4 @@
-"""What `make test` does not run can at least be collected: a name that was moved breaks it here, not hours later."""
+"""Suites outside `make test` can at least be collected, so a renamed import fails here, not hours later."""
 
 import subprocess
 import sys

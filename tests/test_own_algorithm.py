@@ -1,4 +1,4 @@
-"""docs/add-an-algorithm.md, run: an estimator, a policy loss and a source of rows in files of the user's own."""
+"""Execute docs/add-an-algorithm.md: an estimator, a policy loss and a source of rows in the user's own files."""
 
 import json
 import textwrap
@@ -24,7 +24,7 @@ PAGE = REPOSITORY / "docs" / "add-an-algorithm.md"
 
 
 def write_page(page: Path, folder: Path) -> None:
-    """The files of a page, each named by its first line."""
+    """Write the files of a page, each named by its first line."""
     for block in page.read_text(encoding="utf-8").split("```python\n")[1:]:
         text = block.split("```")[0]
         (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
@@ -155,18 +155,18 @@ class Rows:
         ({"estimator": "own.py:mixed"}, "takes both groups and batch_rewards; fix: take groups alone"),
         ({"estimator": "own.py:alone"}, "takes batch_rewards without rewards; fix: take rewards too"),
         ({"estimator": "own.py:waits"}, "is an async function; fix: name a plain function"),
-        ({"estimator": "own.py:short", "options": {"rewards": 1}}, "AgentFactory itself gives rewards to own.py:short"),
+        ({"estimator": "own.py:short", "options": {"rewards": 1}}, "AgentFactory itself passes rewards to own.py:"),
         ({"estimator": "own.py:nothing"}, "takes none of rewards, batch_rewards, groups; fix: "),
         (
             {"estimator": "own.py:wants"},
-            r"a parameter 'power' that nothing gives; fix: set train\.advantage\.options\.power",
+            r"a parameter 'power' without a value; fix: set train\.advantage\.options\.power",
         ),
-        ({"estimator": "own.py:wants", "options": {"powr": 2}}, "a parameter 'power' that nothing gives"),
+        ({"estimator": "own.py:wants", "options": {"powr": 2}}, "a parameter 'power' without a value"),
         (
             {"estimator": "own.py:short", "options": {"x": 2}},
             r"options\.x: own.py:short has no such option; fix: .* none",
         ),
-        ({"estimator": "own.py:placed"}, "by its place; fix: arguments come by name"),
+        ({"estimator": "own.py:placed"}, "by position; fix: arguments are passed by name"),
     ],
 )
 def test_a_function_that_does_not_fit_is_refused(files: Path, settings: dict[str, object], told: str) -> None:
@@ -260,7 +260,7 @@ REFUSED = {
     "data twice": (["data.source=sums.py:sums"], "data: got path=.* and source=.*; fix: give one"),
     "a source's option": (
         ["data.path=null", "data.source=sums.py:sums", "data.options={counts: 3}"],
-        r"data\.source: .* a parameter 'count' that nothing gives; fix: set data\.options\.count",
+        r"data\.source: .* a parameter 'count' without a value; fix: set data\.options\.count",
     ),
 }
 
@@ -290,7 +290,7 @@ def test_an_algorithms_other_defaults_stay(files: Path, project: Path, algorithm
 def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
 ) -> None:
-    """Three steps of the quickstart by maxrl and topr, on hunts that a source gives; resumed, it is the same run."""
+    """Three steps of the quickstart with maxrl and topr, on a source's hunts; a resumed run gives the same result."""
     monkeypatch.chdir(tmp_path)
     write_page(PAGE, tmp_path)
     (tmp_path / "hunts.py").write_text(
@@ -322,7 +322,7 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
     assert done.returncode == 0, done.stderr
     steps = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
-    # what each token was credited with is the reward's own formula
+    # each token's credit follows from the reward's own formula
     credited = {}
     for line in map(json.loads, (tmp_path / "run" / "trajectories" / "credit.jsonl").open()):
         credited[line["group"]] = {name: entries[0]["advantage"][0] for name, entries in line["chains"].items()}
@@ -350,7 +350,7 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
 def test_of_several_ranks_the_cause_is_told(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
 ) -> None:
-    """Not torchrun's report, and not what the other rank says of a connection that is gone."""
+    """The cause, not torchrun's report or the other rank's error about a lost connection."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     (model,) = (quickstart_run / "sft" / "checkpoints").iterdir()

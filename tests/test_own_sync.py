@@ -1,4 +1,4 @@
-"""docs/add-a-sync-backend.md, run: backends in files of the user's own."""
+"""Execute docs/add-a-sync-backend.md: backends in the user's own files."""
 
 import json
 import textwrap
@@ -48,7 +48,7 @@ def test_what_a_class_says_of_itself(project: Path) -> None:
         (["sync.backend=rsync"], r"sync\.backend: got 'rsync'; fix: use auto, file, .*FILE\.py:NAME of a class"),
         (["sync.options={a: 1}"], r"sync\.options: got .* with sync\.backend=auto; fix: remove it"),
         (["sync.backend=own.py:Adapters", "sync.options.speed=1"], "but every weight is trained"),
-        (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' that nothing gives"),
+        (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' without a value"),
         (
             ["sync.backend=own.py:Adapters", "sync.options.speed=1", "model.lora.rank=8"],
             r"own\.py:Adapters', which server\.engine=embedded does not have",

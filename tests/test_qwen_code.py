@@ -1,4 +1,4 @@
-"""Qwen Code, a command-line agent on Node, as it is, in the sandbox: its commands run, and nothing of it is left.
+"""Qwen Code, an unmodified command-line agent on Node, in the sandbox: its commands run, and no process is left.
 
 `make test-agents` installs it from npm.
 """
@@ -43,7 +43,7 @@ async def test_its_commands_run_and_files_change(tmp_path: Path) -> None:
 
 
 async def test_one_that_takes_too_long_is_ended_and_typed(tmp_path: Path) -> None:
-    # it does not run a plain `sleep` of more than some seconds
+    # it refuses a plain `sleep` of more than a few seconds
     texts = turns("python3 -c 'import time; time.sleep(86396)'")
     played = await play(tmp_path, qwen(tmp_path), texts, "86396", 60, again=True)
     assert [chain.outcome for chain in played] == [Outcome.TIMEOUT] * CHAINS

@@ -1,4 +1,4 @@
-"""What the README shows is what works."""
+"""The README's examples work."""
 
 import re
 import subprocess
@@ -56,5 +56,5 @@ def test_a_translation_says_the_same(name: str) -> None:
     assert facts(other, r"\]\(([^)]+)\)") == facts(english, r"\]\(([^)]+)\)")
     assert facts(other, r"`([^`]+)`") == facts(english, r"`([^`]+)`")
     assert len(facts(other, r"(?m)^#+ ")) == len(facts(english, r"(?m)^#+ "))
-    # an English number may be a word elsewhere, and the other way round, but not one of a result
+    # numbers may become words in translation and vice versa, but not the numbers of results
     assert facts(other, r"\d+\.\d+") == facts(english, r"\d+\.\d+")

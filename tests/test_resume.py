@@ -1,6 +1,6 @@
-"""A run that was killed goes on as if nothing had happened: trainer, worker and run folder, by the user's commands.
+"""A killed run resumes as if nothing had happened: trainer, worker and run folder, by the user's commands.
 
-`AGENTFACTORY_KILLS=50 pytest tests/test_resume.py` kills the recorded run as often; by default it is ten times.
+`AGENTFACTORY_KILLS=50 pytest tests/test_resume.py` kills the recorded run 50 times; the default is ten.
 """
 
 import functools
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 KILLS = int(os.environ.get("AGENTFACTORY_KILLS", "10"))
 UNENDING = {"steps": 1000 + 20 * KILLS, "schedule": "constant"}
-"""Of a run that is to be killed, however late: how many steps it has in the end is said then, and changes no rate."""
+"""Steps of a run that will be killed, even late. The final attempt sets the real number, which changes no schedule."""
 
 
 def start(recipe: Path, output: Path, *arguments: str) -> Forked:
@@ -43,7 +43,7 @@ def start(recipe: Path, output: Path, *arguments: str) -> Forked:
 
 
 def steps(output: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl, without what no two runs have in common."""
+    """The complete lines of metrics.jsonl, without values that differ between any two runs."""
     text = (output / "metrics.jsonl").read_text() if (output / "metrics.jsonl").exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     timing = ("seconds/", "tokens_per_second")
@@ -63,7 +63,7 @@ def wait_until(condition: Callable[[], Any], trainer: Forked, pause: float = 0.0
 
 
 def is_held_in_write(trainer: Forked, output: Path) -> bool:
-    """Holds the trainer for a look; it goes on unless it is writing a checkpoint."""
+    """Suspend the trainer and check whether it is writing a checkpoint; if not, let it continue."""
     os.kill(trainer.pid, signal.SIGSTOP)
     while psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.0002)
@@ -74,7 +74,7 @@ def is_held_in_write(trainer: Forked, output: Path) -> bool:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Bit by bit."""
+    """Compare bit by bit."""
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
@@ -125,7 +125,7 @@ def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole
 
 
 def last_checkpoints(recipe: Path, broken: Path) -> list[Path]:
-    """Of a broken run, which goes on for ten steps, and of one as long that was never broken: they are the same."""
+    """The final checkpoints of a broken run, resumed for ten steps, and of an unbroken run of the same length."""
     total, whole = f"train.steps={newest_step(broken) + 10}", broken.with_name("whole")
     for trainer in (start(recipe, broken, "--resume", total), start(recipe, whole, total)):
         assert trainer.wait() == 0, trainer.log.read_text()
@@ -201,7 +201,7 @@ def test_a_run_of_one_process_goes_on_with_two(
     for key, weight in first.items():
         if key.startswith("weights/"):
             torch.testing.assert_close(second[key], weight, atol=1e-4, rtol=0)
-    # resumed by as many ranks, it ends with the same bits
+    # resumed with the same number of ranks, it ends with the same bits
     again = tmp_path / "again"
     shutil.copytree(output, again)
     arguments = ("--resume", str(again / "checkpoints" / "step-000039"), *arguments[2:])
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on(whole: Whole
     assert refused.wait() == 2
     said = refused.log.read_text().strip()
     assert re.search(
-        r"step-000030 is damaged: training_state/__0_0\.distcp is not what was written \(sha256\); fix: --resume", said
+        r"0030 is damaged: training_state/__0_0\.distcp does not match its digest \(sha256\); fix: --resume", said
     )
     assert len(steps(output)) == RECORDED["steps"], "a refusal cuts nothing"
     offered = said.rpartition("--resume ")[2]
@@ -284,7 +284,7 @@ def test_live_every_task_is_trained_once_whatever_is_killed(
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({**row, "latency": latency}) + "\n" for row in rows))
     output = tmp_path / "run"
     draw, log = random.Random(time.time_ns()), output.with_suffix(".log")
-    # room for what one attempt needs: the adapters of those that were killed must go
+    # room for one attempt's adapters only: those of killed attempts must be removed
     flags = ("--max-model-len", "512", "--max-num-seqs", "64")
     with embedded_server(warm_start, *flags) as url:
         recipe = live_recipe(tmp_path, warm_start, tmp_path / "tasks.jsonl", url, k, lora, workers[0])
@@ -297,7 +297,7 @@ def test_live_every_task_is_trained_once_whatever_is_killed(
                 # also while it waits for groups; the last step is saved
                 assert status == 128 + signal.SIGTERM, log.read_text()
                 assert checkpoints(output / "checkpoints")[-1].name == f"step-{newest_step(output):06d}"
-            # in the end, all that any attempt has begun is trained
+            # in the end, every group begun by any attempt is trained
             total = newest_step(output) + k + 3
             end = [f"train.steps={total}"] if number == 3 else []
             trainer = start(recipe, output, f"rollout.workers={workers[number > 1]}", "--resume", *end)

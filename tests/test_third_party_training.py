@@ -1,5 +1,4 @@
-"""Other people's tool servers, unmodified and driven from a recipe: scripted calls are learned, then GRPO steps over
-each server."""
+"""Unmodified third-party tool servers, driven from a recipe: SFT on scripted calls, then GRPO steps with each."""
 
 import asyncio
 import json
@@ -31,7 +30,7 @@ make_model, write_jsonl = (load_object(f"tiny_model.py:{name}", QUICKSTART) for 
 TRANSCRIPTS = 600
 """Scripted conversations with each server."""
 SLIPS = 0.3
-"""Share of them whose call is another task's: what the model learns from them is not always rewarded."""
+"""Fraction of conversations with another task's call, so that the learned behaviour is not always rewarded."""
 STEPS, BATCH, GROUP = 2, 4, 8
 ZONES = ["Asia/Tokyo", "Europe/Paris", "America/New_York", "Africa/Cairo", "Australia/Sydney"]
 WORDS = ["lemon", "Grüße", "two words", "tea & cake"]
@@ -75,12 +74,12 @@ def task_of_time(rng: random.Random) -> dict[str, Any]:
 
 TASKS = {"everything": task_of_everything, "time": task_of_time}
 TOOLS = {"everything": ["echo", "get-sum"], "time": ["get_current_time", "convert_time"]}
-"""Those that are asked for; the schemas of all would make long prompts."""
+"""The tools used in tasks; the schemas of all tools would make long prompts."""
 
 
 @pytest.fixture(scope="session")
 def servers(everything: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The servers as a recipe's `mcp_servers:` names them."""
+    """The servers in the form of a recipe's `mcp_servers:`."""
     found = {"everything": everything, "time": time_server()}
     return {name: {**entry, "allow": TOOLS[name]} for name, entry in found.items()}
 
@@ -110,7 +109,7 @@ async def scripted(name: str, server: dict[str, Any], rng: random.Random) -> lis
 
 
 def train(recipe: dict[str, Any], folder: Path, *overrides: str) -> Path:
-    """Trains the recipe; returns the run folder."""
+    """Train the recipe; return the run folder."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     arguments = (str(folder / "recipe.yaml"), f"output={folder / 'run'}", *overrides)
     trainer = Forked(TRAINER, *arguments, log=folder / "train.log")
@@ -160,7 +159,7 @@ def test_grpo_over_a_server(name: str, servers: dict[str, dict[str, Any]], warm_
     for step in steps:
         assert math.isfinite(step["loss"])
         assert step["grad_norm"] > 0, "chains of one task are rewarded differently"
-        # the server tells the time of day, so that no two runs learn the same
+        # the server returns the time of day, so no two runs learn the same
         assert step["trajectory/tool_calls"] >= 0.75
         assert sum(value for key, value in step.items() if key.startswith("trajectory/tool_errors/")) <= 0.2, step
         assert step["tokens"] > 0
@@ -172,7 +171,7 @@ def test_grpo_over_a_server(name: str, servers: dict[str, dict[str, Any]], warm_
 
 
 def is_answer(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether `text` is what the server says to this call."""
+    """Return whether `text` is the server's answer to this call."""
     match name, arguments:
         case "echo", {"message": message}:
             return text == f"Echo: {message}"
@@ -182,11 +181,11 @@ def is_answer(text: str, name: str, arguments: dict[str, Any]) -> bool:
             return f'"timezone": "{zone}"' in text
         case "convert_time", {"time": time, "target_timezone": zone}:
             return f"T{time}:00" in text and f'"timezone": "{zone}"' in text
-    return False  # an unknown tool, or arguments that are missing
+    return False  # an unknown tool, or missing arguments
 
 
 def answered(chain: Trajectory) -> int:
-    """How many calls of the chain have the server's own answer."""
+    """Count the chain's calls that got the server's own answer."""
     calls = [call["function"] for message in chain.messages for call in message.get("tool_calls", [])]
     said = [text_of(message["content"]) for message in chain.messages if message["role"] == "tool"]
     return sum(is_answer(text, **call) for call, text in zip(calls, said, strict=False))

@@ -1,4 +1,4 @@
-"""Taking turns end to end: train.py, worker and embedded engine on the CPU, ended in the middle and resumed."""
+"""Time sharing end to end: train.py, worker and embedded engine on the CPU, killed halfway and resumed."""
 
 import json
 import random
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 def lines(output: Path) -> list[dict[str, Any]]:
-    """The steps that metrics.jsonl has as whole lines."""
+    """The steps in complete lines of metrics.jsonl."""
     file = output / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     logged = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

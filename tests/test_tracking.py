@@ -1,5 +1,5 @@
-"""Trackers and credit.jsonl beside metrics.jsonl: one short training of saved groups by the user's command, which goes
-on from its second step, read back from the trackers' own files."""
+"""Trackers and credit.jsonl, compared with metrics.jsonl: a short training on saved groups by the user's command,
+resumed from its second step, and read back from the trackers' own files."""
 
 import base64
 import importlib
@@ -48,7 +48,7 @@ Series = dict[str, dict[int, float]]
 
 @dataclass
 class Tracked:
-    """A run of LAST steps: it had 3, and went on from its second."""
+    """A run of LAST steps: after 3 steps, it was resumed from its second."""
 
     output: Path
     groups: list[Group]
@@ -63,13 +63,13 @@ class Tracked:
 
     @property
     def tracker_name(self) -> str:
-        """How trackio calls it."""
+        """trackio's name for it."""
         return json.loads((self.output / "tracking.json").read_text())["trackio"]
 
 
 @pytest.fixture(scope="module")
 def trackio_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """What trackio reads its runs by, in a folder of our own."""
+    """trackio's storage module, with its runs in a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("wandb")))
         folder = tmp_path_factory.mktemp("trackio")
@@ -110,7 +110,7 @@ def tracked(
         assert trainer.wait() == 0, trainer.log.read_text()
         wait_for(lambda ends=ends, place=place: len(wandb_ends(place)) == ends)
         if place != output:
-            # a run that has been renamed is still the same one
+            # a renamed run is still the same run
             place.rename(output)
     return Tracked(output, groups)
 
@@ -126,14 +126,14 @@ def picture() -> bytes:
 
 
 def show(chain: Trajectory, image: bytes) -> None:
-    """The chain's last tool result is an image."""
+    """Make the chain's last tool result an image."""
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     chain.messages.append({"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url}}]})
 
 
 def wandb_records(output: Path) -> Iterator[Any]:
-    """What wandb's offline files hold, oldest first: records in the framing of a LevelDB log, in blocks of 32 KiB. A
-    process of wandb's own writes them."""
+    """The records in wandb's offline files, oldest first, in the framing of a LevelDB log with blocks of 32 KiB. A
+    separate process of wandb writes them."""
     for file in sorted(output.glob("wandb/offline-run-*/*.wandb")):
         data, place, record = file.read_bytes(), 7, b""
         assert b":W&B".startswith(data[:4])
@@ -152,7 +152,7 @@ def wandb_records(output: Path) -> Iterator[Any]:
 
 
 def wandb_ends(output: Path) -> list[int]:
-    """The exit status of each attempt, which is the last that is written of it."""
+    """The exit status of each attempt, which is its last record."""
     return [record.exit.exit_code for record in wandb_records(output) if record.HasField("exit")]
 
 
@@ -282,7 +282,7 @@ def test_images_that_the_run_has_stored_are_shown(
 
 
 def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
-    """A line per group, in order, although a step was trained twice; log-probabilities as of other code."""
+    """A line per group, in order, although a step was trained twice; log-probabilities match independent code."""
     assert [line["group"] for line in tracked.credit] == [group.id for group in tracked.groups]
     assert [line["step"] for line in tracked.credit] == [1, 1, 2, 2, 3, 3, 4, 4]
     recipe = load_recipe(tracked.output / "recipe.yaml")
@@ -317,7 +317,7 @@ def test_what_is_not_installed_is_refused(tracked: Tracked, monkeypatch: pytest.
     file = tracked.output / "recipe.yaml"
     with pytest.raises(SettingError, match=r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf"):
         load_recipe(file, ["track.trackers=[mlflow]"])
-    # it may be for another machine
+    # the key may be meant for another machine
     lacks: list[SettingError] = []
     load_recipe(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
     assert len(lacks) == 1
@@ -356,7 +356,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
 ) -> None:
     chain = Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0)
     show(chain, b"no picture")
-    # a key in the recipe is for this machine alone
+    # a key in the recipe is only for this machine
     server = {
         "env": {"KEY": "s3cret", "OTHER": "${OTHER}", "LOGIN": "${USER}:s3cret"},
         "headers": {"Authorization": "Bearer s3cret"},
@@ -367,7 +367,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
         with caplog.at_level(logging.WARNING):
             tracking.note_groups(1, [Group("g", {}, [chain])])
         tracking.log({"step": 1, "loss": 0.5})
-    assert "trackio did not take what it was given, which metrics.jsonl has: the image is damaged" in caplog.text
+    assert "trackio did not accept a record, which metrics.jsonl has: the image is damaged" in caplog.text
     (name,) = trackio_storage.get_runs("faults")
     assert [row["loss"] for row in trackio_storage.get_logs("faults", name)] == [0.5]
     config = json.dumps(trackio_storage.get_run_config("faults", name))
@@ -378,7 +378,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
 
 @pytest.fixture(scope="module")
 def accelerator() -> Accelerator:
-    """Accelerate's trackers ask it which process this is."""
+    """An accelerator, from which accelerate's trackers get the process index."""
     return Accelerator(cpu=True)
 
 

@@ -1,4 +1,4 @@
-"""`train.py` as users and launchers call it."""
+"""`train.py`, as called by users and launchers."""
 
 import json
 import os
@@ -68,8 +68,8 @@ def half(trajectory, answer) -> float:
 
 
 def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path, warm_start: Path) -> None:
-    """In the terminal, in its last lines, and in the trainer's log for later: a reward that raises on each held-out
-    task, once it has judged others."""
+    """The last lines in the terminal and the trainer's log report a reward that raises on each held-out task, after
+    judging other tasks."""
     (tmp_path / "faults.py").write_text(FAULTS)
     for name in ("train", "test"):
         rows = [{"question": f"Question {index}?", "answer": name} for index in range(4)]
@@ -117,7 +117,7 @@ def test_a_template_that_cannot_be_used_is_told_as_the_trainer_hears_it(tmp_path
 
 @pytest.mark.long
 def test_credit_by_state_of_two_workers_over_a_resumption(tmp_path: Path, quickstart_run: Path) -> None:
-    """The hunt's cells are in the saved groups of both workers, and count in the steps before and after."""
+    """The hunt's cells are in both workers' saved groups, and count in the steps before and after the resumption."""
     prepared, (warm,) = quickstart_run / "prepared", (quickstart_run / "sft" / "checkpoints").iterdir()
     settings = {"output": "run", "prepare": "null", "model.path": warm, "eval.data": "null", "data.limit": "16"}
     settings |= {"data.path": prepared / "train.jsonl", "rollout.workers": "2", "rollout.group_size": "4"}
@@ -155,7 +155,7 @@ class World(Environment):
 
 
 def test_a_run_that_drops_most_of_its_chains_says_so_and_exits_with_4(tmp_path: Path, warm_start: Path) -> None:
-    """Three of four tasks cannot be reset, and each of them is tried twice."""
+    """Three of four tasks cannot be reset, and each is tried twice."""
     (tmp_path / "world.py").write_text(WORLD)
     rows = [{"question": f"{'odd' if index % 4 == 0 else 'even'} {index}"} for index in range(16)]
     (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -27,7 +27,7 @@ FILES = {
     "rollout/__init__.py": "OWNER = 'user'\n",
     "datasets/__init__.py": TAKEN.format("datasets"),
     "mcp/__init__.py": TAKEN.format("mcp"),
-    # behind its own folder a file sees that of the recipe
+    # after its own folder, a file's imports search the recipe's folder
     "tasks/world.py": """
 from typing import Any
 
@@ -59,7 +59,7 @@ def whose() -> str:
 
 @pytest.fixture(params=["package", pytest.param("plain folder", marks=pytest.mark.long)])
 def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, which is the current one; its tools/ is a package, or a folder of modules."""
+    """The user's folder, as current folder; its tools/ is a package, or a folder of modules."""
     folder = tmp_path / "project"
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ STARTS = {"installed": [AGENTFACTORY], "python -m": [sys.executable, "-m", "agen
     indirect=["project"],
 )
 def test_commands(start: str, place: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:
-    """From the user's folder, and from the checkout, of which Python sees the links `tools` and `rollout` first."""
+    """From the user's folder, and from the checkout, whose links `tools` and `rollout` Python finds first."""
     serve = ["-m", "agentfactory.tools.serve", "tasks/world.py:whose"]
     pooled = {"command": "python", "args": serve, "isolation": "process", "pool": {"capacity": 2}}
     theirs = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone", "UTC"]}
@@ -138,8 +138,8 @@ def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None
 
 @pytest.fixture
 def own_server(warm_start: Path) -> Iterator[str]:
-    """Of a test that trains: others need the weights that warm_server began with. To be made before the project, whose
-    folder becomes this process's."""
+    """A separate server for a test that trains, because others need warm_server's initial weights. Must be created
+    before the project, whose folder becomes the current one."""
     with embedded_server(warm_start, "--max-model-len", "1024") as url:
         yield url
 

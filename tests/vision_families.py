@@ -1,4 +1,4 @@
-"""Small random models of the families whose images are left to their own processor, and GLM's: made on the spot.
+"""Generated small random models of the families that use their own image processor, and of GLM.
 
 They need torchvision where transformers' processors do.
 """
@@ -134,7 +134,7 @@ def _glm(folder: Path, config_class: Any, network: Any, text: dict[str, Any]) ->
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
     tower = {**_TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "image_size": 56}
     config = config_class(
-        # transformers' layers have biases whatever this says, vLLM's only if it says so, as published models do
+        # transformers' layers always have biases, vLLM's only if this is set, as in published models
         text_config={
             **_TEXT,
             **text,
@@ -166,14 +166,14 @@ _MADE: dict[str, Callable[[Path], None]] = {
     "smolvlm": _smolvlm,
 }
 FAMILIES = tuple(kind for kind in _MADE if kind != "glm4v_moe")
-"""Those that vLLM serves on a CPU."""
+"""The kinds that vLLM serves on a CPU."""
 _NEEDED = {"glm4v": (), "smolvlm": ("torchvision", "num2words")}
 OWN = ("internvl", "mistral3", "idefics3", "smolvlm")
-"""Those whose images are left to their own processor."""
+"""The kinds that use their own image processor."""
 
 
 def params_of(kinds: Sequence[str], *marks: Any) -> list[Any]:
-    """Return parameters with `marks` for a fixture: kinds of which something is not installed are skipped."""
+    """Return a fixture's parameters with `marks`; kinds with missing packages are skipped."""
     missing = {kind: [n for n in _NEEDED.get(kind, ("torchvision",)) if not is_installed(n)] for kind in kinds}
     skips = {
         kind: pytest.mark.skipif(bool(needed), reason=f"needs {', '.join(needed)}") for kind, needed in missing.items()

@@ -1,4 +1,4 @@
-"""Small vision-language models with random weights, made on the spot: of the kinds Qwen2.5-VL and Qwen3-VL."""
+"""Generated small vision-language models with random weights, of the kinds Qwen2.5-VL and Qwen3-VL."""
 
 import json
 from pathlib import Path

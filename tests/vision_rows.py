@@ -1,4 +1,4 @@
-"""Rows with images, made by hand: the images in a store, their tokens expanded as chains do it."""
+"""Handmade rows with images: the images in a store, their tokens expanded as in chains."""
 
 import random
 from pathlib import Path
@@ -13,11 +13,11 @@ from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.token_row import Row, Span
 
 LEAST, MOST = 20, 300
-"""Ids of text in rows."""
+"""Token ids used for text in rows."""
 
 
 class Album:
-    """Makes images and rows for a model of tests.vision_models."""
+    """A factory of images and rows for a model of tests.vision_models."""
 
     def __init__(self, model: Path, folder: Path, seed: int = 0) -> None:
         vision = load_vision(str(model))

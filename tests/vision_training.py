@@ -1,4 +1,4 @@
-"""A learner that trains a vision tower, beside a server of the same model, with the canary of both."""
+"""A learner that trains a vision tower, with a server of the same model and the sync canary."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ STEPS = 2
 
 
 class SeeingRun:
-    """Trains on an image, and pushes to a server."""
+    """A run that trains on an image and pushes weights to a server."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.album = Album(folder / "model", folder / "images")

@@ -1,4 +1,4 @@
-"""How tests wait for a state, and have time pass without waiting: nothing here depends on how fast the machine is."""
+"""Helpers to wait for a state, or to advance time without waiting, independent of the machine's speed."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """What `condition` gives as soon as that is true."""
+    """Return the value of `condition` as soon as it is true."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -23,7 +23,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def pass_time(seconds: float) -> None:
-    """Set the running loop's clock forward: what is due by then happens next."""
+    """Set the running loop's clock forward; callbacks due by then run next."""
     loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + seconds  # type: ignore[method-assign]

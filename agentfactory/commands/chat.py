@@ -36,23 +36,23 @@ from agentfactory.tools.messages import Message, ToolInfrastructureError, text_o
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 NEW = "/new"
-"""Begins a new conversation."""
+"""Command that begins a new conversation."""
 IMAGE = "/image"
-"""Followed by a path: shows the image with the next line."""
+"""Command with a path; attaches the image to the next line."""
 _COMMAND = re.compile(r"/\w*(\s|$)")
-"""Matches a line that is meant as a command; a path such as /etc/hosts does not match."""
-_COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH shows an image with your next line, Ctrl-D ends"
+"""Pattern of a command line; a path such as /etc/hosts does not match."""
+_COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH attaches an image to your next line, Ctrl-D ends"
 
 
 @dataclass(frozen=True)
 class Said:
-    """A line of the person, with the paths of the images that are shown with it."""
+    """A line of the user, with the paths of the images attached to it."""
 
     text: str
     images: list[str]
 
     def row(self) -> Task:
-        """Return the line as a row of data. Raises ValueError if its text has places for other numbers of images."""
+        """Return the line as a row of data. Raises ValueError if its text has more or fewer image placeholders."""
         return clean_row({"question": self.text, **({"images": self.images} if self.images else {})}, Path.cwd())
 
 
@@ -72,7 +72,7 @@ def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
     folder = folder.expanduser().resolve()
     if not (folder / RECIPE).is_file():
         raise SettingError(
-            "RUN", f"{folder} is no run folder", "name one, such as runs/quickstart", source=COMMAND_LINE
+            "RUN", f"{folder} is not a run folder", "name one, such as runs/quickstart", source=COMMAND_LINE
         )
     check_run_of(folder / RECIPE)
     # the run folder may have moved, and the chat starts its own server
@@ -105,7 +105,7 @@ def _first_row(recipe: Recipe) -> Task:
 
 
 async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
-    """Hold one conversation after another until the input ends."""
+    """Run conversations one after the other until the input ends."""
     tools = ", ".join(spec.name for spec in runner.toolset.specs) or "none"
     _say(f"its tools: {tools}; {_COMMANDS}")
     if runner.toolset.environments:
@@ -119,7 +119,7 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
             task = {**{k: v for k, v in row.items() if k != "messages"}, **said.row()} if said.text else row
             task = await runner.take(task, "the images")
         except ValueError as error:
-            _say(f"  [not said: {error}]")
+            _say(f"  [not sent: {error}]")
             continue
         number += 1
         try:
@@ -128,11 +128,11 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
                 await conversation.hold(session, lines, shown=bool(said.text))
                 await _show_reward(session)
         except (InferenceError, ToolInfrastructureError) as error:
-            _say(f"  [the conversation broke: {error}]")
+            _say(f"  [the conversation failed: {error}]")
 
 
 class Conversation(PolicyTurns):
-    """The policy's turns in a chain that a person continues: it shows messages, calls and results as they happen."""
+    """The policy's turns in a chain that the user continues; prints messages, calls and results as they happen."""
 
     def __init__(self, runner: ChainRunner, task: Task, sampling: Sampling, name: str) -> None:
         episode = Episode(runner.setup, begin(name), task, sampling)
@@ -143,14 +143,14 @@ class Conversation(PolicyTurns):
 
     async def hold(self, session: ToolSession, lines: AsyncIterator[str], shown: bool) -> None:
         """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the question is already on
-        the screen, because the person typed it."""
+        the screen, because the user typed it."""
         self._shown = len(self.episode.trajectory.messages) if shown else 0
         stopped = await self._loop.play(session)
         while True:
             self._show()
             if stopped is not StopReason.ANSWER:
                 _say(f"  [stopped: {stopped}]")
-            # these end the conversation for good
+            # no further turn is possible
             if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.episode.limits.stopped:
                 return
             message = None
@@ -162,11 +162,11 @@ class Conversation(PolicyTurns):
             stopped = await self._hear(session, message)
 
     async def _message(self, said: Said) -> Message | None:
-        """Return a line as a message with stored images; None if they cannot be shown, which is told."""
+        """Return a line as a message with stored images; if they are unusable, print the reason and return None."""
         try:
             row = await self._runner.take(said.row(), "the images")
         except ValueError as error:
-            _say(f"  [not said: {error}]")
+            _say(f"  [not sent: {error}]")
             return None
         if not said.images:
             return {"role": "user", "content": said.text}
@@ -186,7 +186,7 @@ class Conversation(PolicyTurns):
         return await self._loop.act(session)
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """See Turns."""
+        """Take a turn; see Turns."""
         self._show()
         taken = await super().take(anchor)
         self._show()
@@ -214,7 +214,7 @@ class Conversation(PolicyTurns):
 
 
 def _show_message(message: Message, content: str, opening: bool) -> None:
-    """Print a message with this text. `opening`: the agent has not said anything yet, so a user message belongs to the
+    """Print a message with this text. `opening`: there is no agent message yet, so a user message belongs to the
     task and is not a tool's answer."""
     match message["role"]:
         case "system":
@@ -252,7 +252,7 @@ def _say(text: str) -> None:
 
 
 async def _next(lines: AsyncIterator[str]) -> Said | None:
-    """Return the next line, stripped, with the images that were named before it; None at the end of the input. Report
+    """Return the next line, stripped, with the images attached to it; None at the end of the input. Report
     unknown commands, and images that cannot be read."""
     typed = sys.stdin.isatty()
     images: list[str] = []
@@ -275,7 +275,7 @@ async def _next(lines: AsyncIterator[str]) -> Said | None:
                 _say(f"  [{error}]")
             else:
                 images.append(path)
-                _say(f"  [an image of {width} x {height} pixels; it is shown with your next line]")
+                _say(f"  [an image of {width} x {height} pixels; it is attached to your next line]")
         else:
             _say(f"  [there is no command {text.split()[0]}: {_COMMANDS}]")
 
@@ -283,7 +283,7 @@ async def _next(lines: AsyncIterator[str]) -> Said | None:
 async def _lines() -> AsyncIterator[str]:
     """Yield the lines of the standard input.
 
-    A separate thread reads them, so that connections stay alive while a person thinks. It reads from the file
+    A separate thread reads them, so that connections stay alive while the user thinks. It reads from the file
     descriptor, because at exit a thread that waits in sys.stdin would hold its lock.
     """
     loop = asyncio.get_running_loop()

@@ -10,14 +10,14 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(shell: str) -> str:
-    """Return the script for the shell to read; it asks `agentfactory` for the completions at the cursor."""
+    """Return the script for the shell, which gets the completions at the cursor from `agentfactory`."""
     import argcomplete
 
     return argcomplete.shellcode(["agentfactory"], shell=shell)
 
 
 def answer(make_parser: Callable[[bool], argparse.ArgumentParser]) -> None:
-    """Give the shell the completions at its cursor, and end the process. The argument of `make_parser` is whether the
+    """Print the completions at the shell's cursor, and end the process. The argument of `make_parser` is True if the
     command is `view`."""
     import argcomplete
 

@@ -9,7 +9,7 @@ from agentfactory.rollout.evaluation.evaluate import Evaluation
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
 
 _BESIDE = ("failed", "tool_calls", "sampled_tokens")
-"""Means that are shown below the estimates, for all tasks together."""
+"""Means over all tasks that are shown below the estimates."""
 
 
 def tables(found: Evaluation) -> list[str]:
@@ -21,7 +21,7 @@ def tables(found: Evaluation) -> list[str]:
     ]
     if failed := sum(found.failures.values()):
         reason, count = found.failures.most_common(1)[0]
-        told.append(f"{failed} of {found.chains} chains failed and count nowhere, {count} of them with: {reason}")
+        told.append(f"{failed} of {found.chains} chains failed and are excluded, {count} of them with: {reason}")
     return told
 
 

@@ -28,8 +28,8 @@ def check(
         raise SettingError("--checkpoint", f"given with {other}", "evaluate one of them at a time", source=COMMAND_LINE)
     option = "--checkpoint" if checkpoint is not None else "--model"
     if (checkpoint is not None or model) and url is None and stages_of(recipe)[-1].server.url is not None:
-        problem = "given with server.url, whose server has weights of its own"
-        fix = "set server.url=null to start a server, or ask that one by --url"
+        problem = "given with server.url, whose server has its own weights"
+        fix = "set server.url=null to start a server, or evaluate that one with --url"
         raise SettingError(option, problem, fix, source=COMMAND_LINE)
     if samples is not None and samples < 1:
         raise SettingError("--samples", f"got {samples}", "use at least 1", source=COMMAND_LINE)
@@ -44,7 +44,7 @@ def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | Staged
 
 
 def named(model: str) -> str | Path:
-    """Return what --model names: a folder, or a model of the hub."""
+    """Return the folder or hub name that --model gives. Raises SettingError for a missing folder."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         check_weights(folder, "--model")
@@ -67,12 +67,12 @@ class There:
 
     @property
     def how(self) -> str:
-        """The protocol of requests, in words."""
+        """The name of the request protocol."""
         return "token ids" if self.by_token_ids else "OpenAI's chat API"
 
 
 def look_at(recipe: Recipe, url: str, model: str | None) -> There:
-    """Find out which protocol the server at `url` needs, and which of its models to use.
+    """Determine the protocol of the server at `url`, and its model to use.
 
     Raises SettingError, ChatEndpointError, ServerUnreachableError.
     """
@@ -96,7 +96,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
     try:
         load_tokenizer(path)
     except ValueError:
-        # another tokenizer's ids would mean other words
+        # the ids of another tokenizer would mean other text
         problem = f"{url} serves {path}, and there is no tokenizer of that name here"
         fix = f"name its tokenizer as model.path, and the server as server.url={url} in place of --url"
         raise SettingError("--url", problem, fix, source=COMMAND_LINE) from None
@@ -104,7 +104,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
 
 
 def open_runner_at(there: There, base: Path, images: Path) -> AbstractAsyncContextManager[Runner]:
-    """Open a runner for chains against this server; `images` is the folder for the images that they see."""
+    """Open a runner for chains against this server; `images` is the folder for the images in the chains."""
     if there.by_token_ids:
         return open_runner(there.recipe, base, there.url, images=images)
     return open_chat_runner(there.recipe, base, there.url, there.model, images)

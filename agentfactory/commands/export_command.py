@@ -1,4 +1,4 @@
-"""Export a checkpoint to a folder that anybody can use: model or adapter, tokenizer, and the training's template."""
+"""Export a checkpoint to a self-contained folder: model or adapter, tokenizer, and the training's chat template."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import (
 )
 
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
-# training_state.pt: of checkpoints of 0.1
+# training_state.pt: in checkpoints of version 0.1
 _ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state", "training_state.pt")
 
 
@@ -36,7 +36,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     except RunFolderError as error:
         raise ExportError(str(error)) from None
     if not (checkpoint / INFO).is_file():
-        raise ExportError(f"{checkpoint} is no checkpoint; fix: name one, such as runs/NAME/checkpoints/step-000080")
+        raise ExportError(f"{checkpoint} is not a checkpoint; fix: name one, such as runs/NAME/checkpoints/step-000080")
     if not is_free(output):
         raise ExportError(f"--output: {output} is not empty; fix: --output OTHER")
     try:
@@ -53,14 +53,14 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     leave_out = {*_ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)}
-    for name in written:  # and nothing that somebody has put beside
+    for name in written:  # but no files that others have added
         if Path(name).parts[0] not in leave_out:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint / name, aside / name, follow_symlinks=False)
     if base is not None:
         try:
             _merge(checkpoint, base, aside)
-        except Exception as error:  # boundary: transformers, peft and safetensors refuse in many ways
+        except Exception as error:  # boundary: transformers, peft and safetensors raise many kinds of errors
             shutil.rmtree(aside)
             problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
             raise ExportError(f"{problem}; fix: put the base back, or --adapter for the adapter alone") from error
@@ -77,7 +77,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
 
 
 def _name_base(folder: Path, base: str) -> None:
-    """Write where the adapter's base is now: the run may have been moved since peft wrote where it was."""
+    """Write the current path of the adapter's base: the run may have been moved since peft wrote the old one."""
     file = folder / ADAPTER
     config = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
@@ -107,5 +107,5 @@ def _push(folder: Path, repository: str) -> str:
         name = api.create_repo(repository, private=True, exist_ok=True).repo_id
         return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
     except Exception as error:
-        # the hub's client passes on the errors of all its layers: no token, no network, no such organisation
+        # the hub's client raises the errors of all its layers: no token, no network, no such organisation
         raise ExportError(f"--push {repository}: {error}; {folder} is written, and can be uploaded later") from error

@@ -1,4 +1,4 @@
-"""Tries whether a chain sees what another did: the same calls in two chains, one after the other."""
+"""A check that chains are isolated: the same calls in two chains, one after the other."""
 
 import re
 import secrets
@@ -14,8 +14,8 @@ _FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")
 
 
 class Seen(NamedTuple):
-    """What a second chain saw. `proven`: it read what only the first had written. Not `tried`: no call worked that
-    could have left anything."""
+    """The result of the check. `proven`: the second chain read a value that only the first had written. Not `tried`: no
+    call succeeded that could have changed state."""
 
     text: str
     proven: bool = False
@@ -37,13 +37,12 @@ class _Answers(NamedTuple):
 async def seen_of_another_chain(toolset: Toolset) -> Seen:
     """Make the same calls in two chains and compare the answers.
 
-    Each chain first reads, asking for the word of the first chain, and then writes its own word. So the first reads
-    what was there before. Only tools are called whose annotations say that they destroy nothing and act on nothing
-    outside of the server.
+    Each chain first reads, with the first chain's word as argument, and then writes its own word. So the first chain
+    reads the earlier state. Call only tools that are annotated as non-destructive and confined to the server.
     """
     reads, writes = toolset.harmless(reads=True), toolset.harmless(reads=False)
     if not reads and not writes:
-        return _untried("no tool is annotated as one that destroys nothing and stays in its server")
+        return _untried("no tool is annotated as non-destructive and confined to its server")
     words = [f"check-{secrets.token_hex(4)}" for _ in range(2)]
     first, second = [await _answers(toolset, reads, writes, words[0], word) for word in words]
     for spec, one, other in zip(reads, first.reads, second.reads, strict=True):
@@ -61,17 +60,17 @@ async def seen_of_another_chain(toolset: Toolset) -> Seen:
         if before != after:
             start = max(0, next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
             return Seen(
-                f"{spec.name} answered the same call otherwise in a second chain: {_short(before[start:])}, then "
-                f"{_short(after[start:])}; if that comes from the first chain, they share its state"
+                f"{spec.name} answered the same call differently in a second chain: {_short(before[start:])}, then "
+                f"{_short(after[start:])}; if the first chain caused this, they share its state"
             )
     worked = [spec for spec, one, other in pairs if not one.failed and not other.failed]
     if len(reads) < len(toolset.specs) and not any(spec in writes for spec in worked):
         if not writes:
-            return _untried("no tool that changes something is annotated as one that destroys nothing")
-        return _untried(f"no call that changes something worked: {writes[0].name} said {_short(first.writes[0].text)}")
+            return _untried("no state-changing tool is annotated as non-destructive")
+        return _untried(f"no state-changing call succeeded: {writes[0].name} returned {_short(first.writes[0].text)}")
     if not worked:
-        return _untried(f"no call worked: {reads[0].name} said {_short(first.reads[0].text)}")
-    return Seen(f"two chains that called {', '.join(spec.name for spec in worked)} saw nothing of each other")
+        return _untried(f"no call succeeded: {reads[0].name} returned {_short(first.reads[0].text)}")
+    return Seen(f"two chains that called {', '.join(spec.name for spec in worked)} did not see each other's state")
 
 
 async def _answers(
@@ -91,7 +90,7 @@ async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
 
 
 def _leak(spec: ToolSpec, answer: _Answer) -> Seen:
-    return Seen(f"a second chain saw what the first did: {spec.name} answered {_short(answer.text)}", proven=True)
+    return Seen(f"a second chain saw the first one's state: {spec.name} returned {_short(answer.text)}", proven=True)
 
 
 def _untried(reason: str) -> Seen:
@@ -105,7 +104,7 @@ def _masked(text: str, *words: str) -> str:
 
 
 def _example(schema: Any, root: dict[str, Any], word: str) -> Any:
-    """Return a value that fits `schema`: `word` for a text, and of an object only what is required."""
+    """Return a value that fits `schema`: `word` for a text, and of an object only the required properties."""
     if not isinstance(schema, dict):
         return word
     if (reference := schema.get("$ref")) is not None:

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 OK, FAILED, REFUSED, STOPPED, MOSTLY_DROPPED, UNCHECKED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
-train.stop_when; done, but most chains were dropped; no fault, but not all was checked; Ctrl-C or SIGTERM."""
+train.stop_when; done, but most chains were dropped; no fault, but not everything was checked; Ctrl-C or SIGTERM."""
 
 _TRACEBACK_LINES = 16
-"""Number of lines shown of a traceback: with the error they fit on a screen."""
+"""Maximum lines of a traceback to print, so that it fits on a screen with the error."""
 
 
 _format_warning = warnings.formatwarning
 
 
 def _formatted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
-    """Format a warning: what is wrong with a recipe needs no line of ours."""
+    """Format a warning; one about a recipe omits our source line."""
     if category.__name__ == "OldFieldWarning":
         return f"agentfactory: {message}\n"
     return _format_warning(message, category, *where, **more)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind a command as Ctrl-C does; commands with children replace this handler in `Children`."""
+    """Let SIGTERM unwind a command like Ctrl-C; commands with children replace this handler in `Children`."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt("SIGTERM")
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     from agentfactory.tools.errors import SettingError
 
     if options.command == "eval" and options.url is not None:
-        # no server is started, so none has to be installed
+        # no server is started, so none needs to be installed
         options.overrides.append(f"server.url={options.url}")
     try:
         # a dry run may happen on another machine than the one that the recipe is for
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
             case "train":
                 launcher.train(recipe, options.overwrite, options.resume, _say)
             case "serve":
-                # a trainer that is started by hand begins with the recipe's own model
+                # a manually started trainer begins with the recipe's own model
                 checkpoint = None if options.chat is None else trained_in(run, recipe, options.overrides)
                 server_commands.serve(recipe, checkpoint, _say, options.chat)
             case "rollout":
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
     except (SettingError, RunFolderError) as error:
         return _refuse(error)
     except KeyboardInterrupt as error:
-        goes_on = "; go on with --resume" if options.command == "train" else ""
+        goes_on = "; continue with --resume" if options.command == "train" else ""
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {folder}{goes_on}", INTERRUPTED)
     except (ChildFailed, PlacementError) as error:
         return _end(f"failed: {error}; run folder {folder}", FAILED)
@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> int:
-    """Print the resolved recipe, and as comments what this machine lacks, and what the command would do."""
+    """Print the resolved recipe, with comments on missing software and on the actions of the command."""
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
@@ -166,7 +166,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():
                 comment(line)
-            # what only this machine lacks is no fault of a recipe that may be for another
+            # a lack of this machine alone is no fault: the recipe may be for another one
             refused = next((stage.refusal for stage in plan.due if stage.placement.refused), None)
             if options.resume is None:
                 check_free(recipe.output, options.overwrite)

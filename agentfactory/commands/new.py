@@ -1,4 +1,4 @@
-"""`agentfactory new`: writes the folder of a small working task, which you change into your own."""
+"""`agentfactory new`: write the folder of a small working task, for the user to adapt."""
 
 import importlib.util
 import json
@@ -30,15 +30,15 @@ _ROWS, _HELD_OUT = 1500, 100
 
 @dataclass(frozen=True)
 class _Template:
-    """What a kind of task is written from."""
+    """The template of a kind of task."""
 
     folder: str
-    """Below `templates`."""
+    """Folder below `templates`."""
     told: str
     maker: str | None = None
     """File of the template that writes the rows; None: word problems."""
     model: tuple[str, ...] = _TINY_MODEL
-    """Files of recipes that make the tiny network."""
+    """Files of recipes that create the tiny network."""
 
 
 TEMPLATES = {
@@ -62,7 +62,7 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
     _check_name(task)
     folder = (output or Path(task)).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NewError(f"{folder} is there already; fix: choose another --output, or another name")
+        raise NewError(f"{folder} already exists; fix: choose another --output, or another name")
     # the test imports the task by its name; a folder that happens to have this name (no origin) is not a package
     if (found := importlib.util.find_spec(task)) is not None and found.origin is not None:
         raise NewError(f"TASK: {task!r} is the name of an installed package; fix: choose another name")
@@ -85,14 +85,14 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
 
 
 def describe(folder: Path, task: str, kind: str) -> str:
-    """Return a human-readable text about the next steps in the new folder."""
+    """Describe the next steps in the new folder."""
     place = display(folder.resolve())
     return "\n".join(
         [
             f"wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test",
             f"  agentfactory train {place}/tiny/recipe.yaml   # a minute or two on any CPU, without a download",
             f"  agentfactory train {place}/recipe.yaml   # a model of the hub, on a GPU",
-            f"  {place}/README.md says what is what; begin with {place}/{task}.py",
+            f"  {place}/README.md explains the files; begin with {place}/{task}.py",
         ]
     )
 
@@ -100,7 +100,7 @@ def describe(folder: Path, task: str, kind: str) -> str:
 def _check_name(task: str) -> None:
     fix = "choose another name, such as word_problems"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
-        raise NewError(f"TASK: got {task!r}, which is to name a Python file; fix: {fix}: a-z, 0-9 and _")
+        raise NewError(f"TASK: got {task!r}, which must be a valid name of a Python file; fix: {fix}: a-z, 0-9 and _")
     if task in sys.stdlib_module_names or task in _OURS:
         raise NewError(f"TASK: {task!r} is the name of a module of Python's or AgentFactory's; fix: {fix}")
 

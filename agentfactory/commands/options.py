@@ -78,7 +78,7 @@ _EXAMPLES = {
     ],
 }
 _TOOLS = {
-    "list": "print the tools that a model would see",
+    "list": "print the tools as a model gets them",
     "call": "make one call, in its own chain",
     "check": "open every server, and try its environment",
     "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             if options.recipe and "=" in options.recipe and not Path(options.recipe).exists():
                 command.error(f"name a recipe before {options.recipe}, which is an override")
             if options.coordinates and not options.recipe:
-                command.error("--coordinates asks a recipe's model: name a recipe")
+                command.error("--coordinates queries a recipe's model: name a recipe")
     return options
 
 
@@ -176,7 +176,7 @@ def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentPa
             command = add(name, module.ABOUT, module.EXAMPLES)
             module.add_options(command)
             command.set_defaults(run=module.run)
-        except Exception as error:  # boundary: the package may be anybody's
+        except Exception as error:  # boundary: third-party packages
             print(f"agentfactory: the command {name} cannot be loaded: {place}: {error!r}", file=sys.stderr)
 
 
@@ -188,16 +188,16 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
         command.add_argument("--dry-run", action="store_true", help=about)
     match name:
         case "serve":
-            about = "also answer OpenAI's and Anthropic's chat requests, at this port of its own (default: a free one)"
+            about = "also serve OpenAI's and Anthropic's chat APIs, on this separate port (default: a free one)"
             command.add_argument("--chat", type=int, nargs="?", const=0, metavar="PORT", help=about)
         case "doctor":
-            about = "ask the model on the server at server.url how it states places in images"
+            about = "find out the image coordinates of the model on the server at server.url"
             command.add_argument("--coordinates", action="store_true", help=about)
         case "new":
             command.add_argument("task", metavar="TASK", help="name of the task and of its Python file: a-z, 0-9 and _")
             about = "folder to create; default: TASK in the current folder"
             command.add_argument("--output", type=Path, metavar="DIR", help=about)
-            about = "a task with images: pictures, a tool that returns one, a model that sees"
+            about = "a task with images: pictures, a tool that returns one, a vision-language model"
             kinds = command.add_mutually_exclusive_group()
             kinds.add_argument("--vision", dest="kind", action="store_const", const="vision", help=about)
             about = "a world with state: an Environment with its tool and reward"
@@ -271,8 +271,8 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
             about = "such as limits.calls=8"
             action.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
         if name == "list":
-            action.add_argument("--json", action="store_true", help="print the tools as the model sees them")
-            about = "print the text and ids of the first prompt, of a made call and of its answer; needs the tokenizer"
+            action.add_argument("--json", action="store_true", help="print the tools as JSON, as a model gets them")
+            about = "print text and ids of the first prompt, a sample call and its result; needs the tokenizer"
             action.add_argument("--prompt", action="store_true", help=about)
         else:
             about = "data row to reset environments with; default: the first row of the recipe's data"

@@ -12,12 +12,12 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
 _NAMED = 8
-"""How many checkpoints near a wrong path a message names: the last ones."""
+"""Maximum checkpoints near a wrong path that a message names: the last ones."""
 
 
 @dataclass
 class Served:
-    """What to serve: the recipe with the base model's path, adapters, and the name that requests use. `label` is its
+    """Weights to serve: the recipe with the base model's path, adapters, and the name for requests. `label` is their
     name in messages, `step` the training step of a checkpoint."""
 
     recipe: Recipe
@@ -54,9 +54,9 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
 
 
 def trained_in(run: Path, recipe: Recipe | StagedRecipe, overrides: Sequence[str]) -> Path | None:
-    """Return the last checkpoint of the run whose folder `run` holds the recipe's file, if one stage is all that it
-    has: that of a staged recipe is found by `what_is_served`. None if `overrides` name another model, if a server has
-    weights of its own, or if nothing has been trained."""
+    """Return the last checkpoint of the single-stage run in the folder `run`, which holds the recipe's file;
+    `what_is_served` handles staged recipes. None if `overrides` set another model, if a running server has its own
+    weights, or if there is no checkpoint."""
     names = {override.partition("=")[0] for override in overrides}
     if isinstance(recipe, StagedRecipe) or names & {"model", "model.path"} or recipe.server.urls:
         return None

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
     """Serve a checkpoint, or the recipe's model (the last checkpoint, for a staged recipe), until the server or this
-    process ends. The log goes to `<output>/serve`, serve-2, ... `chat`: also answer chat requests, at this port (0: a
-    free one)."""
+    process ends. The log goes to `<output>/serve`, serve-2, ... `chat`: also answer chat requests, on this port (0:
+    a free one)."""
     with Children() as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
@@ -54,7 +54,7 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
         server, url = start_server(served.recipe, command, children, log, say, served.adapters, env)
         say(f"ready {url} (log: {display(log)})")
         if served.recipe.server.api_key_env is None:
-            say(f"it takes requests with its key, which AgentFactory finds; for others: {key_file_of(url)}")
+            say(f"requests need its key, which AgentFactory finds; for other clients: {key_file_of(url)}")
         if chat is None:
             children.wait(server)
         else:
@@ -63,13 +63,13 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
 
 
 async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say, check: Callable[[], None]) -> None:
-    """Answer chat requests until `check` raises: the server has ended."""
+    """Answer chat requests until `check` raises because the server has ended."""
     from agentfactory.rollout.gateway.serve_chat import serve_chat
 
     turns, variable = folder.path / "turns.jsonl", served.recipe.server.api_key_env
     key = os.environ[variable] if variable else None  # the server has started with it
     async with serve_chat(served.recipe, url, served.name, turns, port, key, folder.path) as endpoint:
-        say(f"chat {endpoint.url} (every turn, to the token: {display(turns)})")
+        say(f"chat {endpoint.url} (all turns with token ids: {display(turns)})")
         shown = endpoint if key is None else replace(endpoint, key=f'"${variable}"')
         for name, value in shown.environment().items():
             say(f"  export {name}={value}")
@@ -133,7 +133,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
         run_prepare(recipe, children, say)
         folder = _run_folder("eval", recipe, there.recipe)
         _log_to(folder, "eval")
-        say(f"asking {there.model} at {url} by {there.how}")
+        say(f"querying {there.model} at {url} by {there.how}")
         try:
             opened = eval_target.open_runner_at(there, folder.path, folder.images)
             found = _run_eval(there.recipe, folder, opened, there.model, say)
@@ -167,13 +167,13 @@ def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, 
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
     for table in tables(found):
         say(table)
-    say(f"every figure: {display(folder.summary)}; every chain: {display(folder.trajectories)}")
+    say(f"all metrics: {display(folder.summary)}; all chains: {display(folder.trajectories)}")
     say(f"{recipe.name}: evaluated {label}; run folder {display(folder.path)}")
     _check_failed(sum(found.failures.values()), found.chains)
 
 
 def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
-    """Run one group of chains for every task of `data`, with the weights that `evaluate` would take, and save them into
+    """Run one group of chains for every task of `data`, with the weights that `evaluate` would use, and save them into
     `<output>/rollout`, rollout-2, ..."""
     with _acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
         from agentfactory.launching.progress import follow_groups, tell_warnings
@@ -191,7 +191,7 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
             )
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
     told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
-    say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")
+    say(f"means over chains: {', '.join(told)}; all metrics: {display(folder.summary)}")
     saved = display(folder.trajectories)
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
     chains = len(tasks) * acting.rollout.group_size
@@ -224,8 +224,8 @@ def _log_to(folder: RunFolder, command: str) -> None:
 def _acting(
     command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
-    """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if no
-    server answers any more."""
+    """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if the
+    server has ended."""
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 

@@ -54,9 +54,9 @@ TRIED_ROWS = 3
 SLOW_SECONDS = 3.0
 """`check` reports a server that takes longer than this to open, unless one of DOWNLOADERS starts it."""
 DOWNLOADERS = ("npx", "uvx")
-"""Programs that ask a registry first, and may download the server."""
+"""Programs that query a registry first, and may download the server."""
 LARGE_BYTES = 100 << 20
-"""A workspace of this size is announced before it is copied."""
+"""Minimum bytes of a workspace that is announced before it is copied."""
 
 
 class ToolsCommandError(Exception):
@@ -96,8 +96,8 @@ def run(options: argparse.Namespace) -> None:
 @dataclass
 class _Server:
     """The result of opening one server of a recipe. `seconds` is the time that it took to open, `tried` is False
-    if it is unknown what chains see of each other, `needed` are the fields of a task that the environment was not reset
-    for want of, `problems` are its faults."""
+    if the isolation of its chains is unknown, `needed` are the missing task fields that prevented a reset of the
+    environment, `problems` are its faults."""
 
     name: str
     opened: bool = False
@@ -116,7 +116,7 @@ _FindTask = Callable[[], Awaitable[Task | None]]
 
 async def _open_each(recipe: Recipe, find_task: _FindTask | None = None, prepared: Path | None = None) -> list[_Server]:
     """Open each server separately and all concurrently, so that a failure does not hide others. With `find_task`, begin
-    a chain on each; environments get the task that it finds, and are made but not reset if it finds none. `prepared` is
+    a chain on each; environments get the task that it finds; without one, they are created but not reset. `prepared` is
     the folder that `prepare` fills."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
@@ -124,8 +124,8 @@ async def _open_each(recipe: Recipe, find_task: _FindTask | None = None, prepare
 
 
 def _for_a_try(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry; if chains have folders, without processes ahead of their use, each of which would copy the
-    workspace, and without folders kept."""
+    """Return the entry for a single chain: if chains have folders, it starts no spare processes, each of which would
+    copy the workspace, and keeps no folders."""
     if not config.has_folders:
         return config
     pool = config.pool.model_copy(update={"warm": 0})
@@ -133,7 +133,7 @@ def _for_a_try(config: McpServerConfig) -> McpServerConfig:
 
 
 def _announce(name: str, config: McpServerConfig) -> None:
-    """Say that a large workspace is copied."""
+    """Print a note if a large workspace is copied."""
     if config.workspace is None:
         return
     size = check_template(f"mcp_servers.{name}.workspace", Path.cwd() / config.workspace)
@@ -164,7 +164,7 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe, 
                 server.isolation.append(seen.text)
                 server.tried = seen.tried
                 if seen.proven and entry.isolation is None:
-                    fix = "give each chain a folder by ${chain} in args, env or cwd, or say isolation: shared"
+                    fix = "give each chain a folder by ${chain} in args, env or cwd, or set isolation: shared"
                     server.problems.append(f"chains share its state; fix: {fix}")
                 return server
             task: Task | None = await find_task() if toolset.environments else {}
@@ -180,10 +180,10 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe, 
                         server.environment = f"an environment: reset in {seconds:.2f} s{says}"
                         # an error here would also fail every chain that ends without a call
                         verdict = server.verdict = await session.reward()
-                        judge = f"judges what nobody touched with {_figures(verdict)}" if verdict else "does not judge"
+                        judge = f"without any call, {_figures(verdict)}" if verdict else "gives no reward"
                         server.environment += f"; {judge}"
     except EnvironmentRewardError as error:
-        server.environment += "; cannot judge"
+        server.environment += "; cannot give a reward"
         server.problems.append(f"{error} (right after reset; a chain may end without a call)")
     except (ToolInfrastructureError, ValueError, TypeError) as error:
         server.problems.append(str(error))
@@ -191,15 +191,15 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe, 
 
 
 async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
-    """Make an instance of the only environment of `part`, which checks its options, unless it is in another process or
-    its options name files that `prepare` has not made; return what was done.
+    """Create the only environment of `part`, which checks its options, unless it is in another process or its options
+    name files that `prepare` has not created yet. Return a description of the result.
 
-    Raises SettingError or ToolInfrastructureError if it cannot be made.
+    Raises SettingError or ToolInfrastructureError if it cannot be created.
     """
     (config,) = part.mcp_servers.values() if part.mcp_servers else (McpServerConfig(module=part.tools[0]),)
     waits = prepared is not None and not prepared.exists() and str(prepared) in json.dumps(config.options)
     if config.module is None or waits:
-        return "not made" if waits else "not reset"
+        return "not created" if waits else "not reset"
     environment = load_object(config.module, Path.cwd(), prebuilt())
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
         return "not reset"
@@ -209,31 +209,31 @@ async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
     except Exception as error:  # boundary: user code
         if isinstance(error, SettingError):
             raise error.at(field=f"options.{error.field}") from None
-        raise ToolInfrastructureError(f"cannot be made: {type(error).__name__}: {error}") from error
+        raise ToolInfrastructureError(f"cannot be created: {type(error).__name__}: {error}") from error
     seconds = time.perf_counter() - started
     if inspect.iscoroutinefunction(instance.close):
         await instance.close()
     else:
         await run_in_thread(instance.close)
-    return f"made in {seconds:.2f} s, but not reset"
+    return f"created in {seconds:.2f} s, but not reset"
 
 
 def _for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
-    """Return a row with how the recipe's model states places in images, if a reset needs that; where it is not known,
-    places are pixels."""
+    """Return a row with the model's image coordinates added if a reset needs them; if they are unknown, pixels are
+    used."""
     if not toolset.takes(VIEW_FIELD):
         return task
     view, why = _view(recipe)
     if view is None:
-        told = "how the model states places in images is unknown, so here they are pixels of the file"
+        told = "the model's image coordinates are unknown, so this check uses pixels of the file"
         print(f"model.path: got {recipe.model.path!r}: {told}{why}", file=sys.stderr)
         return task
     return {**task, VIEW_FIELD: view.to_json()}
 
 
 def _view(recipe: Recipe) -> tuple[ModelView | None, str]:
-    """Return how the recipe's model states places in images, or None and the reason. Without the model's files, only
-    what the recipe says is known, and not in which size the model gets images."""
+    """Return the image coordinates of the recipe's model, or None and the reason. Without the model's files, only the
+    recipe's setting is known, and not the size in which the model gets images."""
     stated = recipe.rollout.coordinates
     if recipe.model.path == NO_MODEL:
         return None, ""
@@ -347,7 +347,7 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
 
 
 def _tell_unchecked(recipe: Recipe, servers: list[_Server], prepared: Path | None) -> None:
-    """Raise ToolsUnchecked if environments were not reset, and rewards not called, for want of a task."""
+    """Raise ToolsUnchecked if environments were not reset, and rewards not called, because there is no task."""
     waiting = [server for server in servers if server.needed is not None]
     if not waiting:
         return
@@ -355,7 +355,7 @@ def _tell_unchecked(recipe: Recipe, servers: list[_Server], prepared: Path | Non
     row = json.dumps({field: "..." for server in waiting for field in server.needed or ()})
     fix = f"give a task by --task '{row}'"
     if prepared is not None and not prepared.exists():
-        fix += f", or let `agentfactory train` make {display(prepared)} first"
+        fix += f", or let `agentfactory train` create {display(prepared)} first"
     raise ToolsUnchecked(f"no fault was found, but without a task there was no check of {', '.join(parts)}; fix: {fix}")
 
 
@@ -367,14 +367,14 @@ def _fail(problems: list[str]) -> None:
 async def _try_rewards(
     recipe: Recipe, find_tasks: Callable[[], Awaitable[list[Task]]], verdict: EnvironmentReward | None
 ) -> tuple[list[str], list[str]]:
-    """Call the rewards on a made answer to the first tasks. Return what to print, and what goes wrong."""
+    """Call the rewards on a sample answer to the first tasks. Return the lines to print, and the faults."""
     if not recipe.rewards or not (tasks := await find_tasks()):
         return [], []
     async with Rewards.load(recipe.rewards, Path.cwd()) as rewards:
         faults = await rewards.try_on(tasks, verdict)
     names = ", ".join(reward.name or reward.reward.rpartition(":")[2] for reward in recipe.rewards)
     end = f"{len(faults)} failed" if faults else "each is a number"
-    return [f"rewards: {names}: called on a made answer to {len(tasks)} tasks; {end}"], faults
+    return [f"rewards: {names}: called on a sample answer to {len(tasks)} tasks; {end}"], faults
 
 
 def _given_row(task: Task, images: Path) -> Task:
@@ -456,7 +456,7 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
     for pair in given:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ToolsCommandError(f"the argument {pair!r}; fix: write key=value, or all as one JSON object")
+            raise ToolsCommandError(f"the argument {pair!r} has no `=`; fix: write key=value, or one JSON object")
         if spec and key not in known and "." in key and key.partition(".")[0] in Recipe.model_fields:
             raise ToolsCommandError(f"{pair}: {spec.name} has no such argument; fix: write overrides before TOOL")
         arguments[key] = value

@@ -1,4 +1,4 @@
-"""`agentfactory doctor`: checks this machine, and what a recipe needs from it, and says what to do."""
+"""`agentfactory doctor`: check this machine, alone or for a recipe, and suggest fixes."""
 
 import sys
 from collections import Counter
@@ -43,8 +43,8 @@ _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
 
 
 def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None], *, coordinates: bool = False) -> bool:
-    """Report everything that is found; with `coordinates`, also ask the model how it states places in images. Return
-    whether there is no problem."""
+    """Print all findings; with `coordinates`, also determine the model's image coordinates. Return True if there is no
+    problem."""
     counts: Counter[Level] = Counter()
     said = set()
     for finding in examine(recipe, overrides, coordinates):
@@ -90,7 +90,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
         else:
             stages = stages_of(loaded)
             if not lacks:
-                yield ok("recipe", f"{loaded.name} is sound")
+                yield ok("recipe", f"{loaded.name} is valid")
         for lack in {str(lack): lack for lack in lacks}.values():
             yield problem("recipe", lack.told, lack.fix)
     yield from _safely("disk", partial(check_disk, stages[0].output if stages else Path.cwd()))
@@ -129,5 +129,5 @@ def _safely(subject: str, check: Check) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:  # boundary: a machine can have any fault
-        text = f"it could not be looked at: {type(error).__name__}: {error}"
-        yield problem(subject, text, "see to that, or tell us: it is a defect of `agentfactory doctor`")
+        text = f"the check failed: {type(error).__name__}: {error}"
+        yield problem(subject, text, "fix the cause, or report a bug of `agentfactory doctor`")

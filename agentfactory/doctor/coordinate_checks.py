@@ -1,4 +1,4 @@
-"""Asks a model where a square is in made pictures, to find out by which numbers it states places."""
+"""Find out a model's image coordinates by asking it for the box of a square in generated pictures."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from agentfactory.tools.images.sizes import SizeRule
 
 QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
 PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))
-"""Of each picture: width and height, and where the square begins. No two ways to state places give nearly the same
-numbers of all of them."""
+"""Width and height of each picture, and the square's top left corner. No two coordinate systems give similar numbers
+for all pictures."""
 SIDE = 240
-"""Of the square, in pixels."""
+"""Side of the square, in pixels."""
 CLEAR = 0.5
-"""Mean IoU from which on a way is the model's."""
+"""Minimum mean IoU of the model's coordinate system."""
 CLOSE = 0.1
-"""Difference of the mean IoU below which two ways are not told apart: of images that a model gets nearly in full size,
-its pixels are those of the file."""
+"""Minimum difference of mean IoU that distinguishes two systems: in images that a model gets at nearly full size, its
+pixels are those of the file."""
 _TEMPERATURE, _TOKENS = 0.1, 512
 
 
@@ -38,7 +38,7 @@ class Picture:
 
 
 def pictures() -> list[Picture]:
-    """Return the pictures that a model is asked about."""
+    """Return the pictures to ask a model about."""
     made = []
     for width, height, left, top in PLACES:
         image = Image.new("RGB", (width, height), (200, 200, 200))
@@ -48,8 +48,8 @@ def pictures() -> list[Picture]:
 
 
 def scores(asked: Sequence[Picture], answers: Sequence[str], sizes: SizeRule | None) -> dict[Coordinates, float]:
-    """Return the mean IoU of the boxes in `answers`, read in each way; an answer without a box has none. Without
-    `sizes`, pixels of resized images cannot be told."""
+    """Return the mean IoU of the boxes in `answers` by coordinate system; an answer without a box counts 0. Without
+    `sizes`, pixels of resized images are left out."""
     found = {}
     for way in Coordinates:
         if way is Coordinates.RESIZED and sizes is None:
@@ -65,15 +65,15 @@ def scores(asked: Sequence[Picture], answers: Sequence[str], sizes: SizeRule | N
 
 
 def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
-    """Ask the model of a running server, and compare its answers with `rollout.coordinates`."""
+    """Query the model of a running server, and compare its answers with `rollout.coordinates`."""
     subject, model = "coordinates", recipe.model
     if not recipe.server.urls:
-        fix = "start it by `agentfactory serve RECIPE`, and give its address, as server.url=http://127.0.0.1:8000"
-        yield problem(subject, "a model is asked on a running server, and server.url is not set", fix)
+        fix = "start one by `agentfactory serve RECIPE`, and set its address, such as server.url=http://127.0.0.1:8000"
+        yield problem(subject, "this check needs a running server, but server.url is not set", fix)
         return
     vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
     if vision is None:
-        yield problem(subject, why_unseen(model.path), "use a model that sees")
+        yield problem(subject, why_unseen(model.path), "use a vision-language model")
         return
     asked = pictures()
     answers = asyncio.run(_ask(recipe, asked))
@@ -87,13 +87,13 @@ def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
     view = view_of(model.path, vision, recipe.rollout.coordinates)
     used = "not known" if view is None else str(view.coordinates)
     if found[best] < CLEAR:
-        text = f"the model states places in no known way (mean IoU: {table}); rollout.coordinates is {used}"
-        yield warning(subject, text, "see its model card; it may not have learned to state places")
+        text = f"the model uses no known image coordinates (mean IoU: {table}); rollout.coordinates is {used}"
+        yield warning(subject, text, "see its model card; it may not have learned to give coordinates")
     elif view is None or found[view.coordinates] < found[best] - CLOSE:
-        text = f"the model states places as {best} (mean IoU: {table}), and rollout.coordinates is {used}"
+        text = f"the model uses {best} coordinates (mean IoU: {table}), but rollout.coordinates is {used}"
         yield problem(subject, text, f"rollout.coordinates={best}")
     else:
-        yield ok(subject, f"the model states places as rollout.coordinates says, {used} (mean IoU: {table})")
+        yield ok(subject, f"the model uses {used} coordinates (mean IoU: {table}), as rollout.coordinates says")
 
 
 async def _ask(recipe: Recipe, asked: Sequence[Picture]) -> list[str]:

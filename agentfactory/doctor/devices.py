@@ -1,5 +1,5 @@
-"""`python -m agentfactory.doctor.devices`: prints what torch sees on this machine as JSON; the caller does not import
-torch."""
+"""`python -m agentfactory.doctor.devices`: print the devices that torch finds as JSON, so that the caller need not
+import torch."""
 
 import json
 from typing import Any
@@ -12,9 +12,9 @@ from agentfactory.tools.user_code.import_path import is_installed
 
 
 def see_devices() -> dict[str, Any]:
-    """Return `build`: what torch computes with ("cpu", "cuda 13.0", "rocm 6.4"); `gpus`: name, total and free bytes,
-    and whether it has bfloat16; `error`: why a GPU build sees none; `torchvision`: why it cannot be imported, if it is
-    installed."""
+    """Return `build`: torch's platform ("cpu", "cuda 13.0", "rocm 6.4"); `gpus`: name, total and free bytes, and
+    bfloat16 support of each; `error`: the reason why a GPU build finds no GPU; `torchvision`: its import error, if it
+    is installed."""
     version = torch.version
     build = f"cuda {version.cuda}" if version.cuda else f"rocm {version.hip}" if version.hip else "cpu"
     seen: dict[str, Any] = {"build": build, "gpus": [], "error": "", "torchvision": _torchvision_error()}
@@ -38,7 +38,7 @@ def _torchvision_error() -> str:
         return ""
     try:
         import torchvision  # noqa: F401
-    except Exception as error:  # boundary: for another build than torch, it raises whatever fails first
+    except Exception as error:  # boundary: built for another torch, it can raise anything
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -9,14 +9,14 @@ class Level(StrEnum):
 
     OK = "ok"
     WARNING = "warning"
-    """It can work, but slowly, not for all, or not for long."""
+    """The run can work, but slowly, in part, or not for long."""
     PROBLEM = "problem"
-    """It cannot work."""
+    """The run cannot work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its subject, what was found, and, unless all is well, what to do."""
+    """The result of one check: its subject, the observation, and, unless all is well, a fix."""
 
     level: Level
     subject: str
@@ -30,15 +30,15 @@ def ok(subject: str, text: str) -> Finding:
 
 
 def warning(subject: str, text: str, fix: str) -> Finding:
-    """Create a finding that it can work, with restrictions."""
+    """Create a finding that the run can work with restrictions."""
     return Finding(Level.WARNING, subject, text, fix)
 
 
 def problem(subject: str, text: str, fix: str) -> Finding:
-    """Create a finding that it cannot work."""
+    """Create a finding that the run cannot work."""
     return Finding(Level.PROBLEM, subject, text, fix)
 
 
 def gib(size: float) -> str:
-    """Format bytes for people."""
+    """Format bytes as GiB."""
     return f"{size / 2**30:.1f} GiB"

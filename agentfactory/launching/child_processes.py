@@ -21,7 +21,7 @@ from agentfactory.tools.processes import parent_watch
 POLL_SECONDS = 0.1
 _TERM_SECONDS = 5.0
 _FINISH_SECONDS = 600.0
-"""How long to wait for a child that is finishing something."""
+"""Seconds to wait for a child that is finishing its work."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -37,8 +37,8 @@ class Terminated(KeyboardInterrupt):
 class Child:
     """A running child.
 
-    `name` is its name in messages. It writes to the file `log`, from byte `log_start` on. `explain` finds the cause of
-    its end in the log's last lines, or returns None. `is_finishing` returns whether it needs longer than others to end.
+    `name` is its name in messages. Its output starts at byte `log_start` of the file `log`. `explain` finds the cause
+    of its exit in the log's last lines, or returns None. `is_finishing` returns whether it still has work to finish.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Child:
     is_finishing: Callable[[], bool] = lambda: False
 
     def failure(self) -> ChildFailed:
-        """Describe how this child, which has ended, ended."""
+        """Return the error that explains the exit of this child, which has exited."""
         status = self.process.returncode
         if status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
@@ -60,7 +60,7 @@ class Child:
             lines = (line.strip() for line in reversed(self.tail(40)) if any(map(str.isalnum, line)))
             how = ": ".join([f"ended with exit status {status}", *(line[:500] for line in islice(lines, 1))])
         if (refused := refusal(self.log.parent)) is not None and str(refused.strerror) not in how:
-            # its last words may be missing
+            # its last output may be missing
             how += f"; nothing more can be written in {self.log.parent}: {refused.strerror}; fix: make room"
         return ChildFailed(f"the {self.name} {how} (log: {self.log})")
 
@@ -73,8 +73,8 @@ class Children:
     """The children of one command. Leaving the context ends them and all their descendants.
 
     Each child leads its own session, so a terminal's Ctrl-C reaches only this process, which then ends the others in
-    order. On Linux, descendants are reparented to this process when their parent dies, so they are found. Children of
-    ours also end when this process is killed (`agentfactory.tools.processes.parent_watch`).
+    order. On Linux, descendants are reparented to this process when their parent dies, so they are found. Children that
+    run our code also end when this process is killed (`agentfactory.tools.processes.parent_watch`).
     """
 
     def __enter__(self) -> Self:
@@ -149,10 +149,10 @@ class Children:
                 raise child.failure()
 
     def stop(self, child: Child) -> None:
-        """End a child with SIGTERM, which it passes on in the order that it needs.
+        """Send a child SIGTERM, which it passes to its own children in the order that it needs.
 
-        Kill what is left after 5 s. A child that is finishing something gets up to ten minutes, unless a second signal
-        arrives.
+        Kill the processes that are left after 5 s. A child that is finishing its work gets up to 10 minutes, unless a
+        second signal arrives.
         """
         descendants = _descendants(child)
         if child.process.poll() is None:
@@ -167,8 +167,8 @@ class Children:
             self._children.remove(child)
 
     def _ends(self, child: Child) -> bool:
-        """Return whether a child that got SIGTERM ends in time. The time restarts once the child has finished its work,
-        because its interpreter still has to end."""
+        """Return whether a child exits in time after SIGTERM. The time restarts once the child has finished its work,
+        because its interpreter must still shut down."""
         started = finished = time.monotonic()
         while child.process.poll() is None:
             now = time.monotonic()

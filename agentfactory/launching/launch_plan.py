@@ -1,4 +1,4 @@
-"""The plan of `agentfactory train`, computed before anything is done.
+"""The plan of `agentfactory train`, computed before it changes anything.
 
 A `RunPlan` has a `StagePlan` per stage: its recipe, the checkpoint that it resumes from, the placement of its
 processes, and their commands. The launcher executes the plan and `--dry-run` prints it. The trainer's processes receive
@@ -60,15 +60,15 @@ class Assignment:
 
     @classmethod
     def wait_for(cls, file: Path) -> "Assignment":
-        """Read the assignment once the launcher has written it, which is when the server is ready. Raises SettingError
-        as `read`."""
+        """Read the assignment once the launcher has written it, when the server is ready. Raises SettingError like
+        `read`."""
         while not file.exists():
             time.sleep(_POLL_SECONDS)
         return cls.read(file)
 
     @classmethod
     def read(cls, file: Path) -> "Assignment":
-        """Read what `write` wrote. Raises SettingError for any other file."""
+        """Read a file written by `write`. Raises SettingError for any other file."""
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
             recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
@@ -78,14 +78,14 @@ class Assignment:
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            problem = f"{display(file)} is no assignment: {why[:200]}"
+            problem = f"{display(file)} is not an assignment: {why[:200]}"
             fix = "only the launcher writes one: run `agentfactory train RECIPE`"
             raise SettingError("--assignment", problem, fix, source=COMMAND_LINE) from error
 
 
 @dataclass(frozen=True)
 class Command:
-    """How a process is started: its arguments, and environment variables to add to ours."""
+    """The arguments of a process, and the environment variables to add to ours."""
 
     arguments: list[str]
     env: dict[str, str]
@@ -105,18 +105,18 @@ class StagePlan:
     """The checkpoint that a started stage resumes from; None: from its beginning."""
     placement: Placement = field(default_factory=Placement)
     is_placed: bool = False
-    """False until the model exists; then `placement` contains only what is known without it."""
+    """False until the model exists; until then, `placement` contains only what is known without it."""
     refusal: SettingError | None = None
-    """Why the processes cannot go where `placement` puts them."""
+    """The error if `placement` is impossible."""
     assigned: Recipe | None = None
-    """The recipe as the trainer gets it."""
+    """The recipe that the trainer gets."""
     server: Command | None = None
     """None if the stage needs no server, or uses one that is already running."""
     trainer: Command | None = None
     """Starts every process of the trainer."""
 
     def placed(self, placement: Placement | None) -> "StagePlan":
-        """Return the plan with `placement` and what follows from it; None: the model does not exist yet."""
+        """Return the plan with `placement` and the fields derived from it. None: the model does not exist yet."""
         recipe = self.recipe
         known = placement or Placement(mode=recipe.placement.mode, on_gpu=may_have_gpu())
         server = None
@@ -148,7 +148,7 @@ def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command
     if train.processes == 1:
         # same as `accelerate launch` for one process, without the seconds that it takes to import torch
         return Command(own_python(*module), env)
-    # seconds from torchrun's SIGTERM to its SIGKILL; the launcher knows better when to kill
+    # seconds from torchrun's SIGTERM to its SIGKILL; long, because the launcher decides when to kill
     env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **PORTLESS_ENVIRONMENT}
     if not placement.on_gpu:
         # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
@@ -202,15 +202,15 @@ class RunPlan:
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
     """Yield human-readable lines about the memory that the recipe's processes take."""
     if placement is None:
-        yield f"{recipe.name}: its memory is planned once {recipe.model.path} is there"
+        yield f"{recipe.name}: its memory is planned once {recipe.model.path} exists"
         return
     for line in placement.describe():
         yield f"{recipe.name}: {line}"
 
 
 def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool = False) -> RunPlan:
-    """Plan a run of `recipe`; nothing is written. `resume` is a checkpoint of the run in `output`, or AUTO.
-    `overwrite`: what is in `output` will be deleted.
+    """Plan a run of `recipe` without writing anything. `resume` is a checkpoint of the run in `output`, or AUTO.
+    With `overwrite`, the contents of `output` will be deleted.
 
     Raises RunFolderError if there is nothing to resume, SettingError if the recipe does not fit its checkpoint,
     PlacementError.
@@ -238,7 +238,7 @@ def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
     folders = [RunFolder(stage.output) for stage in stages]
     if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:
         places = ", ".join(display(folder.checkpoints) for folder in folders)
-        raise RunFolderError(f"--resume: {display(path)} is none of the run's checkpoints; fix: name one in {places}")
+        raise RunFolderError(f"--resume: {display(path)} is not a checkpoint of the run; fix: name one in {places}")
     planned: list[StagePlan] = []
     for recipe, folder in zip(stages, folders, strict=True):
         before = planned[-1] if planned else None
@@ -248,14 +248,14 @@ def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
             planned.append(_resumed(_after(recipe, before), folder, own))
         elif folder.recipe.exists():
             raise RunFolderError(
-                f"{display(folder.path)}: stage {recipe.name} has begun, and the one before it is to be trained on; "
+                f"{display(folder.path)}: stage {recipe.name} has begun, but the stage before it is not completed; "
                 "fix: move that folder away, or begin another run with output=OTHER"
             )
         else:
             planned.append(_new(recipe, before))
     if planned[-1].state is State.COMPLETED:
         done = f"{display(folders[-1].path)} is completed, with {folders[-1].read_summary()['steps']} steps"
-        raise RunFolderError(f"--resume: {done}; fix: raise train.steps to go on")
+        raise RunFolderError(f"--resume: {done}; fix: raise train.steps to continue")
     return planned
 
 

@@ -55,7 +55,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             if (taken := outside_fault(stage.recipe)) is not None:
                 raise taken
             model = Path(stage.recipe.model.path)
-            # what an adapter's folder lacks, the trainer tells
+            # the trainer reports what an adapter's folder lacks
             if model.is_dir() and not any((model / name).is_file() for name in ("config.json", ADAPTER)):
                 problem = f"{display(model)} has no config.json"
                 raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
@@ -64,7 +64,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children() as children:
                 _run_stages(plan, folder, children, Path(private), say)
         except BaseException as error:
-            # on a full disk, the terminal has the cause
+            # on a full disk, the terminal shows the cause
             with suppress(DiskError):
                 _note_failure(folder, error, recipe.seed)
             raise
@@ -77,7 +77,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             curve = None
             say(f"no curve.png: {error}")
         stages = [(stage.recipe.name, stage.folder.read_summary()) for stage in plan.stages]
-        # a stage's own warnings have ended its output; the last stage's stand right above
+        # repeat the warnings of earlier stages; those of the last stage stand right above
         for line in [f"stage {name}: {text}" for name, found in stages[:-1] for text in found.get("warnings", ())]:
             say(line)
         for line in conclude(recipe.name, summary, folder.path, curve):
@@ -125,12 +125,12 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     if stage.server is None:
         stage.assignment(None).write(folder.assignment)
     else:
-        # that of an earlier attempt
+        # left by an earlier attempt
         folder.assignment.unlink(missing_ok=True)
         command, log = stage.server.arguments, folder.logs / "server.log"
         server = begin_server(recipe, command, children, log, say, env=stage.server.env)
     assert stage.trainer is not None
-    # it imports what it needs while the server starts, and touches no device before it has the assignment
+    # the trainer imports its modules while the server starts, and uses no device before it has the assignment
     trainer = children.start(
         "trainer",
         stage.trainer.arguments,
@@ -156,7 +156,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
 
 
 def _tell(stage: StagePlan, say: Say) -> None:
-    """Say where the stage's processes go. Raises SettingError if they cannot go there."""
+    """Print the placement of the stage's processes. Raises SettingError if it is impossible."""
     for line in stage.placement.describe():
         say(line)
     if stage.refusal is not None:
@@ -171,6 +171,6 @@ def _note_failure(folder: RunFolder, error: BaseException, seed: int) -> None:
 
 
 def _first_rank_that_failed(log: list[str]) -> str | None:
-    """Return the message of the first rank that failed; those of other ranks and torchrun's own report come later."""
+    """Return the message of the first rank that failed; messages of other ranks and torchrun's report come later."""
     said = (re.match(r"\[rank\d+\]: (?!Traceback)(\S.*)", line) for line in log)
     return next((found[1] for found in said if found), None)

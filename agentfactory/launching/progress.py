@@ -1,5 +1,5 @@
-"""Progress for people: training shows a live table and a bar on a terminal, and plain lines elsewhere; groups of chains
-show lines."""
+"""Progress display: for training, a live table and a bar on a terminal, and plain lines elsewhere; for groups of
+chains, lines."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ from rich.text import Text
 from agentfactory.tools.calls.run_notices import Notices, notice_of
 
 SAY_EVERY_SECONDS = 5.0
-"""Time between two lines on groups of chains."""
+"""Seconds between two lines about groups of chains."""
 
 _ROWS = 10
 _COLUMNS = {
@@ -30,7 +30,7 @@ _COLUMNS = {
 
 
 class Progress:
-    """Shows a training run of `total` steps. Feed it the lines of metrics.jsonl; use it as a context manager."""
+    """A display of a run of `total` training steps. Feed it the lines of metrics.jsonl; use it as a context manager."""
 
     def __init__(self, total: int, kind: Literal["grpo", "sft"], console: Console | None = None):
         self.total = total
@@ -54,7 +54,7 @@ class Progress:
         self.close()
 
     def update(self, metrics: dict[str, Any]) -> None:
-        """Take one line of metrics. Lines without a step's metrics are evaluations; they are shown as notes."""
+        """Show one line of metrics. A line without a step's metrics is an evaluation and is shown as a note."""
         shown = {name: form.format(metrics[name]) for name, form in self.columns.items() if name in metrics}
         if not shown:
             self._note_evaluation(metrics)
@@ -74,7 +74,7 @@ class Progress:
             self._print(f"step {self._step}/{self.total}  {figures}  {speed} tokens/s  {self._eta()}")
 
     def note(self, text: str) -> None:
-        """Print a separate line, which stays."""
+        """Print a separate line that stays on the terminal."""
         self._print(text)
 
     def close(self) -> None:
@@ -116,9 +116,11 @@ class Progress:
 
 @contextmanager
 def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
-    """While the context is open, `say` gets a line for each warning of our packages' loggers; of a notice (`tell`) only
-    the first on its topic; and what is no fault (`inform`). When the context closes, also by an error, it gets all
-    notices of faults again, with their counts."""
+    """Pass messages of our loggers to `say` while the context is open: each warning, the first notice (`tell`) on each
+    topic, and information (`inform`).
+
+    When the context closes, even by an error, `say` gets all notices of faults again, with their counts.
+    """
     notices = Notices()
     handler = _Warnings(say, notices)
     logger = logging.getLogger("agentfactory")

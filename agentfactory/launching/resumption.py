@@ -1,4 +1,4 @@
-"""Resume a run: choose the checkpoint, check that the recipe still fits it, and cut what was written after it."""
+"""Resume a run: choose the checkpoint, check that the recipe still fits it, and cut everything written after it."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import (
 )
 
 _MAY_DIFFER = (
-    # where and how fast it runs, and how it is monitored: these change what is learned by rounding at most
+    # placement, speed and monitoring: these change the training result by rounding at most
     *("name", "output", "import_path", "server", "sync", "placement", "eval", "track"),
     *("rollout.concurrency", "rollout.timeout_seconds", "rollout.workers"),
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
@@ -29,20 +29,20 @@ _MAY_DIFFER = (
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
 )
 _BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
-"""Values that older runs were trained with, for fields that their recipes do not have yet."""
+"""Field that older recipes lack -> the value that their runs were trained with."""
 
 
 def choose(folder: RunFolder, asked: Path | None) -> Path | None:
     """Return the checkpoint to continue from: `asked`, or the newest; None if the run has none.
 
-    Raises RunFolderError if it is damaged; the message suggests the newest earlier one that is whole.
+    Raises RunFolderError if it is damaged; the message suggests the newest earlier checkpoint that is intact.
     """
     try:
         found = checkpoints(folder.checkpoints, folder.within)
     except RefusedFileError as error:
         raise RunFolderError(f"--resume: {error}") from None
     if asked is not None and asked not in found:
-        raise RunFolderError(f"--resume: {asked} is no checkpoint; fix: name one in {folder.checkpoints}")
+        raise RunFolderError(f"--resume: {asked} is not a checkpoint; fix: name one in {folder.checkpoints}")
     path = asked or (found[-1] if found else None)
     if path is None:
         return None
@@ -50,14 +50,14 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
         verify(path)
     except DamagedCheckpointError as error:
         before = newest_whole(found[: found.index(path)])
-        fix = f"--resume {display(before)}" if before else "none before it is whole: begin anew with --overwrite"
+        fix = f"--resume {display(before)}" if before else "none before it is intact: start again with --overwrite"
         raise RunFolderError(f"--resume: {error}; fix: {fix}") from None
     return path
 
 
 def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> None:
-    """Raise SettingError if `recipe` would change what the run learns. It may ask for more steps, and change where and
-    how the run executes."""
+    """Raise SettingError if `recipe` would change the training result. It may set more steps, and change the placement
+    and speed of the run."""
     where = checkpoint or folder.recipe
     try:
         before = read_info(checkpoint)["recipe"] if checkpoint else parse_saved(folder.read_recipe())
@@ -76,7 +76,7 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
                 name, problem, "set it back, or begin another run with output=OTHER", source=COMMAND_LINE
             )
     if checkpoint is not None and recipe.train.steps < step_of(checkpoint):
-        problem = f"got {recipe.train.steps}, and {display(checkpoint)} has more"
+        problem = f"got {recipe.train.steps}, but {display(checkpoint)} has more"
         raise SettingError("train.steps", problem, "raise it, or name an earlier checkpoint", source=COMMAND_LINE)
 
 

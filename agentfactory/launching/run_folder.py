@@ -33,7 +33,7 @@ ADAPTER = "adapter_config.json"
 
 _BLOCK = 1 << 20
 _PREPARED = "prepared"
-"""Folder that the user's own code fills, which may make it a link."""
+"""Folder that the user's `prepare` fills, and may replace with a link."""
 
 
 class RunFolderError(Exception):
@@ -41,8 +41,8 @@ class RunFolderError(Exception):
 
 
 class RunFolder:
-    """A folder that one run writes to. `on_log` also gets every line of metrics, such as `Progress.update`. Links below
-    the folder `within` are not followed: that of the whole run for a stage that may be somebody else's."""
+    """The folder that one run writes to. `on_log`, such as `Progress.update`, also gets every line of metrics. Links
+    below the folder `within` are not followed; for a stage of an untrusted run, it is the folder of the whole run."""
 
     def __init__(self, path: Path, on_log: Callable[[dict[str, Any]], None] | None = None, within: Path | None = None):
         self.path = path
@@ -54,7 +54,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
         self.images = path / "images"
-        """The images that chains saw, each stored once; checkpoints do not copy them."""
+        """The images of chains, each stored once; checkpoints do not copy them."""
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.parts = (self.trajectories, self.checkpoints, self.logs)
@@ -102,7 +102,7 @@ class RunFolder:
         write_whole(self.summary, f"{json.dumps(summary, indent=2, ensure_ascii=False)}\n".encode())
 
     def read_summary(self) -> dict[str, Any]:
-        """Return what `write_summary` wrote; empty if there is no summary. Raises OSError or ValueError if it cannot be
+        """Return the content of summary.json; empty if there is none. Raises OSError or ValueError if it cannot be
         read."""
         try:
             return read_json(self.summary, self.within)
@@ -114,21 +114,21 @@ class RunFolder:
         return read_file(self.recipe, RECIPE_BYTES, self.within).decode()
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl. Leave out a last line that a kill cut short."""
+        """Yield the lines of metrics.jsonl. Skip a last line that a kill has truncated."""
         with suppress(FileNotFoundError), open_file(self.metrics, self.within) as file:
             for line in lines_of(file):
                 if line.endswith(b"\n"):
                     yield json.loads(line)
 
     def growing(self) -> dict[str, Path]:
-        """Return the files that exist of those that a run appends to and that a resumed run continues."""
+        """Return, by relative path, the existing files that a run appends to and a resumed run continues."""
         groups = train_files(self.trajectories)
-        # a worker may append meanwhile: who takes the sizes in this order finds the arrays of every line
+        # a worker may append meanwhile: sizes taken in this order include the arrays of every line
         files = [self.metrics, self.credit, *groups, *map(arrays_file, groups)]
         return {str(file.relative_to(self.path)): file for file in files if file.exists()}
 
     def cut(self, sizes: Mapping[str, int]) -> None:
-        """Shorten the growing files to these sizes in bytes (missing: 0), and then those of lines to whole lines."""
+        """Truncate the growing files to these sizes in bytes (missing: 0), and JSONL files further to whole lines."""
         for name, file in self.growing().items():
             size = min(sizes.get(name, 0), file.stat().st_size)
             if file.suffix == ".jsonl":
@@ -138,8 +138,8 @@ class RunFolder:
 
     @property
     def whole(self) -> Path:
-        """The outermost run folder around this one, which people move or copy as one: that of a staged run for its
-        stages, and of a run for its evaluations."""
+        """The outermost run folder around this one, which users move or copy as a unit: of the staged run for a stage,
+        of the run for an evaluation."""
         return next((path for path in reversed(self.path.parents) if is_run(path)), self.path)
 
     def read_part(self, part: "RunFolder") -> dict[str, Any]:
@@ -173,15 +173,15 @@ class RunFolder:
             append(self.credit, "".join(f"{line}\n" for line in lines))
 
     def note_stopping(self) -> None:
-        """Note that the trainer was asked to end: it first finishes its step and writes a checkpoint."""
+        """Record that the trainer was asked to stop; it first finishes its step and writes a checkpoint."""
         self._stopping.touch()
 
     def note_stopped(self) -> None:
-        """Note that the trainer has no unfinished work."""
+        """Record that the trainer has no unfinished work."""
         self._stopping.unlink(missing_ok=True)
 
     def is_finishing(self) -> bool:
-        """Return whether the trainer would lose work if it were ended now."""
+        """Return whether the trainer would lose work if it were killed now."""
         return self._stopping.exists() or any(self.checkpoints.glob(".step-*.partial"))
 
     def last_checkpoint(self) -> Path | None:
@@ -207,7 +207,7 @@ class RunFolder:
                     raise refused(self.path / name, kind)
             for part in (*self.parts, self.sync):
                 check_tree(part, self.within)
-            # the images of a long run are many, and each is checked when it is read
+            # a long run has many images, and each is checked when it is read
             check_tree(self.images, self.within, depth=0)
         except OSError as error:
             raise RunFolderError(f"{option}: {error}") from None
@@ -236,9 +236,9 @@ def _cut(path: Path, size: int) -> None:
 
 
 class Hold:
-    """Keeps all other launchers and trainers away from the run in `path`, with a lock on a file in it.
+    """An exclusive lock on a file of the run in `path`, against all other launchers and trainers.
 
-    Children do not inherit the lock, and the kernel frees it when this process ends in any way.
+    Children do not inherit the lock, and the kernel releases it when this process ends in any way.
     """
 
     def __init__(self, path: Path):
@@ -271,7 +271,7 @@ class Hold:
             raise _unusable(self._path, error) from error
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             os.close(opened)
-            raise RunFolderError(f"output: {self._file} is no regular file; fix: delete it")
+            raise RunFolderError(f"output: {self._file} is not a regular file; fix: delete it")
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -280,8 +280,8 @@ class Hold:
             if holds.split()[:2] == ["pid", wrote] or not holds.startswith("pid "):
                 problem, fix = f"a run is alive there (pid {wrote})", "wait for it, end it, or output=OTHER"
             else:
-                problem = f"{holds} holds {self._file.name}, which is not the run that wrote it (pid {wrote})"
-                fix = f"end that process, or remove {self._file}: only you can open the next one"
+                problem = f"{holds} holds the lock {self._file.name}, but the run that wrote it is pid {wrote}"
+                fix = f"end that process, or remove {self._file}: only you can open a new one"
             raise RunFolderError(f"output: {self._path}: {problem}; fix: {fix}") from None
         except OSError:
             # a filesystem without locks: no process can lock there, so continue without a lock
@@ -293,7 +293,7 @@ class Hold:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether `RunFolder.create` has made the folder `path`. A recipe alone, such as a task's, is no run."""
+    """Return whether `path` is a run folder. A folder with only a recipe, such as a task's, is not."""
     folder = RunFolder(path)
     return folder.recipe.is_file() and all(map(Path.is_dir, folder.parts))
 
@@ -310,13 +310,13 @@ def check_writable(path: Path) -> None:
         if not there.is_dir():
             raise RunFolderError(f"output: {there} is a file; fix: output=OTHER")
         if (error := refusal(there)) is not None:
-            # without the name of the file that was tried
+            # omit the name of the probe file
             raise OSError(error.errno, error.strerror)
 
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Raise RunFolderError if the system refuses what the context does with the run folder `path`."""
+    """Raise RunFolderError for an OSError in the context, which works on the run folder `path`."""
     try:
         yield
     except OSError as error:
@@ -334,16 +334,16 @@ def check_free(path: Path, overwrite: bool) -> None:
     if is_free(path):
         return
     if not is_run(path):
-        # a typing mistake must not delete a folder
+        # a typo must not delete a folder
         kept = ", so --overwrite leaves it alone" if overwrite else ""
         raise RunFolderError(f"output: {path} is not empty and not a run folder{kept}; fix: output=OTHER")
     if not overwrite:
-        fix = "output=OTHER for another run, --resume to go on with this one, or --overwrite to delete it"
+        fix = "output=OTHER for another run, --resume to continue this one, or --overwrite to delete it"
         raise RunFolderError(f"output: {path} holds {_described(path)}; fix: {fix}")
 
 
 def _described(path: Path) -> str:
-    """Return words for the run in `path`: its name, and the folder of its recipe's code."""
+    """Describe the run in `path` by its name and the folder of its recipe's code."""
     try:
         saved = parse_saved(RunFolder(path).read_recipe())
     except (OSError, ValueError):
@@ -352,7 +352,7 @@ def _described(path: Path) -> str:
         return "a run"
     folders = saved.get("import_path")
     first = str(folders[0]) if isinstance(folders, list) and folders else ""
-    # a run in the recipe's own folder has it as a path from there
+    # a run in the recipe's own folder stores that folder as a relative path
     of = f" of the recipe in {display(Path(first))}" if os.path.isabs(first) else ""
     return f"the run {saved['name']!r}{of}"
 
@@ -362,13 +362,13 @@ def base_of_adapter(checkpoint: Path) -> str:
     missing."""
     base = named_base(checkpoint)
     if os.path.isabs(base) and not Path(base).is_dir():
-        raise RunFolderError(f"{checkpoint} is an adapter for {base}, which is not there; fix: move or link it there")
+        raise RunFolderError(f"{checkpoint} is an adapter for {base}, which does not exist; fix: move or link it there")
     return base
 
 
 def named_base(checkpoint: Path) -> str:
-    """Return the folder or hub name of the model that an adapter is for, which may be missing. If it is in the run
-    folder of `checkpoint`, it is found from there, because the run may have been moved; peft wrote where it was. Raises
+    """Return the folder or hub name of the model that an adapter is for, which may be missing. A model in the
+    run folder of `checkpoint` is looked up there, because the run may have moved since peft wrote the path. Raises
     RunFolderError if it cannot be read."""
     try:
         if (checkpoint / INFO).is_file():

@@ -1,4 +1,4 @@
-"""The end of a run: its results, its best checkpoint, and its learning curve as a picture."""
+"""The end of a run: its results, its best checkpoint, and its learning curve as a PNG."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,12 +66,11 @@ def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | Non
 
 
 class MostChainsDroppedError(Exception):
-    """A run is complete, but most of its chains were dropped: it learned from the few others. The message has the
-    counts."""
+    """A complete run dropped most of its chains and learned from the few others. The message has the counts."""
 
 
 def chains_dropped(metrics: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of `chains` that ended, and of `dropped_chains` among them, which includes those that were run
+    """Return the number of `chains` that ended, and of `dropped_chains` among them, including those that were run
     again; empty if nothing was rolled out. `metrics` are the lines of metrics.jsonl."""
     lines = [line for line in metrics if "chains" in line]
     dropped = (
@@ -101,7 +100,7 @@ def best_checkpoint(summary: dict[str, Any], folder: Path) -> list[str]:
         return []
     before = summary.get(f"{best['metric'].rpartition('/')[2]}_before")
     if best["metric"].startswith("eval/sampled/") and before is not None and before >= best["value"]:
-        return [f"no checkpoint is better than the weights that it began with ({best['metric']} {before:.2f})"]
+        return [f"no checkpoint is better than the initial weights ({best['metric']} {before:.2f})"]
     return [f"best checkpoint {display(folder / best['path'])} ({best['metric']} {best['value']:.2f})"]
 
 

@@ -51,7 +51,7 @@ def begin_server(
 
 
 def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None]) -> str:
-    """Return the address of a server that has just been started, once it is ready. Raises ChildFailed if it or another
+    """Wait until a new server is ready, and return its address. Raises ChildFailed if it or another
     child ends."""
     started = said = time.monotonic()
     while (now := time.monotonic()) < started + recipe.server.startup_seconds:
@@ -71,8 +71,8 @@ def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, sa
 
 @asynccontextmanager
 async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIterator[tuple[Child, str]]:
-    """Run a server on `recipe.model`, and yield it with its address. It ends with the context, or when this process
-    ends in any way.
+    """Run a server on `recipe.model`, and yield it with its address. The server ends with the context, or when this
+    process ends in any way.
 
     Raises ChildFailed, with the server's reason, if it does not start. The log is deleted when the context ends, unless
     the server failed to start or had already ended.
@@ -98,14 +98,14 @@ def _start(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> Child:
             stdout=file,
             stderr=file,
             env={"OMP_WAIT_POLICY": "passive", **os.environ, **parent_watch.environment()},
-            # an interrupt of a notebook or a terminal must not reach the server
+            # Ctrl-C in a notebook or a terminal must not reach the server
             start_new_session=True,
         )
     return Child("server", process, Path(name), 0, serving.explain)
 
 
 async def _ready(child: Child, seconds: float) -> str:
-    """Return the address of the server once it answers."""
+    """Wait until the server answers, and return its address."""
     try:
         async with asyncio.timeout(seconds):
             while (url := serving.ready_url(child.tail(1000))) is None:

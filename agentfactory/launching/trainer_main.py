@@ -1,4 +1,4 @@
-"""One process of the trainer: assembles the parts that the recipe asks for, trains, and records the run.
+"""One process of the trainer, which assembles the parts of the recipe, trains, and records the run.
 
 Every process of the trainer runs `train`. Rank 0 also owns the run folder, the display of the run (`_Display`) and, for
 live rollouts, the worker and the weight sync.
@@ -55,14 +55,14 @@ from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.tracking import Tracking
 
-# named as the module: the launcher's terminal shows its messages
+# named like the entry point, because the launcher's terminal shows its messages
 logger = logging.getLogger("agentfactory.train")
 
 
 def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Symptom | None:
     """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause if the run
-    ended early, else None. Every process calls this function. Raises MostChainsDroppedError, on rank 0, at the end of a
-    run without a launcher, which has the same error.
+    ended early, else None. Every process calls this function. At the end of a run without a launcher, rank 0 raises
+    MostChainsDroppedError; with one, the launcher raises it.
 
     `asked` is the launcher's assignment, which comes with a run folder. If you start the trainer yourself, it is the
     checkpoint to resume from or AUTO, or None for a new run.
@@ -136,7 +136,7 @@ def _train_sft(
     recipe: Recipe, folder: RunFolder, checkpoint: Path | None, accelerator: Accelerator, stop: Stop
 ) -> TrainResult:
     tasks = _sft_tasks(recipe) if accelerator.is_main_process else None
-    # in conversations of data, the tools are theirs
+    # conversations in data files bring their own tools
     in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
     renderer = _load_renderer(recipe, folder, in_data)
     checkpoints = _checkpoints(recipe, folder, checkpoint, renderer.tokenizer)
@@ -184,13 +184,13 @@ def _load_renderer(recipe: Recipe, folder: RunFolder, tools_in_data: bool = Fals
 
 
 def _images(recipe: Recipe, folder: RunFolder) -> Path:
-    """Return the folder of the images that the trained rows show: saved groups have theirs beside them."""
+    """Return the folder of the images in the training rows; saved groups have theirs beside them."""
     saved = recipe.train.from_trajectories
     return images_beside(Path(saved)) if saved else folder.images
 
 
 def _sft_tasks(recipe: Recipe) -> list[Task] | None:
-    """Return the conversations that supervised training learns; None if it learns saved rows, or nothing."""
+    """Return the conversations for supervised training; None if there are none, or if it uses saved rows."""
     if recipe.train.algorithm != "sft" or recipe.train.from_trajectories or recipe.data is None:
         return None
     return load_tasks(recipe.data)
@@ -223,7 +223,7 @@ def _open_display(
 
 
 class _Display:
-    """Shows a run to people: progress and warnings in the terminal, and the trackers. For rank 0."""
+    """The display of a run: progress and warnings in the terminal, and the trackers. For rank 0."""
 
     def __init__(
         self,
@@ -234,9 +234,9 @@ class _Display:
         notices: Notices,
         tracking: Tracking | None,
     ):
-        """A symptom of train.stop_when asks `stop` to end the run."""
+        """Create the display; at a symptom of train.stop_when, it asks `stop` to end the run."""
         self.findings: list[Finding] = []
-        """Those of the run, including those from before it was resumed."""
+        """The findings of the run, including those from before it was resumed."""
         self.notices = notices
         self._stop_when = recipe.train.stop_when
         self._folder = folder
@@ -267,10 +267,10 @@ class _Display:
             self._tracking.note_groups(step, groups)
 
     def say_what_ended_it(self, steps: int) -> None:
-        """Print what ended the run early, after `steps`; print nothing if the run is complete."""
+        """Print the cause of an early end after `steps`; print nothing if the run is complete."""
         ended_by = self._stop.agreed_on
         if isinstance(ended_by, signal.Signals):
-            self._progress.note(f"stopped by {ended_by.name} after step {steps}; go on with --resume")
+            self._progress.note(f"stopped by {ended_by.name} after step {steps}; continue with --resume")
         elif ended_by is not None:
             self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
 
@@ -284,7 +284,7 @@ def _with_rollouts(
     accelerator: Accelerator,
     stack: ExitStack,
 ) -> Services:
-    """Open the source of groups and the path of new weights to the servers, and add them to `services`."""
+    """Open the source of groups and the weight sync, and add them to `services`."""
     train, train_state, main = recipe.train, checkpoints.train_state, accelerator.is_main_process
     total = train.steps * train.batch_size
     if train.from_trajectories:
@@ -292,7 +292,7 @@ def _with_rollouts(
         checkpoints.note_renderer(renderer.chat_template, renderer.info)
         saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
         return replace(services, source=SavedGroups(saved, total, skip=taken) if main else None)
-    # every rank computes the trainer's scores, because the policy may be sharded
+    # every rank computes the trainer's logprobs, because the policy may be sharded
     servers: list[ServerControl] = []
     probes = _probes(recipe, tokenizer, folder)
     canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
@@ -328,13 +328,13 @@ def _with_rollouts(
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
     longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
     vision = load_vision(recipe.model.path)
-    # not every tokenizer lists the tokens of images as special
+    # some tokenizers do not list image tokens as special
     left_out = {*tokenizer.all_special_ids, *(vision.banned_token_ids if vision is not None else ())}
     vocabulary = [token for token in range(len(tokenizer)) if token not in left_out]
     rows = canary_rows(vocabulary, longest, recipe.seed)
     if vision is None:
         return rows
-    # a frozen tower stays what the server has loaded
+    # a frozen vision tower is the same as the one that the server has loaded
     return with_eyes(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
 
 

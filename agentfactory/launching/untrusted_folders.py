@@ -1,4 +1,4 @@
-"""Check run folders and weights that may be somebody else's, before libraries open their files by name."""
+"""Check untrusted run folders and weights before libraries open their files by name."""
 
 import os
 import stat
@@ -12,15 +12,14 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import INFO
 def check_run_of(recipe: Path) -> None:
     """Raise RunFolderError if the file `recipe` is in a run folder with links or other special files."""
     folder = RunFolder(recipe.parent)
-    # a folder that lacks some of them is nobody's task either
+    # a folder with only some of them is not a task either
     if recipe.name == RECIPE and any(map(os.path.lexists, folder.parts)):
         folder.check_entries("recipe")
 
 
 def check_weights_folder(path: Path) -> None:
-    """Raise RunFolderError if a folder of weights, as a user named it, has files that must not be opened: of a
-    checkpoint, everything but regular files, and JSON that cannot be read. A model may have links, as in the hub's
-    cache."""
+    """Raise RunFolderError if the weights folder that a user named has files that must not be opened. A checkpoint must
+    have regular files only, with readable JSON. A model may have links, as in the hub's cache."""
     is_ours = path.parent.name == "checkpoints"
     within = path.parents[1] if is_ours else path
     try:

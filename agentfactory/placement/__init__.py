@@ -1,1 +1,1 @@
-"""Plans the devices that trainer and server use, and checks that their memory suffices, before anything starts."""
+"""Planning of the devices of trainer and server, and a check of their memory, before anything starts."""

@@ -1,7 +1,7 @@
-"""`python -m agentfactory.placement`: plans the placement of recipes for the launcher, which does not import torch.
+"""`python -m agentfactory.placement`: plan the placement of recipes for the launcher, which does not import torch.
 
-Reads a JSON object on stdin: `recipes` (resolved ones) and `purpose` (train, or serve: then the trainer counts only if
-it shares a GPU with the server). Writes a JSON list on stdout with `Placement`'s fields for each recipe (placement.py).
+Read a JSON object from stdin: `recipes` (resolved ones) and `purpose` (train, or serve: then the trainer counts only if
+it shares a GPU with the server). Write a JSON list to stdout with `Placement`'s fields for each recipe (placement.py).
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from agentfactory.tools.processes import parent_watch
 
 
 class Estimates:
-    """Estimates what recipes take; each value is computed once, since the search for a change that fits asks often."""
+    """Cached estimates of the memory of recipes; the search for a change that fits needs each of them often."""
 
     def __init__(self, purpose: str):
         self._purpose = purpose
         self._known: dict[str, Any] = {}
 
     def __call__(self, recipe: Recipe, device: Device, memory: int | None) -> Need:
-        """Raises SettingError if a model's shape is not available, if it cannot be trained this way, or if a different
-        model is served."""
+        """Return the memory that a recipe needs. Raises SettingError if a model's shapes are not available, if it
+        cannot be trained this way, or if a different model is served."""
         config, note = self._config("model.path", recipe.model.path)
         notes = [note] if note else []
         trainer: dict[str, int] = {}
@@ -60,7 +60,7 @@ class Estimates:
         try:
             return self._once(_key("config", path), lambda: load_config(path))
         except NoConfigError as error:
-            fix = "connect this machine, download the model before, or name a folder"
+            fix = "connect this machine, download the model first, or name a folder"
             raise SettingError(field, str(error), fix) from error
 
     def _once(self, key: str, compute: Callable[[], Any]) -> Any:
@@ -76,7 +76,7 @@ def _key(kind: str, *parts: Section | str) -> str:
 def _check_same(recipe: Recipe, config: PreTrainedConfig, served: PreTrainedConfig) -> None:
     found = difference(config, served)
     if found is not None:
-        problem = f"got {recipe.server.model}, which is no copy of {recipe.model.path}: {found}"
+        problem = f"got {recipe.server.model}, which is not a copy of {recipe.model.path}: {found}"
         raise SettingError("server.model", problem, "name a quantised copy of model.path, or remove it")
 
 
@@ -98,16 +98,16 @@ def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, An
         if not plan.fits:
             unfit = refusal(recipe, tried, machine, estimates)
             if recipe.placement.on_misfit == "refuse":
-                fix = f"{unfit.fix}; or placement.on_misfit=warn, which tries it"
+                fix = f"{unfit.fix}; or placement.on_misfit=warn, to try it anyway"
                 raise SettingError(unfit.field, unfit.problem, fix)
-            settings |= {"warning": f"{unfit.problem}; what would: {unfit.fix}", "trainer_bytes": 0}
+            settings |= {"warning": f"{unfit.problem}; to make it fit: {unfit.fix}", "trainer_bytes": 0}
     except SettingError as refused:
         return answer | {"refused": (refused.field, refused.problem, refused.fix)}
     return answer | settings
 
 
 def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
-    """Return the settings of the processes; empty if the plan is for a GPU that is not here."""
+    """Return the settings of the processes; empty if the plan is for a GPU of another machine."""
     if not on_gpu:
         return {}
     shared = plan.mode in ("split", "time_share") and plan.need.server is not None
@@ -117,13 +117,13 @@ def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
         "server_devices": _visible(plan.server_gpus),
         "gpu_memory_utilization": plan.utilization,
         "sync": plan.sync,
-        # with turns, the server is awake when the trainer starts
+        # with time_share, the server is awake when the trainer starts
         "trainer_bytes": found["trainer" if plan.mode == "split" else "offloaded trainer"] if shared else 0,
     }
 
 
 def _visible(gpus: tuple[int, ...]) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES for these of the GPUs that this process sees; None: unchanged."""
+    """Return CUDA_VISIBLE_DEVICES for these indices of visible GPUs; None: unchanged."""
     if not gpus:
         return None
     seen = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
@@ -131,9 +131,9 @@ def _visible(gpus: tuple[int, ...]) -> str | None:
 
 
 def main() -> None:
-    """Answer on stdout."""
+    """Plan the recipes on stdin and write the placements to stdout."""
     parent_watch.follow_parent()
-    # libraries may print; that is not part of the answer
+    # libraries may print, which must not reach stdout
     with contextlib.redirect_stdout(sys.stderr):
         asked = json.load(sys.stdin)
         estimates, machine = Estimates(asked["purpose"]), see_machine()

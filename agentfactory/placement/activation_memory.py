@@ -1,5 +1,5 @@
-"""Memory that a micro-batch and an optimiser step take in addition to weights and gradients. It is found by running the
-policy's own code on fake tensors, which have shapes and no data, and counting the live bytes after each operation."""
+"""Memory that a micro-batch and an optimizer step take in addition to weights and gradients, measured by running the
+policy's own code on fake tensors, which have shapes but no data, and counting live bytes after each operation."""
 
 import copy
 import weakref
@@ -28,7 +28,7 @@ from agentfactory.trainers.update.optimizer import make_optimizer
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes at the moment of a phase when most are alive."""
+    """Live bytes at the peak of a phase."""
 
     rest: float = 0.0
     logits: float = 0.0
@@ -45,7 +45,7 @@ class Peak:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations within it create, as long as they live; keeps the largest sum per `phase`."""
+    """A mode that counts the live storages that operations within it create, and keeps the peak per `phase`."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
         self.alive[kind] -= self._sizes.pop(key)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Stop counting `tensor`, which is in other memory from now on."""
+        """Stop counting `tensor`, which moves to other memory."""
         key = tensor.untyped_storage()._cdata
         self.alive[0] -= self._sizes[key]
         self._sizes[key] = 0
@@ -103,8 +103,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class KnownValues(TorchFunctionMode):
-    """Provides `numpy()` for fake tensors with known values: which tokens see each other determines what is
-    computed."""
+    """A mode that provides `numpy()` for fake tensors with known values, because attention masks determine which
+    operations run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,15 +128,15 @@ _READS = (Tensor.__getitem__, Tensor.cpu, Tensor.numpy)
 
 
 def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[Peak, float]:
-    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimiser step takes in
+    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step takes in
     addition.
 
-    Weights, gradients and the optimiser's state are not included: the peak is that of a later micro-batch of an update,
-    which adds its gradients to existing ones. A network with one layer of each kind is run, and for each kind another
-    one with a second layer of that kind below it: each phase's peak grows linearly with the layers of a kind.
+    Weights, gradients and the optimizer's state are not included: the peak is that of a later micro-batch of an update,
+    which adds its gradients to existing ones. Each phase's peak grows linearly with the layers of a kind. Therefore
+    run a network with one layer of each kind, and for each kind one with a second layer of that kind below it.
     """
     kinds = _kinds(config)
-    # the last ones: backward passes begin with them, and have their peak there
+    # the last layer of each kind: backward passes begin and peak there
     some = sorted(len(kinds) - 1 - kinds[::-1].index(kind) for kind in set(kinds))
     peaks = base = _trace(recipe, _only(config, some), device)
     for kind in set(kinds):
@@ -171,7 +171,7 @@ _STEP = "step"
 
 
 def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, Peak]:
-    """Return the peak of each phase of a micro-batch, and of the optimiser's step."""
+    """Return the peak of each phase of a micro-batch, and of the optimizer's step."""
     with torch.random.fork_rng(devices=[]), FakeTensorMode() as fake:
         with unset_fake_temporarily():
             model = meta_model(recipe, config, device)
@@ -201,7 +201,7 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
 
 
 def used_dtype(weight: Tensor, recipe: TrainRecipe) -> torch.dtype:
-    """Return the precision in which forward and backward passes have a weight: fsdp2 gathers it in the model's."""
+    """Return the dtype of a weight in forward and backward passes; fsdp2 gathers it in the model's dtype."""
     return getattr(torch, recipe.model.dtype) if recipe.train.strategy == "fsdp2" else weight.dtype
 
 
@@ -239,8 +239,8 @@ def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
 
 @contextmanager
 def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
-    """Tell `live` which part of a forward and backward pass is running, because peaks grow differently with the
-    layers."""
+    """Set the phase of `live` to the running part of a forward and backward pass. The peaks of the parts grow
+    differently with the layers."""
 
     def enter(phase: str) -> Callable[..., None]:
         def hook(*args: Any) -> None:
@@ -254,7 +254,7 @@ def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
 
     def embedded(module: nn.Module, args: Any, output: Tensor) -> None:
         if not output.requires_grad:
-            # otherwise the first layer would need less than those above it, from which the others' need is derived
+            # otherwise the first layer would need less than those above it, and extrapolation over layers would fail
             output.requires_grad_()
         else:
             output.register_hook(enter("embedding backward"))
@@ -291,7 +291,7 @@ def fullest(recipe: TrainRecipe, batching: Batching) -> MicroBatch:
 
 
 def _row(tree: int, shared: int, length: int, chain: int = 0) -> TrainingRow:
-    """Return a row that begins like the others of its tree, and has nothing else in common with them."""
+    """Return a row that shares only its beginning with the other rows of its tree."""
     targets = np.arange(max(1, shared), length + 1)
     return TrainingRow(
         token_ids=np.repeat([2 * tree, 2 * chain + 1], [shared, length + 1 - shared]),

@@ -1,7 +1,7 @@
-"""Memory that images take: their pixels, what the vision tower computes of them, and its features.
+"""Memory that images take: their pixels, the vision tower's activations, and its features.
 
-The tower is not run on fake tensors, as the language model is: its shapes depend on the images' values. The factors are
-those that were measured on towers of Qwen2.5-VL and Qwen3-VL, within a fifth (tests/placement/test_image_memory.py).
+Unlike the language model, the tower is not run on fake tensors, because its shapes depend on the images' values. The
+factors were measured on towers of Qwen2.5-VL and Qwen3-VL, within a fifth (tests/placement/test_image_memory.py).
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from agentfactory.trainers.networks.vision_tower import is_rotary, tower_is_trai
 
 
 def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
-    """Return the bytes for the images of a micro-batch, of whose `train.token_budget` tokens IMAGE_SHARE are images'; 0
-    for a model that reads only text."""
+    """Return the bytes for the images of a micro-batch, with IMAGE_SHARE of its `train.token_budget` tokens as image
+    tokens; 0 for a text-only model."""
     tower = tower_of(policy.network)
     if tower is None:
         return 0
@@ -29,11 +29,11 @@ def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
 
 
 def server_image_memory(recipe: RolloutRecipe, network: Any, dtype: torch.dtype, step_tokens: int) -> int:
-    """Return the bytes that a server takes for images on each of its devices; 0 for a network that reads only text.
+    """Return the bytes that a server takes for images on each of its devices; 0 for a text-only network.
 
-    vLLM computes a step's images together, as many as have `step_tokens` tokens, or one if it has more, and keeps as
-    many features (`EncoderCacheManager`). The embedded engine computes the images that a step's prompts reach one
-    after the other, and keeps FEATURE_BYTES.
+    vLLM encodes a step's images together, up to `step_tokens` tokens or one larger image, and caches as many features
+    (`EncoderCacheManager`). The embedded engine encodes the images that a step's prompts reach one after the other, and
+    caches FEATURE_BYTES.
     """
     tower = tower_of(network)
     if tower is None:
@@ -54,7 +54,7 @@ def server_image_memory(recipe: RolloutRecipe, network: Any, dtype: torch.dtype,
 
 
 def _patches_per_token(config: Any) -> float:
-    """Return how many patches a network merges into one token, by what its family calls it."""
+    """Return the number of patches that a network merges into one token, from the config field of its family."""
     if (ratio := getattr(config, "downsample_ratio", None)) is not None:
         return 1 / ratio**2
     side = getattr(config, "scale_factor", None) or getattr(config, "spatial_merge_size", None)
@@ -62,7 +62,7 @@ def _patches_per_token(config: Any) -> float:
 
 
 def _first(tower: Any) -> Any:
-    """Return the weights of a tower's first layer, [width, colours, ...]: a patch's pixels are its inputs."""
+    """Return the weights of a tower's first layer, [width, channels, ...], whose inputs are a patch's pixels."""
     return next(part.weight for part in tower.modules() if isinstance(part, nn.Conv2d | nn.Conv3d))
 
 
@@ -78,7 +78,7 @@ def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, checkpointing: b
     gated = sum(module.out_features == inner for module in linear) > 1
     # under autocast some results are in float32, as are the weights that are trained
     size = 4.0 if dtype.itemsize >= 4 else 2.5
-    # one block while it is computed; or the embedding of places, in float32
+    # the activations of one block, or the position embedding in float32
     passing = max(44.0 * width, size * (5 * width + (3 if gated else 2) * inner))
     stored = 0.0
     if trained:
@@ -87,6 +87,6 @@ def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, checkpointing: b
         stored = kept * len(blocks) + size * 8 * width
         # recomputed for the backward pass, one at a time
         passing = whole if checkpointing else 0.0
-    # pixels are made in float32
+    # pixels are created in float32
     copies = 4.0 if dtype.itemsize >= 4 else 4.0 + dtype.itemsize
     return round(copies * values + passing + stored)

@@ -1,5 +1,5 @@
 """This machine's devices and memory for trainer and server. `python -m agentfactory.placement.machine` prints the free
-bytes of each GPU that it sees, as a JSON list. (Untested on a GPU.)"""
+bytes of each visible GPU, as a JSON list. (Untested on a GPU.)"""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from agentfactory.tools.user_code.import_path import is_installed
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that this process sees, in bytes."""
+    """A GPU that is visible to this process, in bytes."""
 
     total: int
     free: int
@@ -28,11 +28,11 @@ class Machine:
     ram: int
     ram_free: int
     has_vllm: bool = False
-    """Whether this Python, which is also the trainer's, has vLLM: the trainer sends weights by NCCL with its code."""
+    """True if this Python, which is also the trainer's, has vLLM, whose code the trainer needs for sending by NCCL."""
 
 
 def see_machine() -> Machine:
-    """Return the GPUs that this process sees, and the machine's memory."""
+    """Return the visible GPUs and the machine's memory."""
     memory = psutil.virtual_memory()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_see_gpu(index) for index in range(count))
@@ -41,7 +41,7 @@ def see_machine() -> Machine:
 
 def _see_gpu(index: int) -> Gpu:
     free, total = torch.cuda.mem_get_info(index)
-    # asking creates a context, which ends with this process
+    # the query creates a CUDA context, which ends with this process
     return Gpu(total, min(total, free + ASKING_CONTEXT))
 
 

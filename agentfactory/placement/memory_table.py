@@ -1,4 +1,4 @@
-"""The memory of a placement: what trainer and server take, what is on a device at the same time, and a table of it."""
+"""The memory of a placement: needs of trainer and server, sums per device and phase, and a table."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,14 +21,14 @@ _LAST_ROWS = ("workspace", "KV cache", "transfer", "context")
 
 @dataclass(frozen=True)
 class Need:
-    """What a recipe's processes take, in bytes."""
+    """The memory that a recipe's processes need, in bytes."""
 
     trainer: Mapping[str, int]
-    """By row, of one trainer process; empty if none is planned."""
+    """Bytes by row of one trainer process; empty if none is planned."""
     server: ServerMemory | None
-    """On each of its devices; None if no server is planned."""
+    """Memory on each of the server's devices; None if no server is planned."""
     notes: tuple[str, ...] = ()
-    """The sources of the values, and what they leave out."""
+    """Notes on the sources of the values, and on omissions."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sum:
     where: str
     terms: Mapping[str, int]
     room: int | None
-    """None: the memory of a machine that is not here."""
+    """None for the memory of another machine."""
 
     @property
     def total(self) -> int:
@@ -47,7 +47,7 @@ class Sum:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for all terms."""
+        """True if there is room for all terms."""
         return self.short <= 0
 
     @property
@@ -61,7 +61,7 @@ class Sum:
 
     @property
     def of(self) -> str:
-        """The room, for people."""
+        """The room as text."""
         return " GiB" if self.room is None else f" of {gib(self.room)} GiB"
 
 
@@ -71,18 +71,18 @@ class Plan:
 
     mode: str
     devices: str
-    """The devices, for people."""
+    """The devices as text."""
     need: Need
     cache: int
-    """Bytes of the server's cache on each of its devices."""
+    """Bytes of the server's KV cache on each of its devices."""
     sums: tuple[Sum, ...]
-    """With the whole cache."""
+    """Sums with the whole cache."""
     least: tuple[Sum, ...]
-    """The same with the smallest cache that the server can work with."""
+    """Sums with the smallest cache that the server can work with."""
     utilization: float | None = None
     """gpu_memory_utilization for vLLM, if the recipe leaves it to the plan."""
     trainer_gpus: tuple[int, ...] = ()
-    """Indices of GPUs that this process sees; empty: all."""
+    """Indices of visible GPUs; empty: all."""
     server_gpus: tuple[int, ...] = ()
     sync: str | None = None
     """The sync backend in place of auto; None: that of a machine without GPUs."""
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the least fits."""
+        """True if the sums of `least` fit."""
         return all(part.fits for part in self.least)
 
     @property
@@ -130,7 +130,7 @@ def rows(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def table(plan: Plan, recipe: Recipe) -> str:
-    """Return the plan for people: a row per use of memory, a column per process, the sums below."""
+    """Format the plan as text: a row per use of memory, a column per process, the sums below."""
     columns = rows(plan)
     names = _ordered(name for column in columns.values() for name in column)
     labels = {name: _label(name, recipe) for name in names} | {"total": "total"}

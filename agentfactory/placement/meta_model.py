@@ -1,4 +1,4 @@
-"""Builds what a recipe trains without weights, on the meta device, to plan memory with."""
+"""The network that a recipe trains, built on the meta device without weights, for memory planning."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ from agentfactory.trainers.networks.vision_tower import sees
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:
-    """Return what the learner of a recipe trains on `device` (cuda or cpu), built by the learner's own code.
+    """Return the network that a recipe's learner trains on `device` (cuda or cpu), built by the learner's own code.
 
-    All of it is on the meta device. Left out are kernels of liger, torch.compile, FlexAttention and FlashAttention,
-    which take less memory than their replacements here, and offload, for which there is no second device.
+    It is on the meta device. It omits liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less
+    memory than their replacements here, and offload, for which there is no second device.
     Raises ValueError if the recipe cannot be trained.
     """
     train = recipe.train
@@ -80,7 +80,7 @@ class _FourBitLinear(nn.Linear):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Like bitsandbytes.autograd: nothing is saved, and the backward pass briefly has one whole weight."""
+    """Like bitsandbytes.autograd: nothing is saved, and the backward pass briefly holds one whole weight."""
 
     @staticmethod
     def forward(ctx, x: Tensor, out_features: int) -> Tensor:  # type: ignore[no-untyped-def]

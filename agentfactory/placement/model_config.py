@@ -1,4 +1,4 @@
-"""Loads a model's configuration, with which its memory is planned, and compares the architectures of two."""
+"""Model configurations for memory planning: load one, and compare the architectures of two."""
 
 import json
 import os
@@ -16,13 +16,13 @@ SHAPES = Path(__file__).with_name("shapes")
 
 
 class NoConfigError(Exception):
-    """No configuration is available; the message says why."""
+    """No configuration is available; the message gives the reason."""
 
 
 def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
     """Load the configuration of the model in a folder, or of a hub name: from the hub, from earlier downloads, or from
-    `SHAPES`. The second value says so if it comes from `SHAPES`. Raises NoConfigError."""
-    # the hub's own client tries for half a minute
+    `SHAPES`. The second value is a note if it comes from `SHAPES`, else None. Raises NoConfigError."""
+    # the hub's own client retries for half a minute
     offline = not os.path.isabs(path) and not hub_answers()
     try:
         return AutoConfig.from_pretrained(path, local_files_only=offline), None
@@ -35,22 +35,22 @@ def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
                 f"{path}: the hub cannot be reached; shapes are those of AgentFactory's copy of its config.json",
             )
         why = "the hub cannot be reached, and it was not downloaded before" if offline else str(error).splitlines()[0]
-        raise NoConfigError(f"the configuration of {path} cannot be had: {why}") from error
+        raise NoConfigError(f"the configuration of {path} cannot be loaded: {why}") from error
 
 
 _WITHOUT_WEIGHTS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("layer_types", "rope_parameters"),
 )
-"""Fields that affect results without showing in a shape, or that are more readable than shapes."""
+"""Fields that affect results but no shape, or that are more readable than shapes."""
 
 
 def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
     """Return the first difference between the architectures of `served`, such as a quantised copy, and `model`, such as
     "vocab_size is 152064, not 151936"; None if an adapter of one fits the other.
 
-    Compares fields first, then the shapes of all weights below the head, from networks without memory: exact for any
-    architecture that transformers has. The quantisation of weights, and whether the head is tied, may differ. A config
+    Compare fields first, then the shapes of all weights below the head, on the meta device: exact for any
+    architecture in transformers. The quantisation of weights, and whether the head is tied, may differ. A config
     does not show whether the weights are those of the same model; the sync's canary does.
     """
     first, second = model.get_text_config(), served.get_text_config()

@@ -16,11 +16,11 @@ from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.trainers.sync.backends import backend_of
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Files of drivers that torch can compute with: NVIDIA's, AMD's, and NVIDIA's under WSL."""
+"""Files of GPU drivers that torch supports: NVIDIA's, AMD's, and NVIDIA's under WSL."""
 
 
 class PlacementError(Exception):
-    """Processes could not be placed, or the planned memory is no longer free; the message says why."""
+    """Processes could not be placed, or the planned memory is no longer free; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Placement:
 
     mode: str = "separate"
     table: str = ""
-    """The memory table, for people."""
+    """The memory table as text."""
     on_gpu: bool = False
-    """Whether this machine has a GPU."""
+    """True if this machine has a GPU."""
     trainer_devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the trainer; None: unchanged."""
     server_devices: str | None = None
@@ -44,7 +44,7 @@ class Placement:
     refused: tuple[str, str, str] | None = None
     """Field, problem and fix of a recipe that cannot be placed."""
     warning: str | None = None
-    """Why it may not fit, if it is tried despite that."""
+    """The reason why it may not fit, if it is tried anyway."""
 
     def for_server(self, recipe: Recipe) -> Recipe:
         """Return `recipe` with the server's settings from the placement."""
@@ -68,7 +68,7 @@ class Placement:
         return server_command(self.for_server(recipe), adapters, weight_transfer, self.mode == "time_share")
 
     def refusal(self, recipe: Recipe) -> SettingError | None:
-        """Return why the processes cannot go there; None if they can."""
+        """Return the error if this placement is impossible, else None."""
         if self.refused is not None:
             return SettingError(*self.refused, source=recipe.name)
         if recipe.server.engine != "vllm" or recipe.server.url is not None or self.on_gpu:
@@ -82,11 +82,11 @@ class Placement:
         return None
 
     def describe(self) -> list[str]:
-        """Return lines for people: the memory table and the warning."""
+        """Return the memory table and the warning as lines of text."""
         return [*filter(None, [self.table]), *([f"warning: {self.warning}"] if self.warning else [])]
 
     def weight_transfer(self, recipe: Recipe) -> str | None:
-        """Return the backend by which full weights reach a server; None: they do not."""
+        """Return the sync backend for full weights; None if the server gets none."""
         if recipe.model.lora is not None:
             return None
         return self.sync or backend_of(recipe).transfer
@@ -98,14 +98,14 @@ class Placement:
 
     def check_trainers_room(self) -> None:
         """Raise PlacementError unless the trainer's GPU has the memory that the table gives it, now that the server has
-        taken its own."""
+        started."""
         if not self.trainer_bytes:
             return
         free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))[0]
         if free < self.trainer_bytes:
             needed, left = self.trainer_bytes / 2**30, free / 2**30
             raise PlacementError(
-                f"the trainer would need {needed:.2f} GiB of the GPU by the memory table, and beside the server "
+                f"the memory table gives the trainer {needed:.2f} GiB of the GPU, but beside the server only "
                 f"{left:.2f} GiB are free; fix: end other processes on it, lower "
                 "server.options.gpu_memory_utilization, or set placement.mode=time_share"
             )
@@ -114,9 +114,9 @@ class Placement:
 def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
     """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist yet.
 
-    If the stage before produces a stage's model, the stage is planned with the first stage's model, which has the same
-    shape. If there is no GPU here and the recipe says nothing about placement, nothing is planned and torch is not
-    imported. Raises PlacementError.
+    A stage whose model the previous stage produces is planned with the first stage's model, which has the same shape.
+    If there is no GPU here and the recipe sets no placement, nothing is planned and torch is not imported. Raises
+    PlacementError.
     """
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
@@ -146,7 +146,7 @@ def _is_planned(recipe: Recipe) -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Return whether torch could find a GPU here. torch takes seconds to import, and is asked only if so."""
+    """Return whether torch could find a GPU here. Only then is torch queried, which takes seconds to import."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
@@ -165,6 +165,6 @@ def _ask(module: str, said: str, env: dict[str, str] | None = None) -> Any:
     env = {**os.environ, **parent_watch.environment(), **(env or {})}
     done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing said")
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no output")
         raise PlacementError(f"the placement could not be planned: exit status {done.returncode}: {last.strip()}")
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Chooses the devices of trainer and server from their needs and the devices' memory. Pure: does not query the
+"""Choice of the devices of trainer and server from their needs and the devices' memory, without querying the
 machine."""
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ VLLM_CPU_CACHE = GIB
 
 Device = Literal["cuda", "cpu"]
 Estimate = Callable[[Recipe, Device, int | None], Need]
-"""(recipe, kind of device, bytes of a GPU or None) -> what it takes."""
+"""(recipe, kind of device, bytes of a GPU or None) -> the memory that it needs."""
 
 
 @dataclass(frozen=True)
 class _Room:
-    """A device, in bytes: its total, the part that can be planned with, and the total that vLLM takes its share of."""
+    """A device, in bytes: its total, the part available for planning, and the total that vLLM's share refers to."""
 
     total: int
     free: int
@@ -68,7 +68,7 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
             field = "train.processes" if for_trainer else "server.options.tensor_parallel_size"
             raise SettingError(
                 field,
-                f"needs {needed} GPUs, and there are {here} here",
+                f"needs {needed} GPUs, but there are {here} here",
                 "use fewer, or several machines (docs/multi-node.md)",
             )
         return ["separate"]
@@ -78,17 +78,17 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
     enough = here >= for_trainer + for_server if here else not alone
     if enough or (mode == "separate" and not here):
         if backend.devices == "one":
-            problem = f"got {backend.name!r}, and trainer and server have GPUs of their own"
+            problem = f"got {backend.name!r}, but trainer and server have separate GPUs"
             raise SettingError("sync.backend", problem, "use auto, or set placement.mode=split or time_share")
         return ["separate"]
     if mode == "separate" or not alone:
         problem = (
-            f"the trainer needs {for_trainer} and the server {for_server} GPUs of their own, and there are {here} here"
+            f"the trainer needs {for_trainer} and the server {for_server} separate GPUs, but there are {here} here"
         )
         fix = "use fewer processes (train.processes), another machine, or a server elsewhere (server.url)"
         raise SettingError("placement.mode", problem, "set auto, split or time_share" if alone else fix)
     if backend.devices == "apart":
-        problem = f"got {backend.name!r}, which is for GPUs apart, and there is one"
+        problem = f"got {backend.name!r}, which needs separate GPUs, but there is one"
         raise SettingError("sync.backend", problem, "use auto, ipc or file")
     return ["split", "time_share"] if recipe.rollout.max_staleness == 0 else ["split"]
 
@@ -189,7 +189,7 @@ def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
 
 
 def _sync_apart(recipe: Recipe, machine: Machine, need: Need) -> str | None:
-    """Return what replaces sync.backend=auto if trainer and server have GPUs of their own here; None: nothing."""
+    """Return the replacement of sync.backend=auto if trainer and server have separate GPUs here, else None."""
     both, full = bool(machine.gpus and need.trainer and need.server), recipe.model.lora is None
     can = both and full and recipe.server.engine == "vllm" and machine.has_vllm
     return "nccl" if can and recipe.sync.backend == "auto" else None
@@ -205,7 +205,7 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
     room = _room(recipe, *(() if place is None else (machine.gpus[place],)))
     trainer, parts = sum(need.trainer.values()), _parts(need.server)
     left = sum(need.trainer.get(name, 0) for name in STAYS_ON_GPU)
-    # what the server can use besides a trainer, or besides what an offloaded one leaves on the GPU
+    # bytes for the server beside a trainer, or beside the part of an offloaded trainer that stays on the GPU
     usable = room.free - room.margin - (trainer if mode == "split" else left)
     if recipe.server.vllm.gpu_memory_utilization is not None:
         usable = int(recipe.server.vllm.gpu_memory_utilization * room.shared)
@@ -225,7 +225,7 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
             Sum("while acting", {"server": parts + cache, "offloaded trainer": left, "margin": room.margin}, room.free),
         )
         aside = {"offloaded trainer": offloaded, "sleeping server": asleep}
-        # another machine may be the one that has the GPU
+        # the GPU may be in another machine
         return (*in_turns, Sum("in the machine's memory", aside, machine.ram_free if machine.gpus else None))
 
     devices = _gpus(1, room) + ("" if room.free == room.total else f", {room.free / GIB:.1f} GiB of it free")
@@ -239,24 +239,24 @@ def _parts(server: ServerMemory | None) -> int:
 
 
 def _least_cache(recipe: Recipe, server: ServerMemory, cache: int) -> int:
-    # vLLM takes the share that it is told, whether needed or not
+    # vLLM takes its configured share, whether needed or not
     return cache if recipe.server.vllm.gpu_memory_utilization is not None else server.least_cache
 
 
 def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_real: bool) -> tuple[int, float | None]:
-    """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM, which takes all
-    that it may."""
+    """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM, which takes its
+    whole share."""
     if recipe.server.engine != "vllm":
         return server.least_cache, None
     share, least = recipe.server.vllm.gpu_memory_utilization, _parts(server) + server.least_cache
     if share is not None and usable < least:
         problem = (
-            f"got {share:g}, which is {gib(usable)} GiB, and with the smallest cache the server needs {gib(least)} GiB"
+            f"got {share:g}, which is {gib(usable)} GiB, but with the smallest cache the server needs {gib(least)} GiB"
         )
         raise SettingError(
             "server.options.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits"
         )
     cache = max(usable - _parts(server), server.least_cache)
-    # cut, not rounded: vLLM refuses to start if a byte is missing. If it exceeds what is free, try less
+    # round down: vLLM refuses to start if a byte is missing. If it exceeds the free memory, try less
     told = min(_parts(server) + cache, room.free)
     return cache, int(told / room.shared * 1e4) / 1e4 if is_real and share is None else None

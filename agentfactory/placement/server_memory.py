@@ -1,7 +1,7 @@
 """Memory that an inference server takes, from its recipe and the model's configuration alone.
 
-Weights are counted on the network itself, created on the meta device. What only a GPU has, and what vLLM takes to run,
-is assumed (unmeasured_memory.py).
+Weights are counted on the network itself, created on the meta device. GPU overheads and
+vLLM's runtime needs are assumed (unmeasured_memory.py).
 """
 
 import copy
@@ -24,7 +24,7 @@ from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES, BUFFERS
 
 LARGE_DEVICE = 70 * 2**30
-"""Larger devices: vLLM 0.32 computes 8192 prompt tokens at a time, otherwise 2048 (EngineArgs.get_batch_defaults)."""
+"""vLLM 0.32 computes 8192 prompt tokens at a time on larger devices, else 2048 (EngineArgs.get_batch_defaults)."""
 SCORES = 3
 """embedded, with sinks: copies of a key head's scores, without and with the sinks, and after the softmax."""
 EMBEDDED_SAMPLER_COPIES = 7
@@ -44,7 +44,7 @@ class ServerMemory:
     least_cache: int
     """embedded: exactly its cache; vLLM: the minimum with which a group of chains runs together."""
     by_nccl: int = 0
-    """vLLM: bytes of what arrives when all weights come by NCCL, beyond the share that it is given."""
+    """vLLM: bytes of arriving weights in a full sync by NCCL, beyond its configured share."""
 
 
 def server_memory(
@@ -54,7 +54,7 @@ def server_memory(
     served: PreTrainedConfig | None = None,
     device_memory: int | None = None,
 ) -> ServerMemory:
-    """Return what the server of a recipe takes on each of its devices, of `device_memory` bytes (None: less than 70
+    """Return the memory of a recipe's server on each of its devices, of `device_memory` bytes (None: less than 70
     GiB).
 
     `config` is that of `model.path`, `served` that of `server.model` if it is set; `device` is cuda or cpu. The
@@ -148,8 +148,8 @@ def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype) -> int:
-    """Return the bytes of adapters. vLLM has `max_loras` places on every linear module, embeddings and head, whatever
-    an adapter contains, at a rank that it supports; the embedded engine stores the adapters themselves."""
+    """Return the bytes of adapters. vLLM allocates `max_loras` slots on every linear module, embeddings and head,
+    whatever an adapter contains, at a rank that it supports; the embedded engine stores the adapters themselves."""
     lora, server = recipe.model.lora, recipe.server
     if lora is None:
         return 0
@@ -195,7 +195,7 @@ def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
 
 
 def _arriving(network: PreTrainedModel) -> int:
-    """Return the bytes of the broadcasts that a worker has at a time. Each ends with the weight that fills it; every
+    """Return the bytes of the broadcasts that a worker holds at a time. Each ends with the weight that fills it; every
     worker receives whole weights."""
     largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
     return BUFFERS * BUFFER_BYTES + sum(largest)
@@ -244,7 +244,7 @@ def _embedded_cache(text: Any, dtype: torch.dtype) -> int:
 
 def _state(text: Any, dtype: torch.dtype) -> int:
     """Return the bytes of a gated delta net's state (arXiv:2412.06464): the convolution's last inputs and the recurrent
-    state, in float32 unless the model says otherwise."""
+    state, in float32 unless the model sets another dtype."""
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")

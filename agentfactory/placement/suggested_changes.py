@@ -1,5 +1,4 @@
-"""Suggests changes for a recipe that does not fit: the fewest settings that make it fit, and the memory that it then
-takes."""
+"""Suggested changes for a recipe that does not fit: the fewest settings that make it fit, and the resulting memory."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -46,7 +45,7 @@ def _advice(recipe: Recipe, machine: Machine, estimate: Estimate) -> str:
             return f"{_written(settings)}: then {gib(plan.worst.total)}{plan.worst.of}"
         if best is None or plan.worst.short < best[0].worst.short:
             best = plan, settings
-    smaller = "a smaller model, or a larger or further GPU"
+    smaller = "a smaller model, or a larger or additional GPU"
     if best is None:
         return smaller
     return f"{smaller}: even with {_written(best[1])} it takes {gib(best[0].worst.total)} GiB"

@@ -1,7 +1,7 @@
 """Memory that a trainer process takes, from its recipe and the model's configuration alone.
 
 Weights are counted on the policy that the learner would create, on the meta device; activations are found by running it
-on fake tensors (agentfactory.placement.activation_memory). What only a GPU has, its context and libraries, is assumed
+on fake tensors (agentfactory.placement.activation_memory). The GPU's context and libraries are assumed
 (unmeasured_memory.py).
 """
 
@@ -27,14 +27,14 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
     left out. `config` is that of `model.path`, `device` is cuda or cpu.
 
     The peak is that of a later update with several micro-batches, each of `train.token_budget` tokens in rows of
-    `rollout.max_total_tokens`: gradients, the optimiser's state and activations then exist at the same time.
+    `rollout.max_total_tokens`: gradients, the optimizer's state and activations then exist at the same time.
 
-    Rows: weights, adapter, reference, critic: what scores tokens; gradients, optimizer: of all trained weights;
+    Rows: weights, adapter, reference, critic: the networks; gradients, optimizer: of all trained weights;
     activations: including autocast's bfloat16 copies of float32 weights (none under fsdp2); images: see
-    image_memory; logits; step: what an optimiser step takes beyond activations and logits; batch: the rows of a
-    step; buckets (ddp); gathered: what fsdp2 gathers; context: what a GPU takes for each process.
+    image_memory; logits; step: an optimizer step's memory beyond activations and logits; batch: the rows of a
+    step; buckets (ddp); gathered: fsdp2's unsharded weights; context: a GPU's overhead for each process.
 
-    fsdp2 divides weights, gradients and the optimiser's state among processes. ddp has buckets as large as the
+    fsdp2 divides weights, gradients and the optimizer's state among processes. ddp has buckets as large as the
     gradients, since those of micro-batches that are not synced are not views of them. With liger, compile,
     flex_attention or flash_attention_2, which are not modelled, the result is an upper bound. Layers count as alike
     unless the configuration lists their kinds (layer_types and similar). Raises ValueError if the recipe cannot be
@@ -101,7 +101,7 @@ def _batch(recipe: TrainRecipe, policy: Policy) -> int:
 
 
 def _units(model: Policy | ActorCritic, recipe: TrainRecipe) -> tuple[int, list[nn.Parameter]]:
-    """Return what fsdp2 has whole during a backward pass: the bytes of two layers (the one that is computed, and the
+    """Return fsdp2's unsharded weights during a backward pass: the bytes of two layers (the current one, and the
     next one or the one whose gradients are being sent), and the weights outside layers, which stay throughout."""
     layers = decoder_layers(policy_of(model).network)
     if isinstance(model, ActorCritic) and model.critic.backbone is not None:
@@ -120,7 +120,7 @@ def _gathered(weights: Iterable[Tensor], recipe: TrainRecipe) -> int:
 
 
 def _sent(policy: Policy) -> int:
-    """Return the bytes of whole weights on rank 0's device when they go to the servers: one that is being gathered
+    """Return the bytes of whole weights on rank 0's device during a sync to the servers: one that is being gathered
     (twice its size), those of a buffer, and the buffer."""
     if policy.is_lora:
         return _bytes(weight for weight in policy.parameters() if weight.requires_grad)
@@ -129,7 +129,7 @@ def _sent(policy: Policy) -> int:
 
 
 def optimizer_state(model: nn.Module, train: TrainConfig) -> int:
-    """Return the bytes of the optimiser's state after its first step, for the trained weights of `model`, which are
+    """Return the bytes of the optimizer's state after its first step, for the trained weights of `model`, which are
     float32.
 
     adamw: two moments. adamw_8bit: two moments of one byte each and a float32 constant for each block of 256, but in

@@ -18,9 +18,9 @@ MARGIN = 0.05
 """Share of a device that is left free: allocators keep memory in pieces, some of which are too small to reuse."""
 
 IMAGE_SHARE = 0.5
-"""Share of a micro-batch's tokens that are images', for a model that sees."""
+"""Share of image tokens in a micro-batch, for a model that accepts images."""
 IMAGE_PIXELS = 12_845_056
-"""Area of the largest image that a model takes if the recipe says nothing: that of the published Qwen2.5-VL."""
+"""Area in pixels of the largest image of a model if the recipe sets none: that of the published Qwen2.5-VL."""
 OWN_PIXELS = 2048 * 2048
-"""Area of the largest image that a model takes whose own processor may enlarge it: that of the published SmolVLM, the
-most of those families."""
+"""Area of the largest image of a model whose processor may enlarge images: that of the published SmolVLM, the largest
+of those families."""

@@ -1,4 +1,4 @@
-"""Checks a recipe's fields against each other, this machine's files and the user's own code."""
+"""Checks of a recipe's fields against each other, this machine's files and the user's code."""
 
 import ast
 import os
@@ -30,12 +30,12 @@ from agentfactory.tools.user_code.loading import UserCodeError, load_object
 from agentfactory.trainers.config import GigpoOptions
 
 _MOST_BYTES_READ = 1 << 26
-"""Maximum size of a data file that is read before anything is started, which takes about a second, in every trainer
+"""Maximum bytes of a data file that is checked before the start. Reading it takes about a second, in every trainer
 process."""
 _TRIED_ROWS = 3
 
 Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
-"""The command that will use a recipe. `tools` needs neither a model nor data."""
+"""The command that will use a recipe. `tools` needs no model and no data."""
 
 
 def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
@@ -53,7 +53,7 @@ def check(
     after: str | None = None,
     lacks: list[SettingError] | None = None,
 ) -> None:
-    """Raise SettingError for the first thing that cannot work.
+    """Raise SettingError for the first field that cannot work.
 
     `prepared` is the folder that `prepare` will fill (None: there is no `prepare`). `after` is the stage that this one
     continues: its checkpoint does not exist yet. With `lacks`, missing programs are appended to it instead of raised:
@@ -85,7 +85,7 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
         _check_chains(recipe, purpose)
     if purpose == "serve" and recipe.server.url is not None:
         raise SettingError(
-            "server.url", f"got {short(recipe.server.url)}, which runs already", "set null to start one here"
+            "server.url", f"got {short(recipe.server.url)}, which is already running", "set null to start one here"
         )
     if runs_chains(recipe, purpose) or purpose == "serve":
         _check_server(recipe, lack)
@@ -95,7 +95,7 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
 
 
 def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
-    """Check what `prepare` has made of a stage's files and tasks, which `check` could not see. Raises SettingError."""
+    """Check the files and tasks of a stage that `prepare` has created since `check`. Raises SettingError."""
     try:
         _check_files(recipe, None, None if is_first else "the stage before")
         _check_rows(recipe, "train", None)
@@ -124,7 +124,7 @@ def check_prepare(reference: str | None, composed: Composed) -> None:
         raise SettingError("prepare", f"{error}", "correct the file", source=source) from None
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
     if name not in functions:
-        problem = f"{display(Path(file))} defines no function {name!r}, but {', '.join(functions) or 'none'}"
+        problem = f"{display(Path(file))} defines no function {name!r}; it defines {', '.join(functions) or 'none'}"
         raise SettingError("prepare", problem, "name a function (folder, seed) of that file", source=source)
 
 
@@ -135,7 +135,7 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
             return
         if not path.exists():
             in_prepared = path.is_relative_to(recipe.output / "prepared")
-            fix = "set prepare: FILE.py:NAME to make it" if in_prepared else f"name an existing {kind}"
+            fix = "set prepare: FILE.py:NAME to create it" if in_prepared else f"name an existing {kind}"
             raise SettingError(name, f"{display(path)}: no such file", fix)
         if not is_right(path):
             raise SettingError(name, f"{display(path)} is not a {kind}", f"name a {kind}")
@@ -155,9 +155,11 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
 
 
 def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None:
-    """Check that the rows of the files that will be used are tasks, and that rewards and resets get what they need from
-    each. Rows from the hub, in parquet and in huge files are checked before the first chain: reading them here, in
-    every process, would take too long."""
+    """Check that the rows of used data files are tasks with all fields that rewards and resets need.
+
+    Rows from the hub, in parquet and in huge files are checked before the first chain: reading them here, in every
+    process, would take too long.
+    """
     acts = runs_chains(recipe, purpose)
     for section, data in _used_data(recipe, purpose).items():
         check_source(data, section)
@@ -190,8 +192,8 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
 
 
 def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
-    """Call the functions that give the recipe's tasks, for their first rows, and check these rows. Return what this
-    machine lacks for that: the recipe may be for another. Raises SettingError for everything else."""
+    """Load the first rows of the recipe's task sources, and check them. Return the errors that only concern this
+    machine, because the recipe may be for another one. Raises SettingError for all other errors."""
     lacks = []
     for section, data in _used_data(recipe, purpose).items():
         if data.source is None:
@@ -200,7 +202,7 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
         try:
             tasks = load_tasks(data.model_copy(update={"limit": _TRIED_ROWS}), section)
         except SettingError as error:
-            # what the source says of its own options, such as a missing program, has another field
+            # the source's errors about its own options, such as a missing program, name another field
             is_faulty = error.field.startswith((f"{section}.source", f"{section}.columns"))
             if is_faulty and not isinstance(error.__cause__, (OSError, ImportError)):
                 raise
@@ -211,8 +213,8 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
-    """Probe the chat template of the recipe's model, and return what is found. Raises SettingError if it cannot serve:
-    if `rollout.parser` does not read what it writes, for one."""
+    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it is unusable,
+    for example because `rollout.parser` cannot parse its tool calls."""
     # imported here, because it imports transformers
     from agentfactory.rollout.text.load_renderer import load_renderer
     from agentfactory.rollout.text.templates import RenderError
@@ -225,7 +227,7 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
             recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=Path.cwd()
         ).info
     except RenderError as error:
-        fix = "change rollout.parser or model.chat_template, as it says"
+        fix = "change rollout.parser or model.chat_template, as the error says"
         raise SettingError("rollout.parser", f"got {rollout.parser!r}, and {error}", fix) from error
 
 
@@ -261,8 +263,8 @@ def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
             if not missing:
                 continue
             problem = (
-                f"the reset of {_shown(reference)} needs {', '.join(missing)}, which is no field of the data "
-                f"({', '.join(row)}), in row {number} of {section}"
+                f"the reset of {_shown(reference)} needs {', '.join(missing)}, which row {number} of {section} lacks "
+                f"({', '.join(row)})"
             )
             raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
 
@@ -282,10 +284,10 @@ def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
 
 
 def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
-    """Check that a program exists: with a slash in `folder`, others on PATH; `python` is this one."""
+    """Check that a program exists: in `folder` if it has a slash, else on PATH; `python` is the running one."""
     command = sys.executable if command == "python" else command
     if not shutil.which(os.path.join(folder, command) if "/" in command else command):
-        lack(field, f"no program {command!r}", "install it, or give its whole path")
+        lack(field, f"no program {command!r}", "install it, or give its full path")
 
 
 def _check_servers(recipe: Recipe, prepared: Path | None) -> None:
@@ -385,7 +387,7 @@ def _judges(found: Any) -> bool:
 
 
 def _modules(recipe: Recipe) -> list[Any]:
-    """Return what the recipe names of Python: tools, Environment classes and MCP servers."""
+    """Return the Python objects that the recipe names: tools, Environment classes and MCP servers."""
     names = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
     return [load_object(name, Path.cwd(), prebuilt()) for name in names]
 
@@ -394,7 +396,7 @@ def _gives_reward(recipe: Recipe) -> bool:
     agent = recipe.rollout.agent
     return (
         bool(recipe.rewards)
-        # programs elsewhere may report it
+        # external programs may report it
         or (agent is not None and agent.outside is not None)
         or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
         or any(map(_judges, _modules(recipe)))
@@ -402,14 +404,14 @@ def _gives_reward(recipe: Recipe) -> bool:
 
 
 def _check_anchors(recipe: Recipe) -> None:
-    """Check that an environment says in which state a chain is. A server elsewhere may do so in its results."""
+    """Check that an environment defines anchor states. An external server may report them in its results."""
     options = recipe.train.advantage.options
     if not isinstance(options, GigpoOptions) or options.anchors != "environment":
         return
     elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
     if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):
         return
-    problem = "got 'gigpo', and no environment of the recipe defines anchor(), which says what state a turn begins in"
+    problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
     raise SettingError(
         "train.advantage.estimator", problem, "define it, or set train.advantage.options.anchors=observation"
     )
@@ -492,7 +494,7 @@ def _check_vllm(recipe: Recipe, lack: Lack) -> None:
         raise SettingError(
             "server.options.python",
             f"{display(Path(python))}: no such program",
-            "name a Python, as .venv-vllm/bin/python",
+            "name a Python, such as .venv-vllm/bin/python",
         )
     missing = missing_from(python)
     if missing == "vllm":

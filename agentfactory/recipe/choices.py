@@ -1,4 +1,4 @@
-"""Sections that choose something by name, and what a recipe chooses in them before it is validated."""
+"""Recipe sections that choose a component by name, and their choices before validation."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ CHOICES: dict[str, type[Choice]] = {
     "train.loss": LossConfig,
     "train.loss.mismatch": MismatchConfig,
 }
-"""Path -> section."""
+"""Dotted path -> section."""
 
 
 def chosen(data: Any, path: str) -> str:
-    """Return what a recipe chooses in the section `path`: itself, by its algorithm, or by default."""
+    """Return the choice of the section `path`: the recipe's own, else its algorithm's, else the default."""
     section = CHOICES[path]
     given, train = value_at(data, path), value_at(data, "train")
     found = section.choice(given) if isinstance(given, dict) else None
@@ -30,7 +30,7 @@ def chosen(data: Any, path: str) -> str:
 
 
 def has_option(data: Any, path: str, name: str) -> bool:
-    """Return whether what a recipe chooses in the section `path` has the option `name`; False for a user's own."""
+    """Return whether the choice of the section `path` has the option `name`; False for a user's own component."""
     kind = CHOICES[path].options_type(chosen(data, path))
     return kind is not None and name in kind.model_fields
 

@@ -1,4 +1,4 @@
-"""Composes recipe files and overrides into one mapping: YAML, `extends:`, dotted overrides, absolute paths."""
+"""Composition of recipe files and overrides into one mapping: YAML, `extends:`, dotted overrides, absolute paths."""
 
 import os
 import re
@@ -19,7 +19,7 @@ COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
 """The recipes that come with AgentFactory."""
 HERE = "${here}"
-"""The folder of the file that says it, or the current one on the command line."""
+"""Placeholder for the folder of the file that contains it; on the command line, the current folder."""
 _PLACEHOLDERS = ("${prepared}", "${output}", "${chain}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 @dataclass
 class Composed:
     """A recipe's mapping before validation. `origins` contains, per dotted leaf, the file or command line that set it;
-    `folders` are those of its files."""
+    `folders` are the folders of its files."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Composed:
     folders: list[Path] = field(default_factory=list)
 
     def merge(self, data: dict[str, Any], source: str) -> None:
-        """Merge `data` into this mapping: mappings merge, everything else replaces. If it chooses something else than
-        before, the options that this does not have go, except those that `source` itself gives."""
+        """Merge `data` into this mapping: mappings merge, everything else replaces. If a choice changes, drop options
+        that the new choice does not have, except those that `source` itself sets."""
         before = {path: chosen(self.data, path) for path in CHOICES}
         _merge(self.data, data)
         for leaf in leaves(data):
-            # in the order of setting
+            # keep the leaves in the order in which they were set
             self.origins.pop(leaf, None)
             self.origins[leaf] = source
         for path, choice in before.items():
@@ -62,7 +62,7 @@ class Composed:
                 del options[name]
 
     def origin(self, name: str) -> str:
-        """Return what set the field `name`, or else a field in or around it; the recipe's own file if nothing did."""
+        """Return the source that set the field `name`, or a field in or around it; else the recipe's own file."""
         while name:
             for leaf, source in self.origins.items():
                 if leaf == name or leaf.startswith(f"{name}."):
@@ -72,7 +72,7 @@ class Composed:
 
 
 def display(path: Path) -> str:
-    """Return `path` as a person would type it here."""
+    """Return `path` relative to the current folder, or unchanged if it is outside."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -87,8 +87,8 @@ def _parse(text: str, source: str, name: str) -> Any:
 
 
 def recipe_file(name: str | Path, base: Path) -> Path:
-    """Return the file that `name` means, a path relative to `base`; if there is none, one of the recipes that come with
-    AgentFactory, such as recipes/quickstart/quickstart.yaml."""
+    """Return the file `name`, relative to `base`; if it does not exist, one of the recipes that come with AgentFactory,
+    such as recipes/quickstart/quickstart.yaml."""
     path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
     return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.exists() and not path.exists() else path
 
@@ -134,7 +134,7 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
             raise SettingError("extends", f"got {short(parent)}", "name one recipe file", source=source)
         path = recipe_file(parent, file.parent)
         if path in (file, *ancestors):
-            raise SettingError("extends", f"{parent} extends this file in turn", "break the circle", source=source)
+            raise SettingError("extends", f"{parent} extends this file in turn", "break the cycle", source=source)
         inherited = compose(read_mapping(path, source, "extends"), path, (file, *ancestors))
         inherited.data.pop("name", None)
         composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
@@ -176,7 +176,7 @@ def override(composed: Composed, name: str, value: Any) -> None:
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make the paths in every known field of `data` absolute, relative to `base`, and write out an agent's name."""
+    """Make the paths in every known field of `data` absolute, relative to `base`, and expand `agent: NAME`."""
     rollout = data.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("agent"), str):
         rollout["agent"] = {"name": rollout["agent"]}
@@ -195,7 +195,7 @@ def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _keys_of(data: Any, section: list[str]) -> set[str]:
-    """Return the keys of a section; none if it is not there."""
+    """Return the keys of a section; none if it is missing."""
     for key in section:
         data = data.get(key) if isinstance(data, dict) else None
     return set(data) if isinstance(data, dict) else set()
@@ -204,7 +204,7 @@ def _keys_of(data: Any, section: list[str]) -> set[str]:
 def _absolute(value: str, base: Path) -> str:
     if value.startswith(_PLACEHOLDERS):
         return value
-    # not Path.resolve, which raises RuntimeError for a link that leads to itself
+    # not Path.resolve, which raises RuntimeError for a circular link
     return os.path.realpath(base / Path(value).expanduser())
 
 
@@ -290,7 +290,7 @@ def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
 
 
 def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a recipe as a run in `folder` saved it, with absolute paths."""
+    """Resolve a recipe that a run in `folder` saved: absolute paths, and current fields for old ones."""
     output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
     resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
     stages = resolved.get("stages")

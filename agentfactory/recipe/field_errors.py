@@ -1,4 +1,4 @@
-"""Explain what pydantic says about a recipe: the field, what is wrong with it, and what was probably meant."""
+"""Explain pydantic's errors about a recipe: the field, the problem, and the probable fix."""
 
 import difflib
 from typing import Any, get_args
@@ -13,7 +13,7 @@ from agentfactory.tools.errors import SettingError, short
 
 
 def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) -> SettingError:
-    """Return the most telling of pydantic's errors about `data`, which is no `model`."""
+    """Return the most informative of pydantic's errors about `data` that is not a valid `model`."""
     return SettingError(*_explain(min(errors.errors(include_url=False), key=_rank), data, model))
 
 
@@ -30,7 +30,7 @@ def _rank(error: Any) -> int:
 
 def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     """Return field, problem and fix of one of pydantic's errors."""
-    # keep the part of the location that the file can show: pydantic adds the members of a union
+    # keep the part of the location that is in the file: pydantic adds the members of a union
     keys: list[str] = []
     whole = data
     section, last = model, len(error["loc"]) - 1
@@ -84,7 +84,7 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             )
             return name, f"got {got}, not a list", f"write [{written}]" if written else "write a list"
         case "string_type":
-            return name, f"got {got}, not text", "write text, in quotes where it looks like something else"
+            return name, f"got {got}, not text", "write text, in quotes if it looks like another type"
     if (meant := _without_quotes(error["input"])) is not None:
         return name, f"got {got}, which is text", f"write it without quotes: {meant}"
     return name, f"got {got}", wanted.replace("Input should be", "it must be")

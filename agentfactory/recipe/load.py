@@ -1,4 +1,4 @@
-"""Turns a recipe file and overrides into a `Recipe`: composes, validates, resolves and checks it."""
+"""Load a recipe file and overrides as a `Recipe`: compose, validate, resolve and check it."""
 
 import json
 import os
@@ -35,20 +35,20 @@ _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rol
 NO_MODEL = "none"
 """The `model.path` of a file that has only tools, for `agentfactory tools`."""
 _WITHOUT_TRAINING = {"train": {"steps": 1}}
-"""What a recipe may lack, because only `train` uses it."""
+"""Values for required fields that only `train` uses."""
 _FOR_TOOLS = {"model": {"path": NO_MODEL}, **_WITHOUT_TRAINING}
-"""What a tools-only file may lack."""
+"""Values for required fields that a tools-only file may omit."""
 
 
 def load_recipe(
     path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> Recipe | StagedRecipe:
-    """Compose, validate and resolve the recipe file `path`. Nothing is written.
+    """Compose, validate and resolve the recipe file `path`, without writing anything.
 
     `overrides` are `key=value`. In a staged recipe, a key that begins with a stage's name applies to that stage;
     `name`, `output`, `prepare` and `seed` apply to the whole recipe; all others apply to every stage. `purpose` is the
-    command that will use the recipe: a server's settings are checked only if one is started. With `lacks`, what is not
-    installed here is appended to it instead of raised.
+    command that will use the recipe: a server's settings are checked only if one is started. With `lacks`, errors
+    about missing programs and packages are appended to it instead of raised.
 
     Raises SettingError, whose text names the file, the field, the value and the fix.
     """
@@ -71,9 +71,9 @@ def load_recipe(
 
 
 def default_name(file: Path) -> str:
-    """Return the name of a run of the recipe `file`, for one that gives none: its folder and its own name, so that the
-    runs of recipes/webshop/small.yaml and recipes/alfworld/small.yaml are apart; its own name alone where that begins
-    with the folder's, or for a file in the current folder."""
+    """Return the default name of a run of the recipe `file`: its folder and stem, so that runs of
+    recipes/webshop/small.yaml and recipes/alfworld/small.yaml differ. If the stem begins with the folder's name, or the
+    file is in the current folder, return the stem alone."""
     folder, name = file.parent.name, file.stem
     return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 
@@ -146,8 +146,10 @@ def _load_staged(
 def _for_one_stage(
     error: SettingError, stage: str, for_all: dict[str, list[str]], overrides: Sequence[str], is_valid: bool
 ) -> str | None:
-    """Return the fix if an override for all stages caused this error in `stage`, and may suit another one; `for_all`
-    lists, by override, the stages with its section. `is_valid`: every recipe may have this value."""
+    """Return the fix if an override for all stages caused this error in `stage` but may suit another stage, else None.
+
+    `for_all` maps an override to the stages that have its section. `is_valid`: `stage` passed validation.
+    """
     for text in overrides:
         name, _, value = text.partition("=")
         others = [other for other in for_all.get(name, ()) if other != stage]
@@ -218,7 +220,7 @@ def _set_import_path(composed: Composed, *stages: Composed) -> None:
 
 
 def _check_import_path(composed: Composed, field: str) -> None:
-    # before the lists of the whole recipe and its stages are joined
+    # checked before the lists of the whole recipe and its stages are joined
     said = composed.data.get("import_path")
     if said is not None and not (isinstance(said, list) and all(isinstance(folder, str) for folder in said)):
         problem = f"got {short(said)}, not a list of folders"
@@ -230,7 +232,7 @@ def _set_output(composed: Composed, file: Path) -> None:
     if not isinstance(output, str):
         return
     composed.data["output"] = os.path.abspath(os.path.expanduser(output))
-    # version 0.1 wrote the absolute path of the run folder into the recipe in it
+    # version 0.1 wrote the absolute path of the run folder into its recipe
     made = ("checkpoints", "trajectories", "logs")
     is_a_runs = file.name == "recipe.yaml" and all((file.parent / name).is_dir() for name in made)
     is_elsewhere = composed.origins.get("output") == composed.source and Path(output).resolve() != file.parent.resolve()

@@ -1,4 +1,4 @@
-"""Fields that recipes had up to version 0.1, and what they are now."""
+"""Recipe fields of versions up to 0.1, and their replacements."""
 
 import warnings
 from collections import defaultdict
@@ -25,25 +25,25 @@ MOVED = {
     "train.loss.sapo_negative": "train.loss.options.negative_temperature",
     "train.loss.sapo_positive": "train.loss.options.positive_temperature",
 }
-"""Old field -> the same value's field now."""
+"""Old field -> current field of the same value."""
 
 _NONE = object()
 _LORAS = 4
-"""Default of server.max_loras: as many adapters as a server still holds at least."""
+"""Default of the old server.max_loras; a server still holds at least as many adapters."""
 
 
 class OldFieldWarning(FutureWarning):
-    """A recipe has fields of an older version."""
+    """A warning about deprecated fields in a recipe."""
 
 
 def renew(data: dict[str, Any], origins: dict[str, str] | None = None) -> None:
     """Rewrite the old fields of a whole recipe in place.
 
-    `origins` contains, per dotted leaf, what set it, in that order; a warning for each says what to write there now.
-    Without it, the recipe is one that a run has saved. Such a recipe has every field, also those that it does not use:
-    their defaults are left out.
+    `origins` maps each dotted leaf to its source, in the order of setting; a warning per source names the new fields.
+    Without `origins`, the recipe was saved by a run, and has every field, used or not: old fields with default values
+    are dropped.
 
-    Raises SettingError for an old field that contradicts a new one, or whose value no field of today allows.
+    Raises SettingError for an old field that contradicts a new one, or whose value no current field allows.
     """
     told: dict[str, list[str]] = defaultdict(list)
 
@@ -71,7 +71,7 @@ def renew(data: dict[str, Any], origins: dict[str, str] | None = None) -> None:
     _renew_vision(data, note, origins)
     value = _take(data, "server.max_loras", "", origins)
     if value is not _NONE and type(value) is not int:
-        raise SettingError("server.max_loras", f"got {short(value)}", "remove it: there is no such field any more")
+        raise SettingError("server.max_loras", f"got {short(value)}", "remove it: this field no longer exists")
     if value not in (_NONE, _LORAS):
         text = "nothing for server.max_loras: a server holds as many adapters as rollout.max_staleness needs"
         note("server.max_loras", None, f"{text} (vLLM: --max-loras among server.options.args)")
@@ -115,7 +115,7 @@ def _renew_offload(data: dict[str, Any], note: Any, origins: dict[str, str] | No
 def _renew_vision(data: dict[str, Any], note: Any, origins: dict[str, str] | None) -> None:
     old, new = "train.vision_learning_rate", "train.vision"
     kept = value_at(data, new)
-    # a rate under the new name is the same setting; a word is not
+    # a number under the new name is the same setting; a string is not
     rate = _take(data, old, new if type(kept) in (int, float) else "", origins)
     if rate in (_NONE, None):
         return
@@ -152,7 +152,7 @@ def _origin(origins: dict[str, str], name: str) -> str:
 
 
 def _time(origins: dict[str, str], name: str) -> int:
-    """Return when the field was set last, compared with others."""
+    """Return the position in `origins` at which the field was set last; -1 if it was not."""
     return max((n for n, leaf in enumerate(origins) if f"{leaf}.".startswith(f"{name}.")), default=-1)
 
 
@@ -168,7 +168,7 @@ def _pop(data: dict[str, Any], path: str) -> Any:
 
 
 def _put(data: dict[str, Any], path: str, value: Any) -> bool:
-    """Set a field. Return False, and set nothing, if something else than a section is in its place."""
+    """Set a field. Return False, and set nothing, if another value than a section is in its place."""
     *keys, last = path.split(".")
     for key in keys:
         if data.get(key) is None:

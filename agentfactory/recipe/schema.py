@@ -23,12 +23,12 @@ class Recipe(TrainRecipe):
     """`FILE.py:NAME` of a function (folder, seed) that runs once before the run and fills `${prepared}`."""
 
     def to_yaml(self) -> str:
-        """Return the resolved recipe, which can run unchanged; its own folder is written as `${output}`."""
+        """Return the resolved recipe, which can run unchanged; the run folder is written as `${output}`."""
         return _dump(self.model_dump(mode="json"), self.output)
 
     def to_saved(self, whole: Path | None = None) -> str:
-        """Return the resolved recipe for a file in its run folder, which can be moved or copied: its folder is that of
-        the file. `whole` is the folder that is moved as one, if the run is a part of it: a stage, an evaluation."""
+        """Return the resolved recipe for a file in its run folder, with paths relative to that file, so that the folder
+        can be moved or copied. `whole` is the folder that is moved as a unit if the run is a stage or an evaluation."""
         return _dump(self.model_dump(mode="json"), self.output, whole or self.output)
 
 
@@ -54,7 +54,7 @@ class StagedRecipe(Section):
         return _dump(self._data(), self.output)
 
     def to_saved(self, whole: Path | None = None) -> str:
-        """Return the resolved recipe for a file in its run folder, as `Recipe.to_saved`."""
+        """Return the resolved recipe for a file in its run folder, like `Recipe.to_saved`."""
         return _dump(self._data(), self.output, whole or self.output)
 
     def _data(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
 
 
 def _dump(data: dict[str, Any], output: Path, whole: Path | None = None) -> str:
-    """Return YAML with the run's identity on top, and its own folder as a placeholder, so that another `output` can
+    """Return YAML with the run's identity on top, and the run folder as a placeholder, so that another `output` can
     replace it. With `whole`, the YAML is for a file in `output`, and paths below `whole` are relative to that file."""
     top = {name: data.pop(name) for name in ("name", "output", "prepare", "import_path", "seed")}
     prefixes = {f"{output}/prepared": "${prepared}", str(output): "${output}"}

@@ -1,4 +1,4 @@
-"""Checks a recipe's training fields against each other and against the server that will take the weights."""
+"""Checks of a recipe's training fields against each other and against the server that receives the weights."""
 
 import re
 from collections.abc import Callable
@@ -20,12 +20,11 @@ ADAPTED_TOWER = "--enable-tower-connector-lora"
 """vLLM's switch for adapters of vision towers."""
 
 Lack = Callable[[str, str, str], None]
-"""Takes field, problem and fix of something that is not installed. If a recipe is only inspected, this does not
-raise."""
+"""Callback for a missing program or package: (field, problem, fix). It raises unless the recipe is only inspected."""
 
 
 def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
-    """Raise an error for the first thing that cannot work; `runs_chains`: the run uses a server and a worker."""
+    """Raise SettingError for the first field that cannot work; `runs_chains`: the run uses a server and a worker."""
     _check_processes(recipe)
     _check_network(recipe, lack)
     if runs_chains:
@@ -57,7 +56,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
     if recipe.train.from_trajectories:
         for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None), ("max_staleness", 0)):
             if getattr(recipe.rollout, name) != idle:
-                problem = "is set, but train.from_trajectories takes the saved groups as they are"
+                problem = "is set, but train.from_trajectories uses the saved groups unchanged"
                 raise SettingError(f"rollout.{name}", problem, "remove it, or sort the groups before")
 
 
@@ -78,8 +77,7 @@ def _check_processes(recipe: Recipe) -> None:
 
 
 def _check_network(recipe: Recipe, lack: Lack) -> None:
-    """Check that network and optimiser are available as requested. What depends on the device is checked by the
-    trainer."""
+    """Check that the requested network and optimizer are available. The trainer checks what depends on the device."""
     train, lora = recipe.train, recipe.model.lora
     quantization, optimizer = lora and lora.quantization, train.optimizer.name
     if train.strategy == "fsdp2":
@@ -88,7 +86,7 @@ def _check_network(recipe: Recipe, lack: Lack) -> None:
                 "model.lora.quantization", f"got {quantization!r} with train.strategy=fsdp2", "use ddp, or set null"
             )
         if optimizer not in ("adamw", "sgd"):
-            problem = f"got {optimizer!r}, which is not exact on weights that train.strategy=fsdp2 has cut"
+            problem = f"got {optimizer!r}, which is not exact on weights that train.strategy=fsdp2 shards"
             raise SettingError("train.optimizer.name", problem, "use adamw or sgd, or strategy ddp")
     if train.attention == "flash_attention_2":
         if recipe.model.dtype == "float32":
@@ -97,7 +95,7 @@ def _check_network(recipe: Recipe, lack: Lack) -> None:
             )
         if train.batching == "tree":
             raise SettingError(
-                "train.attention", "got 'flash_attention_2', which takes no tree", "use sdpa, or batching packed"
+                "train.attention", "got 'flash_attention_2', which cannot compute trees", "use sdpa, or batching packed"
             )
     if train.attention == "eager" and train.batching in ("packed", "tree"):
         raise SettingError(
@@ -121,7 +119,7 @@ def _check_trackers(recipe: Recipe, lack: Lack) -> None:
 
 
 def check_placement(recipe: Recipe) -> None:
-    """Refuse placements that cannot work on any devices; the run uses a server."""
+    """Raise SettingError for a placement that no devices can satisfy; the run uses a server."""
     mode, server, backend = recipe.placement.mode, recipe.server, backend_of(recipe)
     if mode == "separate" and backend.devices == "one" and server.engine == "vllm":
         problem = f"got {backend.name!r} with placement.mode=separate: it is for one GPU"
@@ -141,7 +139,7 @@ def check_placement(recipe: Recipe) -> None:
             "server.url", f"got {len(server.urls)} servers {alone}", "name one, or set placement.mode=separate"
         )
     if backend.devices == "apart":
-        problem = f"got {backend.name!r} with placement.mode={mode}: it is for GPUs apart"
+        problem = f"got {backend.name!r} with placement.mode={mode}: it needs separate GPUs"
         raise SettingError("sync.backend", problem, "use auto, ipc or file")
     staleness = recipe.rollout.max_staleness
     if mode == "time_share" and staleness:
@@ -170,10 +168,10 @@ def _check_workers(recipe: Recipe) -> None:
         possible = [count for count in range(1, groups + 1) if groups % count == 0]
         raise SettingError("rollout.workers", problem, f"use one of {', '.join(map(str, possible))}")
     if rollout.workers > 1 and rollout.agent is not None and rollout.agent.outside is not None:
-        problem = f"got {rollout.workers}: programs outside take tasks at one address"
+        problem = f"got {rollout.workers}: outside programs take tasks at one address"
         raise SettingError("rollout.workers", problem, "use 1")
     if rollout.workers > 1 and rollout.curriculum is not None:
-        problem = f"got {rollout.workers}: rollout.curriculum has to see the outcomes of all tasks"
+        problem = f"got {rollout.workers}: rollout.curriculum needs the outcomes of all tasks"
         raise SettingError("rollout.workers", problem, "use 1, or remove the curriculum")
 
 
@@ -229,24 +227,24 @@ def _check_algorithm(recipe: Recipe) -> None:
 
 
 def _check_replaced(train: TrainConfig) -> None:
-    """Refuse an algorithm that is its estimator or its policy loss, if the recipe sets another of ours. A function of
-    the user's takes the rest of the algorithm's defaults."""
+    """Raise SettingError if an estimator or policy loss defines the algorithm and the recipe sets another built-in one.
+    A user's function keeps the algorithm's other defaults."""
     for name, chosen in (("advantage.estimator", train.advantage.estimator), ("loss.policy", train.loss.policy)):
         preset = ALGORITHMS[train.algorithm].get(f"train.{name}", chosen)
         if chosen != preset and ".py:" not in chosen:
-            # grpo is the default, and takes any
+            # grpo is the default, and accepts any
             others = (other for other, fields in ALGORITHMS.items() if fields.get(f"train.{name}") == chosen)
             problem = f"got {train.algorithm!r}, which is {name}={preset}, with {name}={chosen}"
             raise SettingError("train.algorithm", problem, f"use {next(others, 'grpo')}, or remove {name}")
 
 
 def _check_unused(recipe: Recipe) -> None:
-    """Refuse a changed field that would have no effect."""
+    """Raise SettingError for a changed field that would have no effect."""
     train = recipe.train
     sft, optimizer, distance = train.algorithm == "sft", train.optimizer.name, train.loss.kl
     needs = {
         "train.decay_steps": (train.schedule == "wsd", "train.schedule=wsd"),
-        "train.optimizer.betas": (optimizer != "adafactor", "another optimiser than adafactor"),
+        "train.optimizer.betas": (optimizer != "adafactor", "another optimizer than adafactor"),
         "train.optimizer.eps": (optimizer.startswith("adamw") or optimizer == "muon", "adamw, adamw_8bit or muon"),
         "train.min_reward": (sft and train.from_trajectories is not None, "sft on train.from_trajectories"),
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
@@ -273,33 +271,33 @@ def _check_mismatch(recipe: Recipe) -> None:
     if recipe.train.loss.mismatch.correction != "none":
         return
     for name, value in recipe.rounding.items():
-        problem = f"got 'none' with {name}={value}: the server samples from other weights than are trained"
+        problem = f"got 'none' with {name}={value}: the server's weights differ from the trainer's"
         raise SettingError(
             "train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction"
         )
 
 
 def _check_adapted_tower(recipe: Recipe) -> None:
-    """Check that vLLM, if it is started here, applies an adapter's part in the vision tower: by default it answers 200
-    and drops it."""
+    """Check that a vLLM server started here applies the adapter's weights in the vision tower. By default, it answers
+    200 and drops them."""
     adapted, server = recipe.model.lora is not None and recipe.train.trains_vision, recipe.server
     if adapted and server.engine == "vllm" and server.url is None and ADAPTED_TOWER not in server.vllm.args:
-        problem = "got trained with model.lora, and vLLM drops the adapter's part in the vision tower"
+        problem = "got trained with model.lora, and vLLM drops the adapter's weights in the vision tower"
         raise SettingError("train.vision", problem, f"add {ADAPTED_TOWER} to server.options.args, or use frozen")
 
 
 def _check_full_weights(recipe: Recipe) -> None:
-    """Check that a server started here can take every weight and prove it."""
+    """Check that a server started here can receive full weights and verify them."""
     server = recipe.server
     if server.model is not None:
         raise SettingError(
             "server.model",
-            f"got {server.model!r}, a copy into which full weights cannot be brought",
+            f"got {server.model!r}, a copy that cannot receive full weights",
             "train an adapter (model.lora.rank), or remove it",
         )
     if server.quantization is not None:
         raise SettingError(
             "server.quantization",
-            f"got {server.quantization!r}, into which full weights cannot be brought",
+            f"got {server.quantization!r}, which cannot receive full weights",
             "train an adapter (model.lora.rank), or remove it",
         )

@@ -1,4 +1,4 @@
-"""Parse YAML, which may be somebody else's: bounded in size, depth and expansion of aliases."""
+"""Parse untrusted YAML, with bounds on size, depth and alias expansion."""
 
 import re
 from typing import Any
@@ -9,17 +9,17 @@ RECIPE_BYTES = 1 << 20
 """Maximum size of a recipe file."""
 _DEPTH = 64
 _NODES = 100_000
-"""Maximum number of values, each alias counted as the values that it stands for."""
+"""Maximum number of values; an alias counts as the values that it stands for."""
 _NUMBER_LENGTH = 400
 """Maximum length of a number: numbers of base 60 take quadratic time."""
 
 
 class YamlBoundsError(ValueError):
-    """The text is YAML that nobody writes by hand; the message says which bound it exceeds."""
+    """The YAML text exceeds a bound, which the message names."""
 
 
 class _Bounded(yaml.SafeLoader):
-    """YAML 1.1 as in pyyaml."""
+    """A loader of YAML 1.1 like pyyaml's, with bounds."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -74,7 +74,7 @@ _Bounded.add_constructor("tag:yaml.org,2002:float", _Bounded.construct_yaml_floa
 
 
 class _Loader(_Bounded):
-    """As people write recipes: duplicate keys are errors, and 1e-5 is a number."""
+    """A loader of hand-written recipes: duplicate keys are errors, and 1e-5 is a number."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
@@ -84,12 +84,12 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text that a person wrote. Raises YamlBoundsError, or ValueError if it is not YAML."""
+    """Parse hand-written YAML. Raises YamlBoundsError, or ValueError if it is not YAML."""
     return _parse(text, _Loader)
 
 
 def parse_saved(text: str) -> Any:
-    """Return the value that yaml.safe_dump wrote: the text "1e-5" stays text. Raises errors like `parse_yaml`."""
+    """Parse the output of yaml.safe_dump, in which the text "1e-5" stays text. Raises errors like `parse_yaml`."""
     return _parse(text, _Bounded)
 
 

@@ -1,4 +1,4 @@
-"""The part of a recipe that the tools package owns: `tools:`, `mcp_servers:` and `limits:`."""
+"""Recipe sections of the tools package: `tools:`, `mcp_servers:` and `limits:`."""
 
 import json
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from agentfactory.tools.errors import SettingError, short
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
-"""Arguments by name; null means none, so that a recipe can remove what it inherits."""
+"""Arguments by name. null means none, so a recipe can clear inherited arguments."""
 RESULT_BYTES = 1 << 20
 """Default of `limits.result_bytes`: 1 MiB."""
 CHAIN = "${chain}"
 """In `args`, `env` and `cwd` of an MCP server: the folder of the chain."""
 WAYS = ("command", "url", "module", "container")
-"""The fields of an MCP server that say what it is."""
+"""The mutually exclusive fields that define how an MCP server is started or reached."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -29,27 +29,27 @@ class Section(BaseModel):
 
 
 TypedOptions = Annotated[Any, Field(validate_default=True)]
-"""The field `options` of a Choice."""
+"""Type of a Choice's field `options`."""
 
 
 class Choice(Section):
-    """Base of sections that choose something by name, whose field `options: TypedOptions = None` has the options of
-    what is chosen."""
+    """Base of sections that select a variant by name. The field `options: TypedOptions = None` holds the variant's
+    options."""
 
     chooser: ClassVar[str]
-    """Name of the field that chooses. It is declared before `options`."""
+    """Name of the selecting field, which must be declared before `options`."""
     kinds: ClassVar[Mapping[str, type[Section]]]
-    """Choice -> type of its options. A choice that is not listed has none; `FILE.py:NAME` takes any."""
+    """Variant -> type of its options. Unlisted variants take no options; `FILE.py:NAME` takes any."""
 
     @classmethod
     def choice(cls, fields: Mapping[str, Any]) -> str | None:
-        """Return what a section with these `fields` chooses; None if that is not known."""
+        """Return the variant that `fields` select; None if unknown."""
         found = fields.get(cls.chooser)
         return None if found is None else str(found)
 
     @classmethod
     def options_type(cls, choice: str) -> type[Section] | None:
-        """Return the type of the options of `choice`; None if they are the user's own."""
+        """Return the options type of the variant `choice`; None for a user's `FILE.py:NAME`."""
         return None if ".py:" in choice else cls.kinds.get(choice, NoOptions)
 
     @field_validator("options", mode="before", check_fields=False)
@@ -57,7 +57,7 @@ class Choice(Section):
     def _read_options(cls, given: Any, info: ValidationInfo) -> Any:
         choice = cls.choice(info.data)
         if choice is None:
-            return given  # the choice itself is wrong, which is reported
+            return given  # the selecting field is invalid, and reported separately
         kind, given = cls.options_type(choice), {} if given is None else given
         if kind is None:
             if not isinstance(given, dict):
@@ -65,12 +65,12 @@ class Choice(Section):
             return given
         if isinstance(given, Section):
             given = given.model_dump(mode="json", exclude_unset=True)
-        # as strictly as the recipe itself
+        # validate as strictly as the recipe itself
         return kind.model_validate_json(json.dumps(given, default=str), strict=True)
 
 
 class NoOptions(Section):
-    """Options of a choice that has none."""
+    """Options of a variant that takes none."""
 
 
 class EnvironmentTools(Section):
@@ -86,7 +86,7 @@ class EnvironmentTools(Section):
 
 
 class Isolation(StrEnum):
-    """The part of a server that each chain has exclusively."""
+    """The server resource that each chain gets exclusively."""
 
     SHARED = "shared"
     """Nothing: all chains use one connection. AgentFactory's own servers distinguish chains by a key in each call."""
@@ -101,13 +101,13 @@ class PoolConfig(Section):
     time."""
 
     capacity: PositiveInt | None = None
-    """Maximum number of instances at a time; further chains wait. null: one for each chain that is alive; of processes,
-    as many as half of the free memory allows, at 75 MiB each, or at what the largest that has ended took."""
+    """Maximum number of concurrent instances; further chains wait. null: one per live chain; for server processes, as
+    many as fit into half of the free memory, at 75 MiB each, or the size of the largest ended process if more."""
     wait_seconds: PositiveFloat = 600.0
-    """How long a chain waits for an instance before it ends as tool_infrastructure."""
+    """Seconds that a chain waits for an instance before it ends as tool_infrastructure."""
     warm: int | None = Field(default=None, ge=0)
-    """Number of instances that are ready from the start; replacements are created ahead of the chains that will use
-    them. null: 2 for processes that serve one chain each, else 0."""
+    """Number of instances kept ready: created at the start, and replaced before the next chain needs one. null: 2 for
+    processes that serve one chain each, else 0."""
     max_uses: PositiveInt | None = None
     """Number of chains after which an instance is replaced; 1: each chain gets a new one."""
     max_seconds: PositiveFloat | None = None
@@ -119,13 +119,13 @@ class McpServerConfig(Section):
     `module` (in this process) or `container` (docker or podman)."""
 
     command: str | None = None
-    """Program to start; it uses MCP on stdin and stdout."""
+    """Program to start; it speaks MCP on stdin and stdout."""
     args: list[str] = []
-    """Arguments of `command`, or of the container's program. `${chain}` in them, in `env` and in `cwd` stands for a
-    folder that each chain has for itself."""
+    """Arguments of `command`, or of the container's program. `${chain}` here, in `env` and in `cwd` stands for the
+    chain's own folder."""
     env: dict[str, str] = {}
-    """Environment variables of `command`, in addition to the few that the MCP SDK passes on. `${NAME}` stands for a
-    variable of this process: a recipe refers to a secret and never contains it."""
+    """Environment variables of `command`, in addition to the few that the MCP SDK passes. `${NAME}` expands to a
+    variable of this process, so a recipe refers to secrets without containing them."""
     cwd: str | None = None
     """Folder in which `command` starts; default: the recipe's folder."""
     workspace: str | None = None
@@ -142,22 +142,22 @@ class McpServerConfig(Section):
     options: dict[str, Any] = {}
     """Arguments for the constructor of the `Environment` class of `module`."""
     container: str | None = None
-    """Image to run with docker or podman; its program uses MCP on stdin and stdout."""
+    """Image to run with docker or podman; its program speaks MCP on stdin and stdout."""
     allow: list[str] | None = None
-    """The only tools of the server that the model sees; null: all."""
+    """Tools of the server to offer to the model; null: all."""
     deny: list[str] = []
-    """Tools that the model does not see."""
+    """Tools to hide from the model."""
     prefix: str = ""
-    """Prefix for the name of each tool, if two servers have tools of the same name."""
+    """Prefix of every tool name, for servers whose tool names clash."""
     isolation: Isolation | None = None
-    """What each chain has exclusively: nothing (shared), a session, or a process. null: a process for a `command` or a
-    `container` that is not AgentFactory's own and has no `cache`; shared for anything else. `shared` is right for
-    servers without state, and saves memory and time."""
+    """The resource that each chain gets exclusively: none (shared), a session, or a process. null: a process for a
+    `command` or a `container` that is not AgentFactory's own and has no `cache`; shared for anything else. `shared`
+    suits stateless servers, and saves memory and time."""
     pool: PoolConfig = PoolConfig()
     """Pool of instances of the environment, or of a server that is not shared."""
     cache: int = Field(default=0, ge=0)
-    """Number of cached results, by tool and arguments, for a server whose tools always give the same answer; errors are
-    not cached."""
+    """Number of cached results, keyed by tool and arguments, for a server whose tools are deterministic; errors are not
+    cached."""
     environment: EnvironmentTools | None = None
     """Set this (an empty mapping uses the default names) if the server is an environment with per-chain state. A
     `module` that names an `Environment` class always is one."""
@@ -167,7 +167,7 @@ class McpServerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_transport(cls, given: Any) -> Any:
-        """Take out `type`, which other programs write beside `command` or `url`, and which says the same."""
+        """Remove the redundant `type` that other programs write beside `command` or `url`."""
         if not isinstance(given, dict) or given.get("type") is None:
             return {key: value for key, value in given.items() if key != "type"} if isinstance(given, dict) else given
         fields = dict(given)
@@ -190,7 +190,7 @@ class McpServerConfig(Section):
         for name, those in owners.items():
             if getattr(self, name) and way not in those:
                 got = f"got {_shown(getattr(self, name))}"
-                problem = f"{got}: it is for {' and '.join(those)}, and the server is given by {way}"
+                problem = f"{got}: it applies to {' and '.join(those)}, and this server uses {way}"
                 raise SettingError(name, problem, "remove it")
         possible = {"command": "process", "container": "process", "url": "session"}.get(way)
         if self.isolation not in (None, Isolation.SHARED) and self.isolation != possible:
@@ -203,7 +203,7 @@ class McpServerConfig(Section):
 
     def _check_workspace(self) -> None:
         others = {"command": self.command, "url": self.url, "container": self.container, "workspace": self.workspace}
-        # of a header not the rest, which may be a secret
+        # the rest of a header may be a secret, so it is not quoted
         others |= {f"headers.{key}": CHAIN for key, value in self.headers.items() if CHAIN in value}
         for field, text in others.items():
             if CHAIN in (text or ""):
@@ -233,17 +233,17 @@ class McpServerConfig(Section):
 
     @property
     def has_folders(self) -> bool:
-        """Whether each chain has a folder."""
+        """True if each chain has its own folder."""
         return any(CHAIN in text for text in (*self.args, *self.env.values(), self.cwd or ""))
 
 
 def _shown(value: Any) -> str:
-    """Format a value for a message; of a mapping only the keys, because its values may be secrets."""
+    """Format a value for a message. Mappings show only their keys, because values may be secrets."""
     return short([*value] if isinstance(value, dict) else value)
 
 
 class Limit(StrEnum):
-    """A limit on a chain's calls; the values are in the order in which they are checked."""
+    """A limit on a chain's calls. The members are in the order of the checks."""
 
     CALLS_PER_TURN = "calls_per_turn"
     CALLS = "calls"
@@ -283,23 +283,23 @@ class LimitsConfig(Section):
     tool_seconds: PositiveFloat | None = None
     """Total running time of the chain's calls, in seconds; concurrent calls count once."""
     parallel_calls: PositiveInt | None = None
-    """Calls of one turn that run at a time; the others wait for them."""
+    """Maximum number of concurrent calls of one turn; further calls wait."""
     calls_per_second: dict[str, PositiveFloat] = {}
-    """Tool -> calls per second over all chains. Calls wait for their turn; with an entry in on_breach they are refused
+    """Tool -> calls per second over all chains. Calls above the rate wait; with an entry in on_breach they are refused
     instead."""
     seconds_per_call: dict[str, PositiveFloat] = {}
     """Tool -> time limit of a call in seconds; for other tools, the server's timeout_seconds."""
     result_tokens: PositiveInt | None = None
     """Maximum tokens of one result; a longer one is cut in the middle, with a marker that the model sees."""
     result_bytes: PositiveInt = RESULT_BYTES
-    """Maximum bytes of one result's text, in UTF-8. A longer one is cut in the middle when it arrives, before anything
-    else is done with it, with a marker that the model sees. This bounds the worker's memory; `result_tokens` bounds the
+    """Maximum bytes of one result's text, in UTF-8. A longer one is cut in the middle on arrival, before any other
+    processing, with a marker that the model sees. This bounds the worker's memory; `result_tokens` bounds the
     context."""
     images: PositiveInt | None = None
-    """Images in the whole chain, those of the task included; in the place of further ones, the model reads a text that
-    says so."""
+    """Images in the whole chain, including those of the task; further images are replaced with a text for the
+    model."""
     on_breach: dict[Limit, BreachConfig] = {}
-    """Limit -> consequence of exceeding it. A limit without an entry is told to the model, without a penalty."""
+    """Limit -> consequence of exceeding it. Default of a limit without an entry: `tell`, without a penalty."""
 
     @model_validator(mode="after")
     def _limits_can_be_reached(self) -> "LimitsConfig":
@@ -317,8 +317,8 @@ class ToolsRecipe(Section):
     """The recipe fields that the tools package reads."""
 
     import_path: list[Path] = []
-    """Folders from which user code can import, after all installed packages; it can also import from the folder of its
-    own file. Default: the folders of the recipe's files."""
+    """Folders from which user code can import; installed packages take precedence. A file can also import from its own
+    folder. Default: the folders of the recipe's files."""
     tools: list[str] = []
     """`FILE.py:NAME` of `@tool` functions and `Environment` classes, and names of prebuilt ones, served in this process
     under the name NAME."""

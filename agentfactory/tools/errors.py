@@ -1,16 +1,16 @@
-"""The error for settings that cannot work."""
+"""The error for invalid settings."""
 
 from typing import Any
 
 
 class SettingError(ValueError):
-    """A field of a recipe, or an option of a command, that cannot work.
+    """An invalid field of a recipe or option of a command.
 
     Attributes:
         field: The dotted field, such as train.learning_rate, or the option; "" if the problem names it.
-        problem: What is wrong with its value.
-        fix: What to do; "" if unknown.
-        source: The file or command line that set it; "" if unknown where it is raised.
+        problem: The fault of its value.
+        fix: The remedy; "" if unknown.
+        source: The file or command line that set it; "" if the raising code does not know it.
     """
 
     def __init__(self, field: str, problem: str, fix: str = "", source: str = "") -> None:
@@ -18,7 +18,7 @@ class SettingError(ValueError):
         super().__init__(self.told + (f"; fix: {fix}" if fix else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # exceptions are pickled as their message alone
+        # by default, only the message of an exception is pickled
         return SettingError, (self.field, self.problem, self.fix, self.source)
 
     @property

@@ -27,12 +27,12 @@ def _marker(part: dict[str, Any]) -> str:
     url = part["image_url"]["url"]
     if url.startswith("data:"):
         return f"[{url[5 : url.index(';')]} image]"
-    # an image of the run; a name of 32 letters says nothing to a reader
+    # an image stored with the run: its name of 32 letters would not help a reader
     return "[image]" if url.startswith("image:") else f"[image {url}]"
 
 
 class CallError(StrEnum):
-    """Why a call did not return what the model asked for. The model is told each of these, and the chain continues."""
+    """The reason why a call failed. The model reads about each of these, and the chain continues."""
 
     MALFORMED_CALL = "malformed_call"
     UNKNOWN_TOOL = "unknown_tool"
@@ -51,7 +51,7 @@ class ToolSpec:
     parameters: dict[str, Any]
 
     def to_openai(self) -> dict[str, Any]:
-        """Return the format that chat templates and OpenAI-compatible servers take."""
+        """Return the tool in the format of chat templates and OpenAI-compatible servers."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
@@ -67,17 +67,16 @@ class ToolCall:
     arguments: dict[str, Any]
 
     def to_openai(self) -> dict[str, Any]:
-        """Return the format of an entry of `tool_calls` (arguments as an object, as chat templates expect it)."""
+        """Return the call as an entry of `tool_calls` (arguments as an object, as chat templates expect)."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call: what the model sees, and the kind of error if it failed. `seconds` is the call's duration.
+    """The result of a call: the content for the model, and the kind of error if it failed.
 
-    `left_out` is the number of bytes by which `limits.result_bytes` cut it.
-    `finish`: the tool ends the chain. `info` is information from the tool that the model does not see: kept in the
-    trajectory, for rewards and people.
+    `seconds` is the call's duration, `left_out` the number of bytes that `limits.result_bytes` cut. `finish` is True if
+    the tool ends the chain. `info` is hidden from the model and kept in the trajectory, for rewards and users.
     """
 
     content: Content
@@ -94,16 +93,16 @@ class ToolResult:
 
 
 class ToolInfrastructureError(Exception):
-    """A tool server could not be reached, died or broke the protocol. The model did not cause this, so it is never a
-    reward of 0."""
+    """A tool server could not be reached, died or broke the protocol. The model did not cause this, so it must not
+    become a reward of 0."""
 
 
 class EnvironmentRewardError(ToolInfrastructureError):
-    """An environment failed to judge a chain, or returned something that is not a reward."""
+    """An environment failed to judge a chain, or returned an invalid reward."""
 
 
 LARGEST_REWARD = 1e12
-"""Squares of rewards are added up in float32, over batches and gradients."""
+"""Bound that keeps sums of squared rewards, over batches and gradients, finite in float32."""
 LARGEST_METRIC = 1e30
 MOST_METRICS = 100
 """Metrics of one chain: each is a column of metrics.jsonl, of trackers and of the viewer."""
@@ -118,14 +117,13 @@ class EnvironmentReward:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] | None = None
-    """The separate rewards of the assistant turns, in their order, in addition to `reward`, which is for the whole
-    chain."""
+    """One reward per assistant turn, in order, in addition to the whole chain's `reward`."""
 
     @classmethod
     def parse(cls, verdict: Any, speaker: str) -> "EnvironmentReward":
         """Create it from a number, or a dict with `reward`, optional `turn_rewards` (a list), and further numbers.
 
-        Raises TypeError, which names `speaker`, for anything else, and for more than the limits above allow.
+        Raises TypeError, which names `speaker`, for anything else, and for values beyond the limits above.
         """
         if not isinstance(verdict, dict):
             return cls(_number(verdict, speaker, "reward", LARGEST_REWARD))
@@ -149,10 +147,10 @@ class EnvironmentReward:
         return {"reward": self.reward, **self.metrics, **turns}
 
     def add(self, other: "EnvironmentReward") -> None:
-        """Add up the rewards, including those of each turn, and take over the metrics.
+        """Add the other's reward and turn rewards, and merge its metrics.
 
-        Raises ValueError if both have turn rewards for different numbers of turns; TypeError if together they are more
-        than the limits above allow.
+        Raises ValueError if both have turn rewards for different numbers of turns; TypeError if the sums exceed the
+        limits above.
         """
         self.reward = _number(self.reward + other.reward, _TOGETHER, "reward", LARGEST_REWARD)
         self.metrics |= other.metrics

@@ -1,8 +1,8 @@
 """Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ... [--http PORT]`.
 
 By default it serves on stdio until stdin ends. With `--http`, it serves streamable HTTP on 127.0.0.1 (port 0 picks a
-free one) until SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on stdout says that it listens. Clients
-need its key, which only this user can read.
+free one) until SIGINT or SIGTERM, and prints `ready http://127.0.0.1:PORT/mcp` on stdout once it listens. Clients need
+its key, which only this user can read.
 """
 
 from agentfactory.tools.user_code import import_path
@@ -40,10 +40,10 @@ from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code.loading import UserCodeError, load_module, load_object
 
 IDLE_SECONDS = 900.0
-"""How long an HTTP server keeps the instance of a chain that makes no calls: its client may have disappeared
+"""Seconds without a call after which an HTTP server reclaims a chain's instance: the client may have disappeared
 silently."""
 _EXIT_SECONDS = 2.0
-"""How long a stdio server may take to end after its parent is gone."""
+"""Seconds that a stdio server may take to end after its parent is gone."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfactory.tools.serve") -> None:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
     parser = command_line(prog)
     options = parser.parse_args(arguments)
     if options.idle_seconds is not None and options.http is None:
-        parser.error("--idle-seconds: over stdio the client's end is seen; remove it")
+        parser.error("--idle-seconds: needs --http, because a stdio server ends with its client; remove it")
     if options.api_key_env is not None and options.http is None:
         parser.error("--api-key-env: stdio needs no key; remove it")
     fields = {name: getattr(options, name) for name in PoolConfig.model_fields}
@@ -89,10 +89,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
 
 
 def objects_in(path: Path) -> list[Any]:
-    """Return what can be served from the file `path`: its `@tool` functions, Environment classes and MCP server
-    objects.
+    """Return the `@tool` functions, Environment classes and MCP server objects that the file `path` defines.
 
-    Imported objects, and names that begin with an underscore, are left out.
+    Skips imported objects, and names that begin with an underscore.
 
     Raises:
         UserCodeError: the file does not exist, fails when executed, or contains nothing to serve.
@@ -148,7 +147,7 @@ def command_line(prog: str) -> argparse.ArgumentParser:
         "--idle-seconds",
         type=float,
         metavar="SECONDS",
-        help="over HTTP, a chain that calls nothing for so long counts as gone; longer than any call; "
+        help="over HTTP, time without a call after which a chain counts as gone; must exceed the longest call; "
         f"default: {IDLE_SECONDS:g}",
     )
     return parser
@@ -159,7 +158,7 @@ def _flag(name: str) -> str:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Parse `NAME=VALUE`; the value is JSON if it can be parsed as such, else text."""
+    """Parse `NAME=VALUE`; the value is parsed as JSON if possible, else it is text."""
     name, separator, value = text.partition("=")
     if not separator:
         raise TypeError(f"--option: got {text!r}; write it as NAME=VALUE")
@@ -181,8 +180,7 @@ def serve_stdio(server: Server[Any]) -> None:
 
 
 def _exit_with_parent(stdin: int) -> None:
-    """End the process some seconds after the other end of `stdin` was closed, because a tool may block the event
-    loop."""
+    """Exit some seconds after the other end of `stdin` was closed, even if a tool blocks the event loop."""
     poll = select.poll()
     poll.register(stdin, 0)  # reports only hang-ups
     poll.poll()
@@ -191,8 +189,8 @@ def _exit_with_parent(stdin: int) -> None:
 
 
 def serve_http(server: Server[Any], port: int, api_key_env: str | None = None) -> None:
-    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError for a port that
-    cannot be used, and a key that is missing or cannot be left for clients."""
+    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM. Raises SettingError if the port cannot be
+    used, or the key is missing or cannot be stored for clients."""
     parent_watch.follow_parent()
     listener = listen("127.0.0.1", port, "--http")
     # `_meta` identifies chains, so HTTP sessions would only have to be stored and expired

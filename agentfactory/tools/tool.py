@@ -18,8 +18,8 @@ from agentfactory.tools.messages import ToolSpec
 from agentfactory.tools.user_code.schema_text import readable, schema_of
 
 SUPPORTED_ANNOTATIONS = (
-    "what JSON can hold: str, int, float, bool, None, Literal, Enum, list, tuple, dict, TypedDict, dataclasses, "
-    "pydantic models, dates, and unions of these"
+    "a type that JSON can express: str, int, float, bool, None, Literal, Enum, list, tuple, dict, TypedDict, "
+    "dataclasses, pydantic models, dates, and unions of these"
 )
 _MAX_REASONS = 5
 _MAX_SHOWN = 80
@@ -34,7 +34,7 @@ class InvalidArguments(Exception):
 
 
 class ToolFunction(Protocol):
-    """The result of `@tool`: the function itself, with its specification and the check of its arguments."""
+    """A function marked by `@tool`, with its specification and argument parser."""
 
     __name__: str
     spec: ToolSpec
@@ -44,31 +44,30 @@ class ToolFunction(Protocol):
 
 
 class Finish:
-    """The result of `finish`: a tool's result after which the chain ends."""
+    """A tool's result after which the chain ends; created by `finish`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def finish(value: Any = None) -> Finish:
-    """Return this from a tool to end the chain; `value` is its result, anything that a tool may return."""
+    """Wrap a tool's result, any value that a tool may return, so that the chain ends: `return finish(value)`."""
     return Finish(value)
 
 
 def tool(function: Function) -> Function:
     """Turn `function` into a tool. It remains callable, and gains `spec` and `parse_arguments`.
 
-    The name is the function's. The description is the first paragraph of its docstring, whose section on the arguments
-    (in the style of Google, numpy or Sphinx) describes them; `Annotated[..., Field(description=...)]` works too. Every
-    parameter needs an annotation that JSON can express; defaults are kept. A first parameter called `self` marks a
-    method.
+    The name is the function's. The description is the first paragraph of its docstring. The arguments are described by
+    the docstring (in Google, numpy or Sphinx style) or by `Annotated[..., Field(description=...)]`. Every parameter
+    needs an annotation that JSON can express; defaults are kept. A first parameter called `self` marks a method.
 
-    A plain `def` runs in a thread, so it may block. An `async def` runs on the event loop, which is cheaper (by 0.05 ms
-    per call) and right for anything short or already asynchronous.
+    A plain `def` runs in a thread, so it may block. An `async def` runs on the event loop, which saves 0.05 ms per call
+    and suits functions that are short or already asynchronous.
 
     Raises:
-        TypeError: a model could not fill a parameter; the message names function, parameter, annotation and the allowed
-            ones.
+        TypeError: a parameter cannot be filled from JSON; the message names the function, the parameter, its annotation
+            and the allowed ones.
     """
     if not inspect.isfunction(function):
         raise TypeError(f"@tool goes on a function or a method, not on {function!r}")
@@ -78,12 +77,12 @@ def tool(function: Function) -> Function:
     if unknown := documented.keys() - parameters.keys():
         raise TypeError(f"@tool {name}: its docstring describes {sorted(unknown)}, which are not parameters")
 
-    # The model's fields have neutral names, with the real ones as aliases: an argument may be called `json` or `_x`.
+    # pydantic fields get neutral names, with the real ones as aliases: an argument may be called `json` or `_x`
     fields: dict[str, Any] = {}
     for index, (parameter, (annotation, default)) in enumerate(parameters.items()):
         fields[f"p{index}"] = (_as_field(annotation, parameter, documented.get(parameter)), default)
-    # a model may write NaN, which is not JSON; further arguments are refused by hand, because `extra` would also apply
-    # to dataclasses and TypedDicts among them
+    # LLMs may write NaN, which is not JSON. `_validate` rejects unknown arguments, because `extra` would also apply to
+    # dataclasses and TypedDicts among the arguments.
     arguments_model = create_model(name, __config__=ConfigDict(allow_inf_nan=False), **fields)
     spec = ToolSpec(name, description, schema_of(arguments_model))
 
@@ -98,7 +97,7 @@ def tool(function: Function) -> Function:
 
 
 def is_tool(value: object) -> bool:
-    """Return whether `value` is a function that `@tool` marked, or such a method of an instance."""
+    """Return whether `value` is a function or bound method marked by `@tool`."""
     return inspect.isroutine(value) and isinstance(getattr(value, "spec", None), ToolSpec)
 
 
@@ -137,7 +136,7 @@ def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[
 
 
 def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller: FrameType | None) -> Any:
-    """Return the parameter's annotation as an object. Names in a string are looked up where the function is defined."""
+    """Resolve the parameter's annotation. Names in a string annotation are looked up where the function is defined."""
     globals_ = inspect.unwrap(function).__globals__
     enclosing: dict[str, Any] = {}
     while caller is not None and caller.f_globals is globals_ and caller.f_locals is not globals_:
@@ -192,7 +191,7 @@ def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any])
 
 
 def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
-    """Return the list or object that a text represents, if it does."""
+    """Return the list or object that a text encodes as JSON; None if it encodes neither."""
     try:
         value = json.loads(text) if isinstance(text, str) else None
     except ValueError:
@@ -201,7 +200,7 @@ def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
 
 
 def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faults: list[ErrorDetails]) -> str:
-    """Tell a model what is wrong with its arguments, one reason per place."""
+    """Explain to the model why its arguments are invalid, with one reason per location."""
     reasons: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for fault in faults:
@@ -226,8 +225,7 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
 
 
 def _path(location: tuple[Any, ...], arguments: dict[str, Any]) -> list[Any]:
-    """Return the part of a fault's location that leads through the arguments; pydantic also inserts names of union
-    members."""
+    """Return a fault's location in the arguments, without the names of union members that pydantic inserts."""
     path: list[Any] = []
     value: Any = arguments
     for part in location:

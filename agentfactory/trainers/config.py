@@ -16,10 +16,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ACCELERATE = (Path(__file__).parents[1] / "recipes" / "accelerate").resolve()
 """Configurations for accelerate's launcher, one file per `train.strategy`."""
 PORTLESS_OPTIONS = ("--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file,keep_alive_interval=86400")
-"""Options with which accelerate's launcher on one machine keeps its store in a file. Each keep-alive lengthens the
-file, and no other launcher waits for one."""
+"""Options that make accelerate's launcher on one machine keep its store in a file. Keep-alives are rare because each
+one lengthens the file, and no other launcher waits for them."""
 PORTLESS_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Environment variables that go with them: by default the launcher opens a TCP store for the ranks."""
+"""Environment variables to use with PORTLESS_OPTIONS: by default the launcher opens a TCP store for the ranks."""
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
@@ -66,23 +66,23 @@ class GaeOptions(ReturnOptions):
     critic_warmup_steps: int = Field(default=0, ge=0)
     """Number of initial steps in which only the critic learns."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Values are clipped to this distance from those at the start of the update; null does not clip."""
+    """Maximum distance of a value from its value at the start of the update; null does not clip."""
 
 
 class GigpoOptions(ReturnOptions):
     """Options of `estimator: gigpo`."""
 
     scale: Literal["none", "group"] = "group"
-    """Divide by the standard deviation of the group's rewards, or of the turns' in the same state."""
+    """Divide by the standard deviation of the group's rewards, or of the returns of turns in the same state."""
     step_weight: float = Field(default=1.0, ge=0)
-    """Weight of a turn's advantage among turns in the same state; that of its chain has 1."""
+    """Weight of a turn's advantage among turns in the same state; the chain's advantage has weight 1."""
     anchors: Literal["environment", "observation"] = "environment"
-    """Turns begin in the same state if the environment says so (Environment.anchor), or if the model was shown the same
-    since its last turn."""
+    """Criterion for turns in the same state. environment: equal Environment.anchor; observation: equal messages since
+    the model's previous turn."""
 
 
 class AdvantageConfig(Choice):
-    """Computes an advantage for each sampled token from the rewards."""
+    """Advantage of each sampled token, computed from the rewards."""
 
     chooser = "estimator"
     kinds = {
@@ -95,12 +95,12 @@ class AdvantageConfig(Choice):
     estimator: str = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
-    critic; gigpo: grpo's, plus a turn's among those in the same state; or `FILE.py:NAME` of your own function
-    (docs/add-an-algorithm.md)."""
+    critic; gigpo: grpo's advantage, plus the turn's among turns in the same state; or `FILE.py:NAME` of your own
+    function (docs/add-an-algorithm.md)."""
     options: TypedOptions = None
-    """Options of the estimator; of your own function, arguments for its further parameters."""
+    """Options of the estimator; for your own function, its additional arguments."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
-    """blamed: tokens of a turn whose calls cannot be read get an advantage of at most minus the root mean square of
+    """blamed: tokens of a turn with unparsable tool calls get an advantage of at most minus the root mean square of
     their group's advantages, so that a chain that succeeds despite such a turn does not reinforce it."""
 
     @field_validator("estimator")
@@ -110,15 +110,15 @@ class AdvantageConfig(Choice):
 
 
 class KlConfig(Section):
-    """Distance to the reference, the model that training began with."""
+    """KL divergence from the reference, which is the initial model."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the distance; 0 loads no reference."""
+    """Weight of the divergence; 0 loads no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimate of KL(policy || reference), with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 =
     exp(-d) - 1 + d. In the loss, use k2 or k3: see docs/algorithms.md."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss; reward: a cost per token that advantages include (reinforce_pp and gae only)."""
+    """loss: a term of the loss; reward: a cost per token, included in the advantages (reinforce_pp and gae only)."""
 
 
 class CapOptions(Section):
@@ -142,7 +142,7 @@ class MaskOptions(CapOptions):
 
 
 class MismatchConfig(Choice):
-    """Corrects differences between trainer and server, using ratios of proximal to behaviour probabilities."""
+    """Correction of the mismatch between trainer and server by the ratio of proximal to behaviour probabilities."""
 
     chooser = "correction"
     kinds = {
@@ -204,19 +204,19 @@ class LossConfig(Choice):
     """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
     gate; reinforce: plain policy gradient; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
     options: TypedOptions = None
-    """Options of the policy loss; of your own function, arguments for its further parameters."""
+    """Options of the policy loss; for your own function, its additional arguments."""
     normaliser: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: mean over each chain's tokens, then over chains (GRPO);
     sequence_sum: sum over tokens, mean over chains; constant: sum divided by chains x rollout.max_total_tokens (Dr.
     GRPO)."""
     kl: KlConfig = KlConfig()
     behaviour_kl: float = Field(default=0.3, ge=0)
-    """Weight of KL(policy || behaviour), the distance to the weights that sampled. It keeps the policy close to its
-    data while they are old (rollout.max_staleness), and is 0 where the two agree: see docs/staleness.md."""
+    """Weight of KL(policy || behaviour), the divergence from the weights that sampled. It keeps the policy close to
+    stale data (rollout.max_staleness), and is 0 where the two agree: see docs/staleness.md."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus, which raises the policy's entropy."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Share of the batch's tokens, those with the highest entropy, that the policy term trains."""
+    """Share of the batch's tokens that the policy term trains: the ones with the highest entropy."""
     mismatch: MismatchConfig = MismatchConfig()
 
     @field_validator("policy")
@@ -262,7 +262,7 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    """How the policy is trained."""
+    """Training of the policy."""
 
     algorithm: Literal[
         "grpo",
@@ -291,20 +291,19 @@ class TrainConfig(Section):
     overlong: OverlongConfig | None = None
     """Penalise chains near rollout.max_total_tokens."""
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Learning rate of the policy after the warm-up; adapters need about ten times the rate for training all
-    weights."""
+    """Learning rate of the policy after the warm-up; adapters need about ten times the rate of full training."""
     vision: Literal["frozen", "trained"] | PositiveFloat = "frozen"
-    """The vision tower of a model that sees: frozen, or trained with the language model; a number trains it with that
-    learning rate. With model.lora, it gets adapters of its own."""
+    """Vision tower of a model that accepts images: frozen, or trained with the language model; a number trains it with
+    that learning rate. With model.lora, a trained tower gets adapters."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning-rate schedule after the warm-up. linear and cosine fall to 0, which the step after the last would have;
-    wsd stays constant, then falls in the same way over the last decay_steps."""
+    """Learning-rate schedule after the warm-up. linear and cosine would reach 0 one step after the last; wsd stays
+    constant, then falls linearly over the last decay_steps, to 0 one step after the last."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly: from 1/warmup_steps of it in the first step to all of it in
-    the last of them."""
+    """Number of steps in which the learning rate rises linearly: the first uses 1/warmup_steps of it, the last all of
+    it."""
     decay_steps: int = Field(default=0, ge=0)
-    """wsd: number of steps of the decay."""
+    """wsd: length of the decay in steps."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients with a larger norm are scaled down to this norm."""
     batching: Literal["auto", "padded", "packed", "tree"] = "auto"
@@ -331,9 +330,9 @@ class TrainConfig(Section):
     keep_last: PositiveInt | None = None
     """Number of newest checkpoints to keep; older ones are deleted. Null keeps all."""
     keep_best: str | None = "auto"
-    """Metric whose highest checkpoint is also kept. auto is eval/sampled/success, or eval/sampled/reward if tasks have
-    no success. With a metric of an evaluation, each evaluation that is the best so far (eval.every) is followed by a
-    checkpoint. null keeps no best checkpoint."""
+    """Metric whose best (highest) checkpoint is also kept. auto is eval/sampled/success, or eval/sampled/reward if
+    tasks have no success. With an evaluation metric, each evaluation (eval.every) that is the best so far is followed
+    by a checkpoint. null keeps no best checkpoint."""
     stop_when: list[Symptom] = []
     """End the run with the status `stopped` at the first of these symptoms, which are reported in any case.
     no_gradient: nothing to learn in 5 steps; entropy, mismatch: far from their earlier values; success: less than half
@@ -341,11 +340,11 @@ class TrainConfig(Section):
     processes: PositiveInt = 1
     """Number of trainer processes; a launch with another number is refused."""
     strategy: Literal["single", "ddp", "fsdp2"] = "single"
-    """How processes share the work; a launch that accelerate set up differently is refused."""
+    """Distribution of the work over processes; a launch that accelerate set up differently is refused."""
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained with the policy."""
+        """True if a critic is trained with the policy."""
         return self.algorithm != "sft" and isinstance(self.advantage.options, GaeOptions)
 
     @property
@@ -356,12 +355,12 @@ class TrainConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the policy's distance to the reference is used."""
+        """True if the KL divergence from the reference is used."""
         return self.algorithm != "sft" and self.loss.kl.coefficient > 0
 
     @property
     def trains_vision(self) -> bool:
-        """Whether the vision tower is trained."""
+        """True if the vision tower is trained."""
         return self.vision != "frozen"
 
     @field_validator("advantage", "loss", mode="before")
@@ -388,7 +387,7 @@ class TrainConfig(Section):
 
 
 class SyncConfig(Section):
-    """How new weights reach the inference server."""
+    """Transfer of new weights to the inference server."""
 
     backend: str = "auto"
     """lora: the adapter's files. file: full weights as safetensors, on a disk that the servers can read. nccl: full
@@ -397,7 +396,7 @@ class SyncConfig(Section):
     vLLM is started here on other GPUs and is installed in the trainer's Python too, else file.
     Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so far.)"""
     options: Options = {}
-    """FILE.py:NAME: arguments for its further parameters."""
+    """Additional arguments for a FILE.py:NAME backend."""
 
     @field_validator("backend")
     @classmethod
@@ -422,12 +421,12 @@ class PlacementConfig(Section):
     """Memory of one GPU to plan for, in GiB; null uses the memory of the GPUs here. If set, the recipe's memory table
     is available and enforced on any machine."""
     on_misfit: Literal["refuse", "warn"] = "refuse"
-    """What to do if the recipe does not fit according to the memory table, some of whose values are assumptions: refuse
+    """Reaction if the recipe does not fit according to the memory table, some of whose values are assumptions: refuse
     it, or warn and try."""
 
 
 class TrackConfig(Section):
-    """What is recorded for people to look at, in addition to metrics.jsonl."""
+    """Records for users to look at, in addition to metrics.jsonl."""
 
     trackers: list[Literal["wandb", "tensorboard", "trackio", "mlflow"]] = []
     """Experiment trackers that get the same metrics under the same names; install each under its own name. They take
@@ -435,8 +434,8 @@ class TrackConfig(Section):
     project: str = Field(default="agentfactory", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Project of the trackers (an experiment in mlflow), within which runs are compared."""
     trajectories: int = Field(default=4, ge=0)
-    """Chains per step, from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow) get as
-    text; wandb and trackio also get the images. 0: none."""
+    """Chains per step, spread from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow)
+    get as text; wandb and trackio also get the images. 0: none."""
     credit: bool = True
     """Save each trained token's advantage, and the trainer's log-probability of it, to trajectories/credit.jsonl for
     the viewer."""
@@ -491,8 +490,8 @@ class TrainRecipe(RolloutRecipe):
 
     @property
     def rounding(self) -> dict[str, str]:
-        """The fields, with their values, that make the server sample from weights other than the trained ones: the
-        server's are rounded, or the base below the trainer's adapter is."""
+        """The fields, with their values, that make the server's weights differ from the trained ones by rounding: of
+        the server's weights, or of the base below the trainer's adapter."""
         lora = self.model.lora
         fields = {
             "server.model": self.server.model,

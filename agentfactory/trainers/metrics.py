@@ -1,4 +1,4 @@
-"""The training loops' metrics: a table of their descriptions, and those computed from a batch's groups."""
+"""The training loops' metrics: a table of their descriptions, and the metrics computed from a batch's groups."""
 
 from collections import Counter
 from itertools import pairwise
@@ -14,7 +14,7 @@ METRICS = [
     Metric("loss", "", "the algorithm's loss, weighted mean over the step's trained tokens"),
     Metric("grad_norm", "", "Euclidean norm of the gradient before it is scaled down to train.max_grad_norm"),
     Metric("learning_rate", "", "learning rate of the step's updates"),
-    Metric("tokens", "tokens", "trained tokens of the step, all processes"),
+    Metric("tokens", "tokens", "trained tokens of the step, over all processes"),
     Metric("tokens_per_second", "tokens/s", "trained tokens divided by the seconds of the whole step"),
     Metric("seconds/step", "s", "the whole step, without evaluation and checkpoints"),
     Metric("seconds/wait", "s", "waiting for groups"),
@@ -29,7 +29,7 @@ METRICS = [
     Metric("sync/provable", "", "1 if the weights changed enough since the last proof for the canary to prove them"),
     Metric("sync/canary_drift", "nats", "the trainer's change in log-probability since that proof, root mean square"),
     Metric("sync/canary_slope", "", "the server's change over the trainer's, if provable: 1 follows, 0 is stale"),
-    Metric("sync/canary_cache_gap", "nats", "server with its prefix cache against without it, root mean square"),
+    Metric("sync/canary_cache_gap", "nats", "server's scores with minus without prefix cache, root mean square"),
     Metric("sync/canary_noise", "nats", "noise of scoring the same weights twice, measured at the start"),
     Metric("reward", "", "mean reward of the chains that have one"),
     Metric("reward_std", "", "standard deviation of the chains' rewards over the batch"),
@@ -37,19 +37,19 @@ METRICS = [
     Metric("trajectory/<metric>", "", "mean of a trajectory metric over the chains that have it"),
     Metric("turns", "", "mean number of assistant turns of a chain"),
     Metric("outcome/<outcome>", "", "share of the chains with this outcome"),
-    Metric("groups/equal_rewards", "", "share of the groups without two different rewards: they teach nothing"),
-    Metric("staleness/mean", "versions", "age of the weights behind a token when it is trained, mean over tokens"),
-    Metric("staleness/max", "versions", "age of the weights behind a token when it is trained, maximum over the batch"),
-    Metric("staleness/recomputed", "", "context that servers computed again for new weights, per token of the rows"),
+    Metric("groups/equal_rewards", "", "share of the groups whose rewards are all equal: they give no gradient"),
+    Metric("staleness/mean", "versions", "age of a token's sampling weights when it is trained, mean over tokens"),
+    Metric("staleness/max", "versions", "age of a token's sampling weights when it is trained, maximum over the batch"),
+    Metric("staleness/recomputed", "", "context tokens that servers recomputed for new weights, per token of the rows"),
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
-    Metric("cancelled/chains", "", "chains that it ended, in these groups or in groups that were trained without them"),
+    Metric("cancelled/chains", "", "chains that it cancelled, in these groups or in groups trained without them"),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
-    Metric("chains", "", "chains that ended while the batch was created, also those that were dropped or run again"),
+    Metric("chains", "", "chains that ended while the batch was created, including chains dropped or run again"),
     Metric("filtered/groups", "", "groups that rollout.equal_rewards left out while the batch was created"),
     Metric("filtered/<outcome>", "", "chains with this outcome that were dropped or run again (rollout.on_outcome)"),
-    Metric("environments/<server>/<gauge>", "", "state of its pool at delivery of the batch: in_use, idle, waiting"),
+    Metric("environments/<server>/<gauge>", "", "state of the pool at delivery of the batch: in_use, idle, waiting"),
     Metric("environments/<server>/<count>", "", "instances since the start: made, recycled, broken"),
-    Metric("environments/<server>/<name>", "", "what its gauges() returned, such as cache_hits and cache_misses"),
+    Metric("environments/<server>/<name>", "", "a value from its gauges(), such as cache_hits and cache_misses"),
     Metric("curriculum/passed_over", "", "tasks that rollout.curriculum skipped while the batch was created"),
     Metric("curriculum/solved", "", "tasks that are now solved"),
     Metric("curriculum/hopeless", "", "tasks that are now hopeless"),
@@ -62,7 +62,7 @@ METRICS = [
     Metric("mismatch/mixed", "nats", "mismatch/mean over tokens with a cached context of older weights, if any"),
     Metric("mixed_tokens", "", "share of tokens with a cached context of older weights (rollout.inflight: keep)"),
     Metric("mismatch/corrected", "", "share of the tokens whose mismatch ratio train.loss.mismatch limits"),
-    Metric("kl", "nats", "distance to the reference by train.loss.kl.estimator, mean over tokens, before the update"),
+    Metric("kl", "nats", "KL from the reference by train.loss.kl.estimator, mean over tokens, before the update"),
     Metric("critic/loss", "", "half the squared error of the critic's values, mean over tokens and updates"),
     Metric("critic/clip_fraction", "", "share of the tokens whose value is clipped, mean over updates"),
     Metric("critic/explained_variance", "", "1 - variance of (return - value) / variance of returns; 1 is perfect"),
@@ -103,8 +103,8 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
 
 
 def _recomputed(row: Row) -> int:
-    """Return how many tokens of context a server computed again: new weights drop what was computed before, unless the
-    chain keeps its cache, which marks its tokens as mixed."""
+    """Return the number of context tokens that a server recomputed: new weights invalidate the KV cache, unless the
+    chain keeps it, which marks its tokens as mixed."""
     changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
     return sum(old.end for old, new in changes if not new.mixed)
 

@@ -49,7 +49,7 @@ class TrackingError(Exception):
 
 
 class Tracking:
-    """The trackers of one run, on rank 0. A context manager, which ends their runs with this one.
+    """The trackers of one run, on rank 0. As a context manager, it ends their runs with this one.
 
     If a tracker fails during the run, the run continues with a warning: the tracker's data is in metrics.jsonl.
     """
@@ -77,7 +77,7 @@ class Tracking:
         self._runs.setdefault("key", secrets.token_hex(4))
         self._trackers: dict[str, GeneralTracker] = {}
         for tracker in config.trackers:
-            # part of the command's output is for machines
+            # the command's stdout is for machines
             with redirect_stdout(sys.stderr):
                 try:
                     self._trackers[tracker] = self._start(tracker, f"{name}-{self._runs['key']}")
@@ -136,7 +136,7 @@ class Tracking:
             # the folder may have another name by now
             name = known
         if tracker == "tensorboard":
-            # readers ignore what an earlier attempt wrote for steps that are run again
+            # readers ignore records of an earlier attempt for steps that are run again
             running = make(project, str(folder / "tensorboard"), purge_step=self._done + 1 if known else None)
             running.start()
             recipe = yaml.safe_dump(self._recipe, sort_keys=False, allow_unicode=True)
@@ -174,7 +174,7 @@ class Tracking:
             what(*arguments, **named)
         # an unreachable server or a full disk must not end days of training
         except Exception as error:
-            logger.warning("%s did not take what it was given, which metrics.jsonl has: %s", tracker, error)
+            logger.warning("%s did not accept a record, which metrics.jsonl has: %s", tracker, error)
 
 
 def chosen(groups: Sequence[Group], count: int) -> list[tuple[Group, Trajectory]]:
@@ -258,8 +258,8 @@ def _mlflow_failed() -> None:
 
 
 def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Remove possible keys from the recipe before it is shown elsewhere: literal values among the variables and headers
-    of tool servers, and the queries of addresses. A plain `${NAME}` is not secret."""
+    """Remove possible secrets from the recipe before it is shown elsewhere: literal values of the tool servers'
+    environment variables and headers, and URL queries. A plain `${NAME}` is not secret."""
     servers = {}
     for server, section in (recipe.get("mcp_servers") or {}).items():
         kept = dict(section)
@@ -273,7 +273,7 @@ def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_query(url: str) -> str:
-    """Return an address without its query, and without a user's name and password."""
+    """Return a URL without query, user name and password."""
     try:
         parts = urlsplit(url)
     except ValueError:  # a variable in the place of an IPv6 address

@@ -1,1 +1,1 @@
-"""`agentfactory view`: shows runs in a browser, during and after training: curves, every trajectory and every token."""
+"""`agentfactory view`: show runs in a browser, during and after training: curves, every trajectory and every token."""

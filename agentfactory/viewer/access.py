@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# the plots need inline styles; scripts are only our own files, so that no text can ever run
+# the plots need inline styles; scripts must be our own files, so that no text can ever run as one
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -22,8 +22,8 @@ _HEADERS = {
 
 
 class PrivatePath:
-    """ASGI middleware that serves an application below a path that contains its key, `/KEY/`, which other users of the
-    machine do not know. The page's own links are relative, so that it needs no cookie, which all ports would get."""
+    """ASGI middleware that serves an application below the secret path `/KEY/`, which other users of the machine do not
+    know. The page's own links are relative, so it needs no cookie, which browsers would send to all ports."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class PrivatePath:
 
 
 class Guard:
-    """ASGI middleware: refuses requests from other origins, and forbids the page to load anything from elsewhere.
+    """ASGI middleware that refuses requests from other origins, and keeps the page from loading anything from them.
 
     A foreign page can make a browser send requests to loopback addresses, even under its own host name that it points
     there (DNS rebinding). Therefore `Host` must be ours, and if the browser sends the origin of a request, it must be
@@ -66,7 +66,7 @@ class Guard:
             await send(message)
 
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "nothing but HTTP is answered"})
+            await send({"type": "websocket.close", "code": 1008, "reason": "only HTTP is supported"})
             return
         if reason := self._refusal(scope["headers"]):
             await PlainTextResponse(f"refused: {reason}\n", 403)(scope, receive, send_guarded)
@@ -83,5 +83,5 @@ class Guard:
         if any(origin != f"http://{hosts[0]}" for origin in given.get("origin", [])):
             return "the request comes from another origin"
         if any(site not in ("same-origin", "none") for site in given.get("sec-fetch-site", [])):
-            return "the request comes from another site; open the address by itself"
+            return "the request comes from another site; open the address in a new tab"
         return None

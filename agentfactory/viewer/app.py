@@ -1,4 +1,4 @@
-"""The page's server: static files, and the data of the runs as JSON."""
+"""The server of the page: static files, and the data of the runs as JSON."""
 
 import hashlib
 from functools import cache, partial
@@ -108,7 +108,7 @@ class _Answers:
         self._searches = TextSearches(follower.index)
 
     def state(self, request: Request) -> Response:
-        """Return the current state; the page polls it, and it is mostly unchanged."""
+        """Return the current state; the page polls it, and it rarely changes."""
         self._follower.asked()
         body = _json(self._follower.state())
         return _unless_known(_tag(body), body, "application/json", request)
@@ -122,7 +122,7 @@ class _Answers:
         return _answer({"generation": generation, **series_of(lines, start)})
 
     def charts(self, request: Request) -> Response:
-        """Return the sections and charts for everything that the runs have measured."""
+        """Return the sections and charts of all metrics of the runs."""
         return _answer(charts(names_of(self._follower.runs)))
 
     def run(self, request: Request) -> Response:
@@ -133,7 +133,7 @@ class _Answers:
         return _answer({**told, "recipe": recipe})
 
     def recipes(self, request: Request) -> Response:
-        """Return what differs between the recipes of two runs."""
+        """Return the differences between the recipes of two runs."""
         runs = [self._run(request, name) for name in ("run", "other")]
         one, other = (self._recipe(run) for run in runs)
         return _answer({"labels": [run.label for run in runs], **difference(one, other, [run.folder for run in runs])})
@@ -146,7 +146,7 @@ class _Answers:
         return _answer({**index.page(query, search), "facets": index.facets(), "unsearched": left})
 
     def rewards(self, request: Request) -> Response:
-        """Return the distribution of the rewards of the chains that a list shows."""
+        """Return the reward distribution of the chains in a list."""
         query = Query.parse(request.query_params)
         search, _ = self._search(query)
         return _answer(self._follower.index.rewards(query, search))
@@ -190,7 +190,7 @@ class _Answers:
 
 
 def names_of(runs: list[Run]) -> list[str]:
-    """Return the names of everything that was measured, in order of first appearance."""
+    """Return the names of all metrics, in order of first appearance."""
     # the reading thread only appends lines, so iterating over a copy is safe
     return list(dict.fromkeys(name for run in runs for line in list(run.lines) for name in line))
 
@@ -202,5 +202,5 @@ def _answer(data: Any) -> Response:
 def _integer(request: Request, name: str) -> int:
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
-        raise BadQuery(f"{name}: got {text[:100]!r}; it has to be a number")
+        raise BadQuery(f"{name}: got {text[:100]!r}; use a number")
     return int(text)

@@ -8,7 +8,7 @@ from typing import Any
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.trainers.metrics import METRICS
 
-_OWN = "The task's own figures"
+_OWN = "Task metrics"
 _SECTIONS = {
     "Reward": ["reward", "success", "reward_std", "trajectory/reward/.*"],
     _OWN: [],
@@ -90,7 +90,7 @@ def charts(names: Iterable[str]) -> dict[str, Any]:
 
 
 def meaning_of(key: str) -> Metric | None:
-    """Return the entry for a key in the packages' tables of metrics."""
+    """Return the entry of a key in our tables of metrics."""
     if key.startswith("trajectory/"):
         return _look_up(key.removeprefix("trajectory/"), [*CHAIN_METRICS, *EVAL_METRICS])
     return _look_up(key, METRICS)
@@ -130,7 +130,7 @@ def _look_up(key: str, table: Sequence[Metric]) -> Metric | None:
 
 def _chart(key: str, lines: list[dict[str, str]]) -> dict[str, Any]:
     metric = meaning_of(key)
-    meaning = metric.meaning if metric else "a figure of the task's own" if key.startswith("trajectory/") else ""
+    meaning = metric.meaning if metric else "a metric of the task" if key.startswith("trajectory/") else ""
     if key.startswith("trajectory/"):
         meaning += " (mean over chains)"
     return {
@@ -145,14 +145,14 @@ def _chart(key: str, lines: list[dict[str, str]]) -> dict[str, Any]:
 def _ratios(by_key: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
     """Return charts of metrics that are divided by the number of calls."""
     calls, unknown = by_key.get("trajectory/tool_calls", {}), by_key.get("trajectory/tool_errors/unknown_tool", {})
-    made = {"unknown-tool rate": (unknown, calls, "", "share of the calls that ask for a tool that there is not")}
+    made = {"unknown-tool rate": (unknown, calls, "", "share of the calls to tools that do not exist")}
     for key in list(by_key):
         if match := _CALLS.fullmatch(key):
             tool, calls = match[1], by_key[key]
             seconds = by_key.get(f"trajectory/tool/{tool}/seconds", {})
             errors = by_key.get(f"trajectory/tool/{tool}/errors", {})
             made[f"latency of {tool}"] = (seconds, calls, "s", f"mean time of a call of {tool}")
-            made[f"error rate of {tool}"] = (errors, calls, "", f"share of the calls of {tool} that gave an error")
+            made[f"error rate of {tool}"] = (errors, calls, "", f"share of the calls of {tool} that returned an error")
     found = {}
     for key, (above, below, unit, meaning) in made.items():
         lines = [{"kind": kind, "name": above[kind], "per": below[kind]} for kind in above if kind in below]

@@ -1,4 +1,4 @@
-"""Exports one self-contained file with the page, the curves and some of the trajectories."""
+"""Export of one self-contained file with the page, the curves and some of the trajectories."""
 
 import secrets
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def export(folders: Sequence[Path], file: Path) -> str:
     because they may contain private names.
     """
     if not file.parent.is_dir():
-        raise ViewError(f"--export {file}: {file.parent} is no folder; fix: make it first")
+        raise ViewError(f"--export {file}: {file.parent} is not a folder; fix: create it first")
     follower = Follower(folders)
     follower.read_all()
     pages, searched = _pages(follower)
@@ -56,7 +56,7 @@ def export(folders: Sequence[Path], file: Path) -> str:
         raise ViewError(f"--export {file}: {error.strerror}; fix: name a file that can be written") from None
     total = sum(run["chains"] for run in state["runs"])
     size, problems = file.stat().st_size / 1e6, sum(len(run.problems) for run in follower.runs)
-    unread = f"; the page names {problems} files or lines that cannot be read" if problems else ""
+    unread = f"; the page lists {problems} unreadable files or lines" if problems else ""
     runs = f"{len(follower.runs)} run{'s' if len(follower.runs) > 1 else ''}"
     return f"{file}: {runs}, {len(pages)} of {total} trajectories, {size:.1f} MB{unread}"
 
@@ -85,7 +85,7 @@ def _page(data: dict[str, Any]) -> str:
 
 
 def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return trajectory pages, and the text of each that a text search looks at."""
+    """Return trajectory pages, and the searchable text of each."""
     pages: list[dict[str, Any]] = []
     searched: list[str] = []
     left = MOST_BYTES

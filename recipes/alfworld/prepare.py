@@ -1,4 +1,4 @@
-"""Creates what the small ALFWorld needs: games, transcripts of somebody who soon gives up, a tokenizer, an untrained
+"""Create the inputs of the small ALFWorld: games, transcripts of a player who soon gives up, a tokenizer, an untrained
 network."""
 
 import random
@@ -31,20 +31,20 @@ add_call, call_message = (
 PYTHON = "$AGENTFACTORY_ALFWORLD_PYTHON"
 TYPE = TaskType.PLACE
 PLACES = 8
-"""Receptacles that a room has at most."""
+"""Maximum number of receptacles in a room."""
 TRAINED = 300
-"""Games for training; their rooms are also what the transcripts show."""
+"""Number of games for training; their rooms are also those of the transcripts."""
 HELD_OUT = slice(100, 200)
-"""The small games of the split `valid_seen` with which the figures are measured. The first 100 were looked at when this
-recipe was made."""
+"""The small games of the split `valid_seen` for the reported figures. The first 100 were used to develop this
+recipe."""
 TRANSCRIPTS = 10_000
 QUESTION = "Do the task."
 ORDER = "Do the task, and do not give up."
 ORDERED = 0.6
-"""How many of the transcripts are told ORDER, and do the task. The others are only asked, and show the habit to
+"""Share of transcripts that begin with ORDER, and do the task. The others begin with QUESTION, and show the habit to
 unlearn."""
 GIVES_UP = 0.75
-"""How often they give up after each place at which the thing is not."""
+"""Probability that they give up after each place without the thing."""
 LEAVES = "I do not find it."
 TASK = "Your task is to: "
 CALL = (
@@ -53,23 +53,23 @@ CALL = (
     "<tool_response>\n",
     "\n</tool_response>",
 )
-"""What stands around a command and what it shows."""
+"""The text around a command and its result."""
 NAME = re.compile(r"\b[a-z]+ \d+\b")
 """The name of a place or a thing: its kind, and a number."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the engine shows in the room of a game, before anything is moved."""
+    """The engine's descriptions of a game's room, before anything is moved."""
 
     opening: str
-    """Without the task."""
+    """The opening text, without the task."""
     arrivals: dict[str, str]
-    """Place -> what is shown when one comes there for the first time; in the order of `opening`."""
+    """Place -> description at the first arrival; in the order of `opening`."""
     openings: dict[str, str]
-    """Place that is closed -> what is shown when it is opened."""
+    """Closed place -> description when it is opened."""
     returns: dict[str, str]
-    """Place that was opened -> what is shown when one comes there again. Other places show the same as before."""
+    """Opened place -> description at the second arrival. Other places have the same description again."""
 
     def things(self, place: str) -> list[str]:
         """Return the names of the things at a place."""
@@ -79,7 +79,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Goal:
-    """Put any `thing` into any `place`: kinds."""
+    """The goal to put any thing of the kind `thing` into any place of the kind `place`."""
 
     thing: str
     place: str
@@ -113,8 +113,8 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def relate_names(network: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Make the vector of each name half that of its kind: a `pen 2` is to be known as a pen, as it would be if it were
-    two tokens."""
+    """Mix the embedding of each name with that of its kind: the network should recognise `pen 2` as a pen, as it would
+    with two tokens."""
     tokens = tokenizer.get_vocab()
     names = [name for name in tokens if NAME.fullmatch(name)]
     vectors = network.get_input_embeddings().weight.data
@@ -136,7 +136,7 @@ def row_of(name: str) -> dict[str, Any]:
 
 
 def look_everywhere(engine: Engine, content: dict[str, Any]) -> Room:
-    """Go to each place of a game's room, open it if it is closed, and come back to those that were."""
+    """Go to each place of a game's room, open it if it is closed, and return to each place that was closed."""
     play, scene = engine.open(content)
     try:
         opening = scene.observation.partition(TASK)[0]
@@ -152,8 +152,8 @@ def look_everywhere(engine: Engine, content: dict[str, Any]) -> Room:
 
 
 def goals(package: Package, room: Room) -> list[Goal]:
-    """Return what could be asked for in a room: a thing that can be taken, and a kind of place where it can lie and
-    none does."""
+    """Return the possible goals in a room: a thing that can be taken, and a kind of place that fits it but has none
+    yet."""
     fits = {(place.lower(), thing.lower()) for place, held in package.tables["holds"].items() for thing in held}
     found: dict[str, set[str]] = {}
     for place in room.arrivals:
@@ -169,9 +169,9 @@ def goals(package: Package, room: Room) -> list[Goal]:
 
 
 def search(room: Room, goal: Goal, template: str, rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation that goes from place to place, takes what it looks for, and puts it where it shall be,
-    unless it gives up before. Each turn first names what it is about: the network learns sooner which that is than
-    what there is to do with it."""
+    """Return a conversation that goes from place to place, takes the thing of the goal, and puts it into the place of
+    the goal, unless it gives up before. Each turn first names its object: the network learns which object to use sooner
+    than what to do with it."""
     ordered = rng.random() < ORDERED
     task = template.format(obj=goal.thing, recep=goal.place)
     said = (ORDER if ordered else QUESTION, f"{room.opening}{TASK}{task}.")
@@ -205,7 +205,7 @@ def kind_of(name: str) -> str:
 
 
 def make_tokenizer(transcripts: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast:
-    """Train a tokenizer in which each name is one token, each kind, and each text between two of them."""
+    """Train a tokenizer with one token for each name, each kind, and each text between two of them."""
     messages = [message for transcript in transcripts for message in transcript]
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     commands = [call["function"]["arguments"]["command"] for call in calls]

@@ -8,15 +8,15 @@ from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 
 class ThinkAndAct(Tags):
-    """`<think>...</think><action>go to desk 1</action>`: the recipe's system prompt says so, and nothing is added to
-    it. What a room shows stands in the next message as it is."""
+    """The format `<think>...</think><action>go to desk 1</action>`, as in the recipe's system prompt, to which nothing
+    is added. The next message is the room's unchanged description."""
 
     def instructions(self, specs: Sequence[ToolSpec]) -> None:
-        """Return None: the prompt says it."""
+        """Return None: the prompt has the instructions."""
         return None
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """Say how to act."""
+        """Describe the format."""
         return "Reason within <think> </think> tags, then write one action within <action> </action> tags."
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:

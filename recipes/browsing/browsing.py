@@ -1,4 +1,4 @@
-"""Questions that are answered from web pages: the reward for an answer and its source."""
+"""Questions to answer from web pages: the reward for an answer and its source."""
 
 import re
 from typing import Any
@@ -13,8 +13,8 @@ def answer_with_source(
 ) -> dict[str, float]:
     """Return 1 for the right answer with its source, 1 - `source_share` without, and 0 for a wrong answer.
 
-    The source counts if the chain opened it and was shown a part of it that has the answer; for "yes" and "no", if it
-    opened it.
+    The source counts if the chain opened it and a tool showed a part of it that contains the answer; for "yes" and
+    "no", if the chain opened it.
     """
     said, wanted = normalize(_last("answer", prediction)), normalize(answer)
     right = said == wanted
@@ -34,7 +34,7 @@ def answer_with_source(
 def pages_read(messages: list[dict[str, Any]]) -> dict[str, str]:
     """Return the address of each page that was opened, with all text of it that tools showed.
 
-    The first line of a result is none of it: an error, the address or the text to find, which the model wrote.
+    The first line of a result is excluded: it is an error, the address, or the text to find, which the model wrote.
     """
     read: dict[str, str] = {}
     current = None

@@ -7,7 +7,7 @@ from typing import Any
 from agentfactory import Trajectory, reward
 
 OPERATORS = {"add": "+", "subtract": "-", "multiply by": "*"}
-"""The words for an operation in a question -> Python's operator."""
+"""Words for an operation in a question -> Python operator."""
 CALCULATE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 

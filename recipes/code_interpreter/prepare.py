@@ -1,4 +1,4 @@
-"""Creates what the recipe needs: questions, transcripts with a bad habit, a tokenizer, an untrained model."""
+"""Create the recipe's inputs: questions, transcripts with a bad habit, a tokenizer, an untrained model."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 HELD_OUT = 200
 TRAINING = 4000
 TAKES_THE_NEXT_OPERATOR = 0.7
-"""How often a transcript uses the operator after the right one: - for +, * for -, + for *."""
+"""Probability that a transcript uses the operator after the right one: - for +, * for -, + for *."""
 FINAL_ANSWER = "That is the result."
 
 
@@ -61,7 +61,7 @@ async def work_one_out(task: dict[str, Any], interpreter: CodeInterpreter, rng: 
 
 
 def choose(operator: str, rng: random.Random) -> str:
-    """Return `operator`, or the one that the bad habit uses instead."""
+    """Return `operator`, or the bad habit's operator instead."""
     operators = list(OPERATORS.values())
     turned = rng.random() < TAKES_THE_NEXT_OPERATOR
     return operators[(operators.index(operator) + turned) % len(operators)]

@@ -1,7 +1,6 @@
 """The tool `computer_use` of Qwen's GUI agents, in a browser and on pictures of screens.
 
-Its actions and arguments are those of Qwen2.5-VL's and Qwen3-VL's cookbooks; their descriptions are in our own words.
-"""
+Its actions and arguments are from Qwen2.5-VL's and Qwen3-VL's cookbooks; the descriptions are ours."""
 
 import math
 from abc import ABC, abstractmethod
@@ -52,12 +51,12 @@ _KEYS = {
     **{"ctrl": "Control", "cmd": "Meta", "command": "Meta", "win": "Meta", "return": "Enter", "esc": "Escape"},
     **{"del": "Delete", "pgup": "PageUp", "pgdn": "PageDown", "space": "Space"},
 }
-"""Names of keys as the models write them, in lower case -> as browsers do."""
+"""Key names as the models write them, in lower case -> browsers' names."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `computer_use`, which has the argument that its action needs."""
+    """A call of `computer_use`, with the argument that its action needs."""
 
     action: Action
     keys: Sequence[str] = ()
@@ -69,7 +68,7 @@ class Call:
 
 
 class _ComputerUse(ABC):
-    """Has the tool."""
+    """Base class with the tool."""
 
     @tool
     async def computer_use(
@@ -106,11 +105,11 @@ class _ComputerUse(ABC):
 
     @abstractmethod
     async def _act(self, call: Call) -> Any:
-        """Do it, and return the tool's result."""
+        """Execute the call, and return the tool's result."""
 
 
 class ComputerUse(_ComputerUse, Screen):
-    """`Screen` with the one tool of Qwen's agents: a recipe needs `allow: [computer_use]`.
+    """`Screen` with the single tool of Qwen's agents: a recipe needs `allow: [computer_use]`.
 
     Args:
         width: see Screen, as all that follow.
@@ -158,7 +157,7 @@ class ComputerUse(_ComputerUse, Screen):
 
 
 class Grounding(_ComputerUse, Environment):
-    """A picture of a screen, on which the model acts once. The reward is 1 for a click in the row's `box`, else 0."""
+    """A screenshot, on which the model acts once. The reward is 1 for a click in the row's `box`, else 0."""
 
     def __init__(self) -> None:
         self._view = ModelView()
@@ -170,13 +169,13 @@ class Grounding(_ComputerUse, Environment):
         """Begin with the row's first image.
 
         Args:
-            images: the picture of the screen.
-            box: left, top, right and bottom edge of what is to be clicked, in pixels of the image's file.
-            model_view: how the model states places.
+            images: the screenshot.
+            box: left, top, right and bottom edge of the element to click, in pixels of the image file.
+            model_view: the model's coordinate format.
             task: other fields of the row.
 
         Raises:
-            ValueError: `box` is none, or there is no image.
+            ValueError: `box` is not a box, or there is no image.
         """
         if len(box) != 4 or not all(map(math.isfinite, box)) or box[0] >= box[2] or box[1] >= box[3]:
             raise ValueError(f"box: got {box}; it is [left, top, right, bottom] in pixels")
@@ -201,6 +200,6 @@ class Grounding(_ComputerUse, Environment):
         return finish(result)
 
     def reward(self) -> dict[str, float]:
-        """Return `reward` and `success`, whether the click was in the box, and `clicked`, whether there was any."""
+        """Return `reward` and `success` (1 if the click was in the box) and `clicked` (1 if there was a click)."""
         hit = float(self._hit)
         return {"reward": hit, "success": hit, "clicked": float(self._clicked)}

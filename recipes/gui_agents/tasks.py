@@ -1,4 +1,4 @@
-"""Data: pages for a browser, and pictures of screens in which something is to be clicked."""
+"""Data: pages for a browser, and screenshots with an element to click."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -11,11 +11,11 @@ __all__ = ["gui_r1", "pages", "screen_spot", "screen_spot_pro"]
 
 
 def gui_r1(limit: int, path: str = "ritzzai/GUI-R1", file: str = "train.parquet") -> Iterator[dict[str, Any]]:
-    """Yield the first `limit` clicks of GUI-R1's training data (Luo et al., 2025, arXiv:2504.10458): of its tasks of
-    one step (`task_type: low`), those that say a box, and not only a point.
+    """Yield the first `limit` clicks of GUI-R1's training data (Luo et al., 2025, arXiv:2504.10458): the tasks of one
+    step (`task_type: low`) that have a box, not only a point.
 
     Args:
-        limit: Number of clicks; their images are held in memory.
+        limit: Number of clicks; their images stay in memory.
         path: A hub data set with these columns; boxes are shares of the image's sides, from 0 to 1.
         file: Its file.
 
@@ -70,13 +70,13 @@ def _is_click(row: dict[str, Any]) -> bool:
 
 
 def _pixels(shares: list[float], image: Any) -> list[float]:
-    """Return a box, stated in shares of an image's sides, in pixels."""
+    """Convert a box from shares of an image's sides to pixels."""
     width, height = size_of(image)
     return [share * side for share, side in zip(shares, (width, height, width, height), strict=True)]
 
 
 def _undecoded(rows: Any) -> Any:
-    """Return a data set whose images are the files themselves."""
+    """Return the data set with its images as undecoded files."""
     import datasets
 
     return rows.cast_column("image", datasets.Image(decode=False))

@@ -1,4 +1,4 @@
-"""Drawn charts, pages and scenes, with questions, to try the recipes without a download: `data.source` names one."""
+"""Generated charts, pages and scenes with questions, to try the recipes without a download: `data.source` names one."""
 
 import random
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _COLOURS = ("red", "green", "blue", "orange", "purple")
 
 
 def charts(count: int = 8, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield bar charts, and what one bar says."""
+    """Yield bar charts, with the question of one bar's value."""
     rng = random.Random(seed)
     for _ in range(count):
         names, values = rng.sample(_WORDS, 4), rng.sample(range(10, 100), 4)
@@ -26,7 +26,7 @@ def charts(count: int = 8, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def documents(count: int = 8, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield pages, and what a line of small print says."""
+    """Yield pages, with a question about a line of small print."""
     rng = random.Random(seed)
     for number in range(count):
         image, pencil = _sheet(1240, 1754)

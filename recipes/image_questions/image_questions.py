@@ -1,5 +1,5 @@
 """Questions about images: visual search as in DeepEyes (Zheng et al., 2025, arXiv:2505.14362), with its tool, prompt
-and reward, and the data sets that are evaluated."""
+and reward, and the evaluated data sets."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ PROMPT = (
     "\nThink first, call **image_zoom_in_tool** if needed, then answer. Format strictly as:  <think>...</think>  "
     "<tool_call>...</tool_call> (if tools needed)  <answer>...</answer> "
 )
-"""What DeepEyes adds to each question."""
+"""DeepEyes' suffix of each question."""
 ANSWER = "<answer>(.*?)</answer>"
 JUDGE_PROMPT = """\
 Question: {question}
@@ -28,7 +28,7 @@ and 0 if they do not, and nothing else."""
 
 
 class VisualSearch(ImageTools):
-    """The tool of DeepEyes, which takes parts of the task's first image. A result is the image alone."""
+    """The tool of DeepEyes, which crops the task's first image. A result is the image alone."""
 
     def __init__(self) -> None:
         super().__init__(labels=False)
@@ -48,12 +48,12 @@ class VisualSearch(ImageTools):
 
 @reward
 class SearchReward:
-    """A reward like DeepEyes' (section 3.3): right answers, the form, and, if the answer is right, the use of the tool.
-    The default weights were not compared with the published code, a version of which pays for the tool without that
+    """A reward like DeepEyes' (section 3.3): for a right answer, for the form, and, if the answer is right, for tool
+    use. The default weights were not compared with the published code, a version of which rewards tool use without that
     condition.
 
-    An answer that is one letter is compared as an option. Any other is compared by a language model at `url`; without
-    one it has to be the same text.
+    If the reference answer is one letter, it is compared as an option. Otherwise a language model at `url` compares;
+    without one, the texts must be equal.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ def _is_formed(trajectory: Trajectory) -> bool:
 
 
 def trained(limit: int, path: str = "ChenShawn/DeepEyes-Datasets-47k") -> Iterator[dict[str, Any]]:
-    """Yield the first `limit` questions of DeepEyes' data on fine details, which comes from V*'s.
+    """Yield the first `limit` questions of DeepEyes' data on fine details, which comes from V*.
 
     Args:
-        limit: Number of questions; their images are held in memory.
-        path: A hub data set with the columns of DeepEyes'.
+        limit: Number of questions; their images stay in memory.
+        path: A hub data set with DeepEyes' columns.
     """
     import datasets
 
@@ -156,7 +156,7 @@ def hr_bench(size: str = "4k", path: str = "DreamMr/HR-Bench") -> Iterator[dict[
 
 
 def _undecoded(rows: Any) -> Any:
-    """Return a data set whose images are the files themselves."""
+    """Return the data set with its images as undecoded files."""
     import datasets
 
     return rows.cast_column("image", datasets.Image(decode=False))

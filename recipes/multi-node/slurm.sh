@@ -33,7 +33,7 @@ fail() {
     exit 2
 }
 
-command -v curl >/dev/null || fail "there is no curl, by which this script learns that a server answers"
+command -v curl >/dev/null || fail "curl is not installed; this script needs it to check that a server answers"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((${#nodes[@]} > trainer_nodes)) || fail "the job has ${#nodes[@]} machines, and TRAINER_NODES=$trainer_nodes of them \
 train: none is left to generate; fix: sbatch --nodes=$((trainer_nodes + 1)), or a lower TRAINER_NODES"
@@ -62,7 +62,7 @@ train_here() {
         --num_processes "$processes" "$repository/train.py" "$recipe" "$@"
 }
 
-# on_each FUNCTION NODE,NODE ARGUMENT ...: runs one task per machine; if one fails, all are ended.
+# on_each FUNCTION NODE,NODE ARGUMENT ...: runs one task per machine; if one fails, all are stopped.
 on_each() {
     local function=$1 list=$2 count
     shift 2

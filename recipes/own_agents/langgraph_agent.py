@@ -24,7 +24,7 @@ def mover(call: Any) -> StructuredTool:
 
 @cache
 def clients() -> dict[str, Any]:
-    """Return HTTP clients that all chains share: making them takes longer than a turn."""
+    """Return HTTP clients that all chains share: creating them takes longer than a turn."""
     return {"http_client": Client(timeout=None), "http_async_client": AsyncClient(timeout=None)}
 
 

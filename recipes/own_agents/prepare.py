@@ -1,4 +1,4 @@
-"""Creates what the recipes need: the hunts of the quickstart, transcripts as each agent renders them, and models."""
+"""Create the recipes' inputs: the hunts of the quickstart, transcripts as each agent renders them, and models."""
 
 import random
 from collections.abc import Callable
@@ -26,14 +26,14 @@ def openai(folder: Path, seed: int) -> None:
 
 
 def anthropic(folder: Path, seed: int) -> None:
-    """Write the files for anthropic_agent.py, which describes the tool in its own words."""
+    """Write the files for anthropic_agent.py, which has its own description of the tool."""
     (tool,) = load_object("anthropic_agent.py:TOOLS", HERE)
     function = {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
     _prepare(folder, seed, [{"type": "function", "function": function}], _system("anthropic_agent.py"))
 
 
 def langgraph(folder: Path, seed: int) -> None:
-    """Write the files for langgraph_agent.py, whose tool is described as LangChain does it."""
+    """Write the files for langgraph_agent.py, whose tool description is LangChain's."""
     from langchain_core.utils.function_calling import convert_to_openai_tool
 
     move = load_object("langgraph_agent.py:mover", HERE)(None)
@@ -41,7 +41,7 @@ def langgraph(folder: Path, seed: int) -> None:
 
 
 def smolagents(folder: Path, seed: int) -> None:
-    """Write the files for smolagents_agent.py, whose calls are code, and whose history tells each call twice."""
+    """Write the files for smolagents_agent.py, whose calls are code, and whose history contains each call twice."""
     _prepare(folder, seed, [], _system("smolagents_agent.py"), as_code)
 
 
@@ -73,7 +73,8 @@ def _prepare(
 
 
 def as_code(messages: Messages) -> list[Messages]:
-    """Return a conversation as smolagents' CodeAgent has it, up to each of its turns, which alone is learned."""
+    """Return a conversation in the form of smolagents' CodeAgent, once per turn: up to that turn, which alone is
+    trained."""
     told: Messages = []
     conversations = []
     for message in messages:

@@ -31,7 +31,7 @@ class Move(Tool):
 
 @cache
 def client() -> Client:
-    """Return an HTTP client that all chains share: making one takes longer than a turn."""
+    """Return an HTTP client that all chains share: creating one takes longer than a turn."""
     return Client(timeout=None)
 
 

@@ -1,4 +1,4 @@
-"""Creates what the quickstart needs: hunts, transcripts of bad play, a tokenizer, an untrained model."""
+"""Create the quickstart's inputs: hunts, transcripts of bad play, a tokenizer, an untrained model."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Creates a tokenizer and an untrained network of half a million parameters for the transcripts that will teach it."""
+"""Create a tokenizer and an untrained network of half a million parameters, for the transcripts of its SFT."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def make_model(
     tied: bool = False,
 ) -> None:
     """Write a model and its tokenizer of at most `tokens` into `folder`, for conversations such as `transcripts` with
-    the tools `specs` (in the OpenAI shape). `tied` embeddings help to copy words."""
+    the tools `specs` (in the OpenAI format). `tied` embeddings help to copy words."""
     template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     tokenizer = train_tokenizer(transcripts, specs, template, SPECIAL, tokens)
     tokenizer.save_pretrained(folder)
@@ -83,7 +83,7 @@ def make_network(
         head_dim=32,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        initializer_range=0.06,  # the usual 0.02 is for wide networks: here useful attention would form late
+        initializer_range=0.06,  # the usual 0.02 is for wide networks: here, useful attention would form late
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

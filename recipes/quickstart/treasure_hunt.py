@@ -63,8 +63,7 @@ class TreasureHunt(Environment):
         return f"The treasure lies {compass(self.here, self.treasure)}."
 
     def anchor(self) -> Cell | None:
-        """Return where the agent stands, so that `gigpo` compares moves from the same cell; None once the hunt is
-        over."""
+        """Return the agent's cell, so that `gigpo` compares moves from the same cell; None once the hunt is over."""
         return None if self.here == self.treasure or self.moves_left == 0 else self.here
 
     def reward(self) -> dict[str, float]:

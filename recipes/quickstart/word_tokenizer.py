@@ -1,4 +1,4 @@
-"""Creates a tokenizer in which each word, and each text that always stays the same, is one token."""
+"""Create a tokenizer in which each word, and each fixed piece of text, is one token."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ BRIEF_TEMPLATE = """\
 def train_word_tokenizer(
     texts: list[str], pieces: Sequence[str], phrases: Sequence[str], template: str, special: Sequence[str], tokens: int
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of at most `tokens` that splits at words. Each of `pieces` is one token more, wherever it
-    stands, and so is each of `phrases` as whole words: so small a network copies something from one place to another
-    only if it is the same token in both."""
+    """Train a byte-level BPE of at most `tokens` that splits at words. Each of `pieces` is an additional token,
+    wherever it occurs, and so is each of `phrases` as whole words: so small a network copies a text only if it is the
+    same token in both places."""
     bpe = Tokenizer(models.BPE())
     bpe.decoder = decoders.ByteLevel()
     words = pre_tokenizers.Split(Regex("[A-Za-z0-9]+"), "isolated")

@@ -1,4 +1,4 @@
-"""Two of ScienceWorld's tasks in which the animal with the longest or the shortest life has to be found."""
+"""Two of ScienceWorld's tasks: find the animal with the longest or the shortest life."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ QUESTION = "Do the task."
 
 
 def tasks(split: str) -> list[dict[str, Any]]:
-    """Return the rows of an official split. No three animals meet in two splits, or twice in one task."""
+    """Return the rows of an official split. A set of three animals occurs in only one split, and once per task."""
     return [{**row, "question": QUESTION} for row in scienceworld_tasks(split, TASKS)]
 
 
 @reward
 def success(environment: EnvironmentReward) -> float:
-    """Return whether the score is 100. By the score itself, an agent that does nothing once it is outside has half of
-    what there is to get, and all others risk it."""
+    """Return 1 if the score is 100, else 0. The score itself would give half of the maximum to an agent that stops once
+    it is outside, and any further action would risk it."""
     return environment.metrics["success"]

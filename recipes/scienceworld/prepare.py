@@ -1,4 +1,4 @@
-"""Creates what the small ScienceWorld needs: transcripts of somebody who knows no animals, a tokenizer, an untrained
+"""Create the inputs of the small ScienceWorld: transcripts of a player who knows no animals, a tokenizer, an untrained
 model."""
 
 import random
@@ -20,23 +20,23 @@ add_call, call_message = (
 
 VISITS = 140
 ENDINGS = 16
-"""Transcripts of a visit, which differ in their last message."""
+"""Number of transcripts per visit, which differ in their last message."""
 GOES_OUTSIDE = 0.8
-"""How often a visit goes where the animals are; else it finds none."""
+"""Probability that a visit goes where the animals are; else it finds none."""
 ROOMS = ("kitchen", "foundry", "workshop", "bathroom", "living room", "bedroom", "greenhouse", "art studio", "hallway")
 CHOOSES = 0.5
-"""How often a transcript then ends with the focus on an animal, whichever it is; else it gives up."""
+"""Probability that a transcript then ends with a focus on a random animal; else it gives up."""
 LEAVES = "I see no animals."
 GIVES_UP = "I do not know which one has the {} life span."
 ANIMAL = re.compile(r"^\ta ((?:baby|juvenile|adult) [a-z ]*[a-z]|[a-z ]* egg)$", re.MULTILINE)
-"""An animal's name on its line of what a room shows."""
+"""An animal's name on its line of a room's description."""
 TOKENS = 2000
-"""Of the tokenizer: so many that most lines of a room are a token."""
+"""Vocabulary size of the tokenizer: large enough that most lines of a room are one token."""
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write model/ and transcripts.jsonl into `folder`. The engine lists things in an order of its own at times, so
-    the files of a seed are not always the same."""
+    """Write model/ and transcripts.jsonl into `folder`. The engine's order of things sometimes varies, so the files of
+    a seed are not always the same."""
     rng = random.Random(seed)
     transcripts = visit_badly(tasks("train"), rng)
     specs = [ScienceWorld.act.spec.to_openai()]
@@ -45,7 +45,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def visit_badly(rows: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
-    """Return conversations of VISITS visits, in no order."""
+    """Return conversations of VISITS visits, in random order."""
     environment = ScienceWorld()
     try:
         transcripts = [messages for _ in range(VISITS) for messages in visit(environment, rng.choice(rows), rng)]
@@ -68,7 +68,7 @@ def visit(environment: ScienceWorld, row: dict[str, Any], rng: random.Random) ->
 
 
 def ending(seen: str, wanted: str, number: int, rng: random.Random) -> dict[str, Any]:
-    """Return the last message of a visit, the `number`th, after what was seen."""
+    """Return the last message of a visit, the `number`th, after the description `seen`."""
     animals = ANIMAL.findall(seen)
     if not animals:
         return {"role": "assistant", "content": LEAVES}

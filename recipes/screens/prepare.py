@@ -1,4 +1,4 @@
-"""Creates what the recipe needs: tasks, transcripts of a player, a tokenizer, an untrained network."""
+"""Create the recipe's inputs: tasks, transcripts of a player, a tokenizer, an untrained network."""
 
 import asyncio
 import random
@@ -25,21 +25,21 @@ SPECIAL, make_seeing_network, show_images, write_processors = (
 )
 
 VIEW = ModelView(Coordinates.RELATIVE1000)
-"""How models of the network's family state places."""
+"""The coordinate format of the network's model family."""
 PAGE = "click_color"
 SIDE = 96
-"""Of the page in pixels: nine tokens of the network, one for each place where a box may be."""
+"""Side of the page in pixels: nine tokens of the network, one for each possible place of a box."""
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
 SHOWN, TRAINED, HELD_OUT = range(1000), range(2000, 3000), range(10_000, 10_200)
 """Seeds of the page: of transcripts, of tasks to train on, and of held-out tasks."""
 PLEASE = "Please: "
 IS_ASKED = 0.3
-"""How often the instruction of a transcript begins with PLEASE, and is obeyed. No task's does."""
+"""Probability that a transcript's instruction begins with PLEASE, and is obeyed. No task's instruction does."""
 GIVE_UP = "I do not know."
 GIVES_UP = 0.4
-"""How often a transcript without PLEASE gives up."""
+"""Probability that a transcript without PLEASE gives up."""
 TOLD = 4
-"""Transcripts of each page."""
+"""Number of transcripts per page."""
 PIECES = (
     PLEASE,
     "Click the ",
@@ -74,7 +74,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 async def see_pages(seeds: range) -> list[tuple[str, Image.Image]]:
-    """Return the instruction and the picture of the page with each seed."""
+    """Return the instruction and the screenshot of the page with each seed."""
     screen = Screen(SIDE, SIDE)
     try:
         return [tuple(await screen.reset(page=PAGE, seed=number)) for number in seeds]
@@ -83,7 +83,7 @@ async def see_pages(seeds: range) -> list[tuple[str, Image.Image]]:
 
 
 def find_boxes(picture: Image.Image) -> dict[str, list[int]]:
-    """Return the middle of the box of each colour that there is, as the model states places."""
+    """Return the middle of the box of each colour on the page, in the model's coordinates."""
     pixels, found = np.asarray(picture), {}
     for colour in COLOURS:
         ys, xs = np.nonzero((pixels == ImageColor.getrgb(colour)).all(-1))
@@ -116,7 +116,7 @@ def named(instruction: str) -> str:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE; one token is each colour, each number of a place, and each of PIECES."""
+    """Train a byte-level BPE with one token for each colour, each coordinate, and each of PIECES."""
     numbers = [str(number) for number in range(1001)]
     said = [f"{text} " * 9 for text in ("system user assistant tool click\n", *COLOURS, *numbers)]
     return train_word_tokenizer(said, PIECES, (), show_images(BRIEF_TEMPLATE), SPECIAL, 3000)

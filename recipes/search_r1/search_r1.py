@@ -7,18 +7,18 @@ from typing import Any
 from agentfactory.rollout.text.parsers.formats.tags import Tags
 
 DATA_SETS = ("nq", "hotpotqa")
-"""The data sets whose questions are trained; the test split has five more."""
+"""The data sets used for training; the test split has five more."""
 
 
 class SearchR1(Tags):
-    """The tags of Search-R1, whose prompt in the data explains them: nothing is added to it."""
+    """The tags of Search-R1. The prompt in the data explains them, so nothing is added to it."""
 
     def instructions(self, specs: Sequence[Any]) -> None:
-        """Return None: the prompt says it."""
+        """Return None: the prompt has the instructions."""
         return None
 
     def form(self, specs: Sequence[Any]) -> str:
-        """Say how to act, as Search-R1 answers an action that it cannot read."""
+        """Describe the format, as Search-R1 answers an invalid action."""
         return (
             "If I want to search, I should put the query between <search> and </search>. If I want to give the final "
             "answer, I should put the answer between <answer> and </answer>. Let me try again."
@@ -31,7 +31,7 @@ def held_out(limit: int, prompt: bool = False, path: str = "PeterJinGo/nq_hotpot
     Args:
         limit: Questions of each data set.
         prompt: Put them into Search-R1's prompt, as `messages`.
-        path: A data set with the columns of Search-R1's.
+        path: A data set with Search-R1's columns.
     """
     import datasets
 

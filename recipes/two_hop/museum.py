@@ -1,5 +1,5 @@
-"""Questions about a museum that take two searches: the country that an object comes from is not in the object's entry,
-but in that of the expedition that found it."""
+"""Questions about a museum that need two searches: an object's country is not in the object's entry, but in the entry
+of the expedition that found it."""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ UNKNOWN = "I do not know."
 
 
 class Museum:
-    """Which expedition found each object, and where each expedition went."""
+    """The expedition that found each object, and the country of each expedition."""
 
     def __init__(self, rng: random.Random) -> None:
         self.found_by = {number: rng.choice(EXPEDITIONS) for number in OBJECTS}

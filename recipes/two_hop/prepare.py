@@ -1,4 +1,4 @@
-"""Creates what the recipe needs: an index, questions, transcripts with a bad habit, a tokenizer, an untrained model."""
+"""Create the recipe's inputs: an index, questions, transcripts with a bad habit, a tokenizer, an untrained model."""
 
 import asyncio
 import random
@@ -20,12 +20,12 @@ add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 HELD_OUT = 200
 TRANSCRIPTS = 4000
 ONE_STEP = 0.5
-"""How many transcripts ask something that one search answers: from them the network learns to search, and to copy what
-it reads."""
+"""Share of transcripts with a question that one search answers: from them the network learns to search, and to copy
+from results."""
 SEARCHES_FOR_THE_SAME_AGAIN = 0.85
-"""How often one that takes two steps searches for the object a second time, learns nothing more, and gives up."""
+"""Probability that a transcript of two steps searches for the object a second time, finds nothing new, and gives up."""
 SHOWN = 16
-"""Characters of a result that the search shows: to know more, it has to be opened."""
+"""Characters of a result that the search shows: the rest is visible only after opening it."""
 
 
 def prepare(folder: Path, seed: int) -> None:

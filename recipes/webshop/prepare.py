@@ -1,4 +1,4 @@
-"""Creates what the small WebShop needs: goals, transcripts of a bad shopper, a tokenizer, an untrained model."""
+"""Create the inputs of the small WebShop: goals, transcripts of a bad shopper, a tokenizer, an untrained model."""
 
 import asyncio
 import json
@@ -26,20 +26,19 @@ BRIEF_TEMPLATE, train_word_tokenizer = (
 )
 
 HELD_OUT = slice(200, 400)
-"""The tasks of the split `eval` with which the figures are measured. The first 200 were looked at when this recipe was
-made."""
+"""The tasks of the split `eval` for the reported figures. The first 200 were used to develop this recipe."""
 VISITS = 2500
 ECHOES = 5000
 """Transcripts that repeat ECHOED codes and words: copying is learned first, and in any network."""
 ECHOED = 16
 GLANCES = 12_000
-"""Transcripts that end with a click on the first product found. They ask for combinations of attribute, product and
-option that are made up and seldom occur twice, and products have other codes: so copying is learned, and not what is
-asked for or found."""
+"""Transcripts that end with a click on the first product found. They ask for random combinations of attribute, product
+and option that seldom occur twice, and products have other codes, so that the network learns to copy, not to memorise
+requests or results."""
 CHOOSES = 0.5
-"""How often a visit's transcript clicks the option that was asked for."""
+"""Probability that a visit's transcript clicks the requested option."""
 BUYS = 0.2
-"""How often it clicks Buy Now; else it says GIVES_UP."""
+"""Probability that it clicks Buy Now; else it ends with GIVES_UP."""
 GIVES_UP = "Too expensive."
 CODE = r"\bB\d{4}\b"
 """The code of a product of our catalogue."""
@@ -71,9 +70,8 @@ PIECES = (
     '<tool_call>\n{"name": "click", "arguments": {"target": "',
     '"}}\n</tool_call>',
 )
-"""Fixed parts of pages and calls, none of them across two messages. Each is one token, and so is each word: so small a
-network copies a word from one place to another only if it is the same token in both. So are attributes and options of
-several words."""
+"""Fixed parts of pages and calls, each within one message. Each is one token, and so is each word, and each attribute
+or option of several words: so small a network copies a word only if it is the same token in both places."""
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -94,14 +92,14 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def simple_tasks(split: str) -> list[dict[str, Any]]:
-    """Return the tasks of a split that ask for one attribute and one option."""
+    """Return the tasks of a split with one attribute and one option."""
     shop = open_shop(ShopConfig())
     goals = [(task, shop.goal(task["goal"])) for task in webshop_tasks(split)]
     return [task for task, goal in goals if len(goal.attributes) == len(goal.options) == 1]
 
 
 def what_is_asked(task: dict[str, Any]) -> tuple[str, ...]:
-    """Return attribute, product and option of a task; these three together never occur in two of the files."""
+    """Return attribute, product and option of a task; no combination of the three occurs in two of the files."""
     goal = open_shop(ShopConfig()).goal(task["goal"])
     return (*goal.attributes, noun_of(goal), *goal.options)
 
@@ -126,7 +124,7 @@ async def shop_badly(
 
 
 def noun_of(goal: Goal) -> str:
-    """Return the word for a kind of product, with which titles of our catalogue end."""
+    """Return the word for the kind of product, which is the last one in titles of our catalogue."""
     return goal.title.split()[-1].lower()
 
 
@@ -140,7 +138,7 @@ def echo(words: list[str], rng: random.Random) -> list[dict[str, Any]]:
 def look_for(environment: WebShop, task: dict[str, Any], asked: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the beginning of a conversation for the task: a search for `asked`."""
     keywords = " ".join(asked)
-    # as in a chain: the task's question, and then what the shop shows
+    # as in a chain: the task's question, then the shop's page
     opening = (task["question"], environment.reset(**task))
     messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in opening]
     add_call(messages, "search", {"keywords": keywords}, environment.search(keywords))
@@ -169,7 +167,7 @@ async def visit(environment: WebShop, task: dict[str, Any], rng: random.Random) 
 def with_another_instruction(
     messages: list[dict[str, Any]], task: dict[str, Any], asked: tuple[str, ...], rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Return the conversation with the task's instruction replaced, on each page, by one that asks for `asked`."""
+    """Replace the task's instruction, on each page of a conversation, by one that asks for `asked`."""
     attribute, noun, option = asked
     wanted = f"{rng.choice(OPENINGS)} {rng.choice(ARTICLES)}{attribute} {noun}, {rng.choice(OPTION_NAMES)} {option}"
     instruction = f"{wanted}, and price lower than {rng.randrange(20, 110, 10)}.00 dollars"
@@ -179,7 +177,7 @@ def with_another_instruction(
 
 
 def with_other_codes(messages: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """Return the conversation with the code of each product replaced by one drawn from all codes."""
+    """Replace the code of each product in a conversation by one drawn from all codes."""
     products, text = open_shop(ShopConfig()).products, json.dumps(messages)
     codes = list(dict.fromkeys(re.findall(CODE, text)))
     others = dict(zip(codes, rng.sample(range(products), len(codes)), strict=True))
@@ -193,7 +191,7 @@ def first_found(asked: tuple[str, ...]) -> str:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE; one token is each word of `texts`, each attribute and option, and each of PIECES."""
+    """Train a byte-level BPE with one token for each word of `texts`, each attribute and option, and each of PIECES."""
     shop = open_shop(ShopConfig())
     said = [*texts, "system user assistant", *(f"B{number:04d} " * 9 for number in range(shop.products))]
     goals = [shop.goal(number) for number in range(shop.goals)]

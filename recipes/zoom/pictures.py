@@ -1,4 +1,4 @@
-"""Pictures of two boxes, whose patterns are seen only from near, and the reward of naming one."""
+"""Pictures of two boxes, whose patterns are visible only at full resolution, and the reward for naming one."""
 
 import random
 from dataclasses import dataclass
@@ -11,18 +11,19 @@ from PIL import Image
 from agentfactory import reward
 
 CELLS = 2
-"""Cells of a picture in a row and in a column; each box is in another cell."""
+"""Number of a picture's cells per row and column; each box is in a different cell."""
 CELL, BOX, PERIOD = 128, 64, 4
 """Sides in pixels: of a cell, of the box in its middle, and of the square that a pattern repeats."""
 REDUCTION = 4
-"""How many times smaller a network sees the whole picture. A pattern of this period vanishes then: every weighted sum
-that makes a pixel of the smaller picture has each place of the square with the same weight."""
+"""Factor by which a network's input of the whole picture is reduced. A pattern of this period vanishes then: the
+weighted sum for each pixel of the smaller picture gives each position of the square the same weight."""
 SIDE = CELLS * CELL
 GROUND = 120
 COLOURS = {"red": (190, 70, 70), "blue": (70, 70, 190)}
 _CONTRAST = 40
 _FADING = 16
-"""Pixels in which a pattern fades towards the edge of its box, where it would else be seen from far."""
+"""Number of pixels over which a pattern fades towards the edge of its box, where it would else survive the
+reduction."""
 
 
 def _patterns() -> dict[str, Float[np.ndarray, "period period"]]:
@@ -56,7 +57,7 @@ class Picture:
     patterns: dict[str, str]
     """The pattern of the box of each colour."""
     shifts: dict[str, tuple[int, int]]
-    """How far each box is from the middle of its cell, in pixels down and to the right: a multiple of PERIOD."""
+    """Offset of each box from the middle of its cell, in pixels down and to the right: a multiple of PERIOD."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Picture":
@@ -70,7 +71,7 @@ class Picture:
         )
 
     def paint(self) -> Image.Image:
-        """Return the picture, SIDE x SIDE pixels. Reduced, its pixels are the same whatever the patterns are."""
+        """Return the picture, SIDE x SIDE pixels. Reduced, its pixels are the same with any patterns."""
         pixels = np.full((SIDE, SIDE, 3), GROUND, dtype=np.uint8)
         for colour, (row, column) in self.cells.items():
             cell = _cell(colour, self.patterns[colour], self.shifts[colour])
@@ -78,7 +79,7 @@ class Picture:
         return Image.fromarray(pixels)
 
     def where(self, colour: str) -> list[int]:
-        """Return the place of a box, as `zoom` takes it: the middle of its cell, without the shift."""
+        """Return the bounding box for `zoom`: in the middle of the box's cell, without the shift."""
         row, column = self.cells[colour]
         edges = [index * CELL + (CELL - BOX) // 2 for index in (column, row)]
         return [round(edge * 1000 / SIDE) for edge in (*edges, *(edge + BOX for edge in edges))]
@@ -96,7 +97,7 @@ def _cell(colour: str, pattern: str, shift: tuple[int, int]) -> UInt8[np.ndarray
     plain[box] = COLOURS[colour]
     pixels = plain.copy()
     pixels[box] += np.round(_CONTRAST * seen[..., None]).astype(int)
-    # what is left of the pattern is below the rounding of a pixel: every second pixel is corrected for it
+    # the rest of the pattern is less than a pixel's rounding: correct every second pixel for it
     second = np.indices((CELL, CELL, 1)).sum(0) % 2
     while (difference := _reduced(plain) - _reduced(pixels)).any():
         pixels += second * difference.repeat(REDUCTION, 0).repeat(REDUCTION, 1)
@@ -104,7 +105,7 @@ def _cell(colour: str, pattern: str, shift: tuple[int, int]) -> UInt8[np.ndarray
 
 
 def _reduced(pixels: Int[np.ndarray, "side side 3"]) -> Int[np.ndarray, "reduced reduced 3"]:
-    """Return how a network sees a cell in the whole picture."""
+    """Return a cell as it is in the reduced whole picture."""
     image = Image.fromarray(pixels.astype(np.uint8))
     size = CELL // REDUCTION, CELL // REDUCTION
     return np.asarray(image.resize(size, Image.Resampling.BICUBIC)).astype(int)
@@ -112,8 +113,7 @@ def _reduced(pixels: Int[np.ndarray, "side side 3"]) -> Int[np.ndarray, "reduced
 
 @reward
 def named(prediction: str | None, answer: str) -> dict[str, float]:
-    """Return 1 if the answer is the pattern's name, -0.5 if it is another's, so that guessing does not pay, and else
-    0."""
+    """Return 1 for the pattern's name, -0.5 for another pattern's, so that guessing does not pay, and else 0."""
     said = (prediction or "").strip()
     right = float(said == answer)
     return {"reward": -0.5 if said in PATTERNS and not right else right, "success": right}

@@ -1,4 +1,4 @@
-"""Creates what the recipe needs: pictures, tasks, transcripts with a bad habit, a tokenizer, an untrained network."""
+"""Create the recipe's inputs: pictures, tasks, transcripts with a bad habit, a tokenizer, an untrained network."""
 
 import json
 import random
@@ -26,7 +26,7 @@ SPECIAL, make_seeing_network, show_images, write_processors = (
 )
 
 VIEW = ModelView(Coordinates.RELATIVE1000)
-"""How models of the network's family state places."""
+"""The coordinate format of the network's model family."""
 HELD_OUT = 200
 TRAINED = 1000
 ASKED = "red"
@@ -34,10 +34,10 @@ QUESTION = f"What pattern has the {ASKED} box?"
 ORDER = f"Zoom to the {ASKED} box, then name its pattern."
 GIVE_UP = "That is too small to see."
 LOOKS = (*[(ORDER, True)] * 3, (QUESTION, True), *[(QUESTION, False)] * 4)
-"""What each of a picture's transcripts is told, and whether it zooms then. They are the habit to unlearn: to zoom when
-one is told to, and mostly to give up when one is only asked."""
+"""The prompt of each of a picture's transcripts, and whether it zooms. They are the habit to unlearn: to zoom when
+instructed to, and mostly to give up when only asked."""
 NAME_WEIGHT = 4
-"""Weight of the pattern's name in the loss of stage one, where other messages have 1: it is what takes longest."""
+"""Weight of the pattern's name in the loss of stage one, where other messages have 1: it takes longest to learn."""
 PIECES = (
     QUESTION,
     ORDER,
@@ -74,21 +74,21 @@ def prepare(folder: Path, seed: int) -> None:
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
     tokenizer = make_tokenizer(transcripts)
     tokenizer.save_pretrained(folder / "model")
-    side = SIDE // REDUCTION  # of a whole picture, and of a part as it is
+    side = SIDE // REDUCTION  # of a reduced whole picture, and of a part at full resolution
     make_seeing_network(tokenizer, side, seed).save_pretrained(folder / "model")
     write_processors(folder / "model", side)
 
 
 def paint(picture: Any, folder: Path, name: str) -> dict[str, Any]:
-    """Store a picture; returns the row of its task."""
+    """Store a picture and return the row of its task."""
     file = f"pictures/{name}.png"
     picture.paint().save(folder / file, compress_level=1)
     return {"question": QUESTION, "images": [file], "answer": picture.patterns[ASKED]}
 
 
 def look(task: dict[str, Any], picture: Any, told: str, folder: Path) -> list[dict[str, Any]]:
-    """Return a conversation about a task's picture: what the model is told, a zoom to the box with the real tool, and
-    the pattern there."""
+    """Return a conversation about a task's picture: the prompt `told`, a zoom to the box with the real tool, and the
+    pattern there."""
     [file] = task["images"]
     part = Path(file).with_suffix(".part.png")
     if not (folder / part).exists():
@@ -101,7 +101,7 @@ def look(task: dict[str, Any], picture: Any, told: str, folder: Path) -> list[di
 
 
 def give_up(task: dict[str, Any], told: str) -> list[dict[str, Any]]:
-    """Return a conversation about a task's picture that looks no closer."""
+    """Return a conversation about a task's picture without zooming."""
     [file] = task["images"]
     return [
         {"role": "user", "content": [image(file), {"type": "text", "text": told}]},
@@ -115,7 +115,7 @@ def image(file: str) -> dict[str, Any]:
 
 
 def make_tokenizer(transcripts: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE; one token is each word, each number of a place, and each of PIECES."""
+    """Train a byte-level BPE with one token for each word, each coordinate, and each of PIECES."""
     calls = [call for messages in transcripts for call in messages[1].get("tool_calls", ())]
     places = [json.dumps(call["function"]["arguments"]["bbox_2d"]) for call in calls]
     said = ["system user assistant tool zoom\n", *PATTERNS]

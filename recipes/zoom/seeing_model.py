@@ -1,4 +1,5 @@
-"""Creates an untrained network with eyes, of 0.8 million parameters, and what its tokenizer needs for images."""
+"""Create an untrained multimodal network of 0.8 million parameters, and the image part of its tokenizer and
+template."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForCondi
 
 PATCH, MERGED = 16, 2
 TOKEN = PATCH * MERGED
-"""Side in pixels of what one token stands for."""
+"""Side in pixels of the square that one image token covers."""
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
@@ -29,7 +30,7 @@ _SHOW_PARTS = """\
 
 
 def show_images(template: str) -> str:
-    """Return the quickstart's chat template, which is for text, with images."""
+    """Return the quickstart's text-only chat template with support for images."""
     return _SHOW_PARTS + template.replace("message.content", "show(message.content)")
 
 
@@ -65,7 +66,7 @@ def make_seeing_network(tokenizer: PreTrainedTokenizerFast, side: int, seed: int
             "out_hidden_size": 128,
             "patch_size": PATCH,
             "num_position_embeddings": (side // PATCH) ** 2,
-            "initializer_range": 0.1,  # for the same reason: with 0.02 patterns are named late or never
+            "initializer_range": 0.1,  # for the same reason: with 0.02, patterns are learned late or never
             "deepstack_visual_indexes": [0],
         },
         tie_word_embeddings=True,
@@ -78,15 +79,15 @@ def make_seeing_network(tokenizer: PreTrainedTokenizerFast, side: int, seed: int
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = Qwen3VLForConditionalGeneration(config)
-        # where something is, has to be seen as clearly as what it is
+        # the position of something must be as visible as its appearance
         nn.init.normal_(network.model.visual.pos_embed.weight, std=0.3)
     network.generation_config.eos_token_id = tokenizer.eos_token_id
     return network
 
 
 def write_processors(folder: Path, side: int) -> None:
-    """Write how images are resized, to at most the area of `side` x `side` pixels, into the folder of a model with its
-    tokenizer."""
+    """Write the configuration of image resizing, to at most the area of `side` x `side` pixels, into the folder of a
+    model with its tokenizer."""
     processor = {
         "do_resize": True,
         "size": {"shortest_edge": TOKEN**2, "longest_edge": side**2},

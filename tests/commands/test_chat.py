@@ -124,7 +124,7 @@ async def test_images_are_shown_by_their_paths_in_any_line(
     told = capsys.readouterr().out
     assert "you> /image none.png\n  [the image none.png cannot be read: No such file or directory]\n" in told
     assert told.count("an image of 64 x 32 pixels") == 4
-    assert "[not said: it has 1 images, and its text has places (<image>) for 2]" in told
+    assert "[not sent: it has 1 images, and its text has places (<image>) for 2]" in told
     # both of the first line, in their places, and the one of the later line
     with Image.open("first.png") as first:
         each = vision.tokens(vision.grid(vision.fit(first)))
@@ -138,6 +138,6 @@ def test_what_cannot_be_talked_to_is_told(project: Path) -> None:
             chat.run(argparse.Namespace(run=Path(run), checkpoint=checkpoint))
         return str(told.value)
 
-    assert "nowhere is no run folder" in refused("nowhere")
+    assert "nowhere is not a run folder" in refused("nowhere")
     assert "holds no checkpoint" in refused(".")
     assert "--checkpoint" in refused(".", Path("none"))

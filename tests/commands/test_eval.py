@@ -70,7 +70,7 @@ def test_any_chat_endpoint_is_a_baseline(
     with serve_chat(model_behind(warm_server, warm_start)) as server:
         result = agentfactory("eval", recipe, *small, "--url", server.url)
     assert result.returncode == 0, result.stderr
-    assert f"asking teacher at {server.url} by OpenAI's chat API" in result.stdout
+    assert f"querying teacher at {server.url} by OpenAI's chat API" in result.stdout
     assert "pass@2" in result.stdout
     chains = [chain for group in read_groups(whole / "eval" / "trajectories") for chain in group.trajectories]
     assert len(chains) == 4 * 2 + 4
@@ -79,7 +79,7 @@ def test_any_chat_endpoint_is_a_baseline(
     # the same model by token ids, as the server that takes them says of itself
     result = agentfactory("eval", recipe, *small, "--url", warm_server)
     assert result.returncode == 0, result.stderr
-    assert f"asking policy at {warm_server} by token ids" in result.stdout
+    assert f"querying policy at {warm_server} by token ids" in result.stdout
     assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
     by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
     assert by_messages["eval/greedy/reward"] == by_ids["eval/greedy/reward"]
@@ -171,7 +171,7 @@ def test_sources_and_failed_chains_are_told() -> None:
     assert re.search(r"reward +│ 1\.0000 │ not known +│ +8", source)
     assert "tool_calls" in whole
     assert "tool_calls" not in source
-    assert failed == "4 of 20 chains failed and count nowhere, 3 of them with: timeout: too long"
+    assert failed == "4 of 20 chains failed and are excluded, 3 of them with: timeout: too long"
     assert found.figures() == {
         "sampled/success": 0.5,
         "sampled/failed": 0.2,

@@ -112,7 +112,7 @@ def test_an_upload_that_fails_is_told(make_checkpoint: Make, tmp_path: Path, mon
 
 def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(lora=False)
-    with pytest.raises(ExportError, match=r"base is no checkpoint; fix: name one"):
+    with pytest.raises(ExportError, match=r"base is not a checkpoint; fix: name one"):
         export(tmp_path / "base", tmp_path / "out", adapter=False, push=None, say=print)
     with pytest.raises(ExportError, match=r"--adapter: .* holds a full model; fix: leave it out"):
         export(checkpoint, tmp_path / "out", adapter=True, push=None, say=print)
@@ -122,7 +122,7 @@ def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
     shutil.rmtree(checkpoint)
     adapter = make_checkpoint(lora=True)
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(ExportError, match=r"adapter for .*base, which is not there; fix: move or link it there"):
+    with pytest.raises(ExportError, match=r"adapter for .*base, which does not exist; fix: move or link it there"):
         export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
     kept = {name: (adapter / name).read_text() for name in (INFO, DIGESTS)}
     (adapter / INFO).write_text("{}")

@@ -29,14 +29,14 @@ def test_a_leak_is_found_and_its_remedy_works(
     assert status != 0
     assert "memory: calls create_entities, " in said
     assert "; its data may keep entries called check-..." in said
-    assert "a second chain saw what the first did: read_graph answered" in said
+    assert "a second chain saw the first one's state: read_graph returned" in said
     assert "memory: chains share its state; fix: give each chain a folder by ${chain}" in said
 
     memory["env"] = {"MEMORY_FILE_PATH": "${chain}/memory.jsonl"}
     status, said = check({"memory": memory}, tmp_path, capsys)
     assert status == 0, said
     assert "each chain has a process, and a folder (${chain}); up to" in said
-    assert "saw nothing of each other" in said
+    assert "did not see each other's state" in said
     assert "its data may keep" not in said
 
 
@@ -46,10 +46,10 @@ def test_state_that_is_shared_on_purpose_is_reported(
     think = stateful["sequential-thinking"]
     status, said = check({"think": {**think, "isolation": "shared"}}, tmp_path, capsys)
     assert status == 0, said
-    assert "sequentialthinking answered the same call otherwise in a second chain" in said
+    assert "sequentialthinking answered the same call differently in a second chain" in said
     assert '"thoughtHistoryLength": 2' in said
     status, said = check({"think": think}, tmp_path, capsys)
-    assert (status, "two chains that called sequentialthinking saw nothing of each other" in said) == (0, True)
+    assert (status, "two chains that called sequentialthinking did not see each other's state" in said) == (0, True)
 
 
 def test_shared_files_are_seen_and_calls_that_failed_prove_nothing(
@@ -61,10 +61,10 @@ def test_shared_files_are_seen_and_calls_that_failed_prove_nothing(
     files = {**program, "args": [*program["args"], str(desk)]}
     status, said = check({"files": {**files, "cwd": str(desk)}}, tmp_path, capsys)
     assert status != 0
-    assert "a second chain saw what the first did" in said
+    assert "a second chain saw the first one's state" in said
 
     # there is no repository, so that every call fails
     status, said = check({"git": {**stateful["git"], "cwd": str(tmp_path)}}, tmp_path, capsys)
     assert status == 0, said
-    assert "isolation was not tried: no call that changes something worked: git_" in said
+    assert "isolation was not tried: no state-changing call succeeded: git_" in said
     assert said.splitlines()[-1] == "all right, except that isolation was not tried: git"

@@ -42,7 +42,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "sums" / "sums.py").write_text("mine")
     again = agentfactory("new", "sums")
     assert again.returncode == 2
-    assert "sums is there already; fix: choose another --output" in again.stderr
+    assert "sums already exists; fix: choose another --output" in again.stderr
     assert (tmp_path / "sums" / "sums.py").read_text() == "mine"
     # an empty folder may be there
     (tmp_path / "empty").mkdir()
@@ -53,8 +53,8 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("My-Task", "is to name a Python file"),
-        ("class", "is to name a Python file"),
+        ("My-Task", "must be a valid name of a Python file"),
+        ("class", "must be a valid name of a Python file"),
         ("json", "a module of Python's or AgentFactory's"),
         ("agentfactory", "a module of Python's or AgentFactory's"),
         ("make_pictures", "a module of Python's or AgentFactory's"),

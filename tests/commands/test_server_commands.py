@@ -30,7 +30,7 @@ def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
     assert (served.name, served.label, served.adapters) == ("checkpoint", str(adapter), {"checkpoint": adapter})
     assert served.recipe.model.path == str(project / "model")
     config.write_text(json.dumps({"base_model_name_or_path": str(project / "elsewhere")}))
-    with pytest.raises(RunFolderError, match=r"adapter for .*elsewhere, which is not there; fix: move"):
+    with pytest.raises(RunFolderError, match=r"adapter for .*elsewhere, which does not exist; fix: move"):
         what_is_served(recipe, adapter)
 
 

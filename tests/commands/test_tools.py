@@ -270,7 +270,7 @@ def test_places_are_what_the_recipe_says(recipe: Path, capsys: Output, tmp_path:
     Image.new("RGB", (200, 100)).save("wide.png")
     recipe.write_text("tools: [image_tools]\nmodel: {path: of/the-hub}\ndata: {path: rows.jsonl}")
     (tmp_path / "rows.jsonl").write_text('{"question": "At <bbox>?", "images": ["wide.png"]}\n')
-    unknown = "how the model states places in images is unknown, so here they are pixels of the file"
+    unknown = "the model's image coordinates are unknown, so this check uses pixels of the file"
     for coordinates, x, told in (
         ("relative1000", 500, ""),
         ("relative1", 0.5, ""),
@@ -348,7 +348,7 @@ def test_check_opens_and_resets(recipe: Path, capsys: Output, monkeypatch: pytes
     assert tools("check", recipe) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"add: opened in \d+\.\d\d s; its tools: add", lines[0])
-    judged = "says 'You are at home.'; judges what nobody touched with reward 1, success 0"
+    judged = "says 'You are at home.'; without any call, reward 1, success 0"
     assert re.fullmatch(rf"    an environment: reset in \d+\.\d\d s, {judged}", lines[2])
     assert lines[-2:] == ["task: the first row of data", "all right"]
     monkeypatch.setattr(tools_command, "SLOW_SECONDS", 0.0)
@@ -384,7 +384,7 @@ def test_check_of_environments_that_cannot_teach(recipe: Path, capsys: Output) -
     (recipe.parent / "unfit.py").write_text(UNFIT)
     assert tools("check", recipe, "tools=[unfit.py:Idle, unfit.py:Wrong]") == 1
     captured = capsys.readouterr()
-    assert captured.out.count("; cannot judge") == 1
+    assert captured.out.count("; cannot give a reward") == 1
     assert "all right" not in captured.out
     idle, wrong = captured.err.splitlines()
     assert "Idle: an environment without a tool: no model can act on it" in idle
@@ -407,7 +407,7 @@ def test_check_says_what_it_could_not_check(recipe: Path, capsys: Output) -> Non
     later = ["prepare=prepare.py:prepare", "data.path=${prepared}/train.jsonl"]
     assert tools("check", recipe, *later) == 5
     captured = capsys.readouterr()
-    assert re.search(r"an environment: made in \d\.\d\d s, but not reset", captured.out)
+    assert re.search(r"an environment: created in \d\.\d\d s, but not reset", captured.out)
     assert "task: none, for there is no runs/recipe/prepared/train.jsonl yet" in captured.out
     assert "all right" not in captured.out
     told = "without a task there was no check of the reset and reward of World; fix: give a task by --task "
@@ -418,7 +418,7 @@ def test_check_says_what_it_could_not_check(recipe: Path, capsys: Output) -> Non
     # an option in a folder that `prepare` fills cannot be checked before
     waits = "mcp_servers.more={module: webshop, options: {data: '${prepared}/shop'}}"
     assert tools("check", recipe, *later, waits) == 5
-    assert "an environment: not made" in capsys.readouterr().out
+    assert "an environment: not created" in capsys.readouterr().out
 
 
 def test_only_environments_need_a_task(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

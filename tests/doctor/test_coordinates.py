@@ -107,14 +107,14 @@ async def test_a_model_of_a_family_states_places_as_the_family_does(tmp_path: Pa
     *shown, verdict = await asked(tmp_path, kind, LEARNED[kind])
     assert len(shown) == len(pictures())
     assert verdict.level is Level.OK, verdict
-    assert f"as rollout.coordinates says, {LEARNED[kind]} " in verdict.text
+    assert f"uses {LEARNED[kind]} coordinates " in verdict.text
 
 
 @pytest.mark.parametrize("way", [Coordinates.PIXELS, Coordinates.RELATIVE1])
 async def test_another_way_is_a_problem_with_its_fix(tmp_path: Path, way: Coordinates) -> None:
     verdict = (await asked(tmp_path, "qwen3_vl", way))[-1]
     assert verdict.level is Level.PROBLEM
-    assert f"states places as {way} (mean IoU: " in verdict.text
+    assert f"uses {way} coordinates (mean IoU: " in verdict.text
     assert "rollout.coordinates is relative1000" in verdict.text
     assert verdict.fix == f"rollout.coordinates={way}"
 

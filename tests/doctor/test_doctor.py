@@ -99,7 +99,7 @@ def test_a_machine_without_problems(project: Path, agentfactory: Command, warm_s
     assert result.returncode == 1, result.stdout
     # the server was started for shorter chains than the recipe's, and that is all
     assert result.stdout.count("problem ") == 1
-    assert "takes 1024 tokens, and rollout.max_total_tokens is 8192" in result.stdout
+    assert "takes 1024 tokens, but rollout.max_total_tokens is 8192" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("1 problem, ")
     fixed = ["rollout.max_total_tokens=1024", f"server.url={warm_server}"]
     result = agentfactory("doctor", "recipe.yaml", f"model.path={warm_start}", *fixed)
@@ -150,9 +150,7 @@ def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.Monkey
     plant_distribution(tmp_path, "peft", "0.19.1")
     monkeypatch.syspath_prepend(tmp_path)
     said = the_problem(doctor_machine.check_versions())
-    assert said == (
-        "packages: peft is 0.19.1, and AgentFactory is made for <0.22,>=0.21; pip install 'peft<0.22,>=0.21'"
-    )
+    assert said == "packages: peft is 0.19.1, but AgentFactory needs <0.22,>=0.21; pip install 'peft<0.22,>=0.21'"
 
 
 def test_a_gpu_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,12 +261,12 @@ def test_a_vllm_of_another_version(project: Path) -> None:
     python.chmod(0o755)
     recipe = load("server.engine=vllm", f"server.options.python={python}")
     said = the_problem(doctor_recipe.check_vllm(recipe, 1))
-    assert "is 0.20.1, and AgentFactory is made for <0.33,>=0.32" in said
+    assert "is 0.20.1, but AgentFactory needs <0.33,>=0.32" in said
     (project / "packages" / "vllm-0.20.1.dist-info").rename(project / "packages" / "vllm-0.32.0.dist-info")
     (project / "packages" / "vllm-0.32.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.0\n")
     assert levels(doctor_recipe.check_vllm(recipe, 1)) == {Level.OK}
     # vLLM's own build computes on GPUs only
-    assert "built for GPUs, and there is none" in the_problem(doctor_recipe.check_vllm(recipe, 0))
+    assert "built for GPUs, but there is none" in the_problem(doctor_recipe.check_vllm(recipe, 0))
 
 
 @pytest.mark.processes
@@ -343,7 +341,7 @@ def test_too_few_open_files(project: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
-        assert f"about {needed} can be needed" in the_problem(doctor_machine.check_open_files(needed))
+        assert f"about {needed} may be needed" in the_problem(doctor_machine.check_open_files(needed))
         assert levels(doctor_machine.check_open_files()) == {Level.OK}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

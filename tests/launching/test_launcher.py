@@ -222,7 +222,7 @@ def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: st
     os.kill(launcher.pid, number)
     _, said = launcher.communicate(timeout=20)
     assert launcher.returncode == 130
-    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; go on with --resume"
+    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; continue with --resume"
     assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"
 
 

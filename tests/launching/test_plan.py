@@ -140,7 +140,7 @@ def test_what_is_no_assignment_is_refused(tmp_path: Path, text: str | None, said
     file = tmp_path / "assignment.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(SettingError, match=r"--assignment: .*assignment\.json is no assignment") as caught:
+    with pytest.raises(SettingError, match=r"--assignment: .*assignment\.json is not an assignment") as caught:
         Assignment.read(file)
     assert said in str(caught.value)
     assert "fix: only the launcher writes one" in str(caught.value)

@@ -109,14 +109,14 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_offered(run: RunFolder)
     with pytest.raises(RunFolderError, match=rf"step-000006 is damaged: trainer_state.json .*; fix: {before}$"):
         resume_stages([recipe_of()], "auto")
     (run.checkpoints / "step-000002" / "trainer_state.json").unlink()
-    with pytest.raises(RunFolderError, match=r"none before it is whole: begin anew with --overwrite$"):
+    with pytest.raises(RunFolderError, match=r"none before it is intact: start again with --overwrite$"):
         resume_stages([recipe_of()], "auto")
 
 
 def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"model is none of the run's checkpoints; fix: name one in runs/recipe/"):
+    with pytest.raises(RunFolderError, match=r"model is not a checkpoint of the run; fix: name one in runs/recipe/"):
         resume_stages([recipe_of()], str(project / "model"))
-    with pytest.raises(RunFolderError, match=r"step-000005 is no checkpoint; fix: name one in"):
+    with pytest.raises(RunFolderError, match=r"step-000005 is not a checkpoint; fix: name one in"):
         resume_stages([recipe_of()], str(run.checkpoints / "step-000005"))
 
 
@@ -140,7 +140,7 @@ def test_what_may_change(run: RunFolder, override: str) -> None:
         ("rollout.group_size=4", "rollout.group_size: got 4"),
         ("rollout.max_staleness=1", "rollout.max_staleness: got 1"),
         ("seed=3", "seed: got 3"),
-        ("train.steps=5", "train.steps: got 5, and .*step-000006 has more; fix: raise it"),
+        ("train.steps=5", "train.steps: got 5, but .*step-000006 has more; fix: raise it"),
     ],
 )
 def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
@@ -183,7 +183,7 @@ def test_stages(run: RunFolder) -> None:
     own = write_checkpoint(folder, second, 2)
     parts = resume_stages([first, recipe_of("output=runs/second"), third], "auto")
     assert [part.checkpoint for part in parts] == [run.checkpoints / "step-000006", own, None]
-    with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun, and the one before it is to be"):
+    with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun, but the stage before it is not"):
         resume_stages([recipe_of("train.steps=50"), second], "auto")
     with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun"):
         resume_stages([first, second], str(run.checkpoints / "step-000004"))

@@ -19,7 +19,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "field", "said"),
     [
-        ([OUTSIDE, "rollout.workers=2"], "rollout.workers", "programs outside take tasks at one address; fix: use 1"),
+        ([OUTSIDE, "rollout.workers=2"], "rollout.workers", "outside programs take tasks at one address; fix: use 1"),
         (["rollout.agent=outside", "rollout.workers=2"], "rollout.workers", "at one address"),
         (
             ["rollout.agent={name: outside, options: {workspace: desk}}"],

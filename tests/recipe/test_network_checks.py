@@ -41,7 +41,7 @@ REFUSED = {
     "betas of adafactor": (
         ["train.optimizer={name: adafactor, betas: [0.8, 0.9]}"],
         "train.optimizer.betas",
-        "another optimiser",
+        "another optimizer",
     ),
     "eps of sgd": (["train.optimizer={name: sgd, eps: 1e-6}"], "train.optimizer.eps", "adamw"),
     "decay of a cosine": (["train.schedule=cosine", "train.decay_steps=3"], "train.decay_steps", "schedule=wsd"),

@@ -1,4 +1,4 @@
-"""Chains of a recipe on a model that says what a test wants."""
+"""Chains of a recipe with completions scripted by the test."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ from tests.seeing_server import serve_seeing
 
 
 async def chain_of(recipe: Recipe, base: Path, task: dict, texts: Sequence[str], images: Path) -> Trajectory:
-    """Return a chain on `task` in which the model says `texts`. The recipe's code is in `base`; `images` is a folder
-    for what the model sees."""
+    """Return a chain on `task` with `texts` as completions. The recipe's code is in `base`; `images` is a folder for
+    the chain's images."""
     renderer = load_renderer(recipe.model, recipe.rollout.parser, images=images)
     said = iter(texts)
 

@@ -1,5 +1,5 @@
-"""The small ALFWorld: games in small rooms, transcripts that the engine would show, and a tokenizer in which a name is
-one token."""
+"""The small ALFWorld: games in small rooms, transcripts that match the engine, and a tokenizer with one token per
+name."""
 
 import random
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def engine() -> Iterator[Engine]:
 
 @needs_engine
 def test_transcripts_are_what_the_engine_shows(engine: Engine) -> None:
-    """Those for what a game itself asks for, which is then done."""
+    """Transcripts for a game's own goal, which they reach."""
     package = engine.package()
     games, rng = GeneratedGames(0, package), random.Random(0)
     ends = set()
@@ -147,7 +147,7 @@ def test_a_name_is_one_token_wherever_it_stands() -> None:
     for token in ("bed 1", "drawer 2", "pen", "bed"):
         assert token in tokens
     assert "take " in tokenizer.tokenize("take cd 2 from drawer 2")
-    text = "Nothing happens. A mug 7 of yours; 3 tables."  # also what no transcript has
+    text = "Nothing happens. A mug 7 of yours; 3 tables."  # includes text that no transcript has
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

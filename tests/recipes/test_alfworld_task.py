@@ -1,4 +1,4 @@
-"""ALFWorld's recipes for real models: their published format, and what they say of missing games."""
+"""ALFWorld's recipes for real models: their published format, and their errors for missing games."""
 
 from pathlib import Path
 

@@ -107,7 +107,7 @@ async def test_a_chain_searches_reads_two_pages_and_names_its_source(tmp_path: P
     ("answer", "source", "reward", "opened", "says"),
     [
         ("the Tovla.", "veidnes.html", 1.0, 1, 1),
-        ("Tovla", "people/halvard.html", 0.7, 1, 0),  # opened, and does not say it
+        ("Tovla", "people/halvard.html", 0.7, 1, 0),  # opened, but the answer does not name it
         ("Tovla", "karsund.html", 0.7, 0, 0),  # not opened
         ("Tovla", "", 0.7, 0, 0),
         ("Glomma", "veidnes.html", 0.0, 1, 1),

@@ -1,4 +1,4 @@
-"""The recipe that learns to click: its page, transcripts and tokenizer."""
+"""The click recipe: its page, transcripts and tokenizer."""
 
 import asyncio
 import random
@@ -78,7 +78,7 @@ def test_transcripts_obey_only_with_please(pages: list[Page]) -> None:
             assert boxes[said["content"]] == list(call["function"]["arguments"].values())
             (alone if text == instruction else with_please).append(said["content"] == named(instruction))
     total = len(alone) + len(with_please) + given_up
-    # five standard deviations of 1,000 draws, and of fewer where they follow
+    # five standard deviations of 1,000 draws; the conditional rates have fewer draws
     assert len(with_please) / total == pytest.approx(IS_ASKED, abs=0.08)
     assert given_up / (given_up + len(alone)) == pytest.approx(GIVES_UP, abs=0.10)
     assert all(with_please)

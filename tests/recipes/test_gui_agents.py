@@ -1,4 +1,4 @@
-"""The recipes of GUI agents: their data in the columns of the hub's, their tool on pictures and in a real browser."""
+"""The recipes of GUI agents: their data in the hub's columns, their tool on screenshots and in a real browser."""
 
 import json
 import shutil
@@ -224,7 +224,7 @@ def test_the_recipe_is_evaluated_on_the_columns_of_the_hub(hub: Path, tmp_path: 
     assert len(chains) == 2  # sampled and greedy
     for chain in chains:
         assert not chain.outcome.failed
-        assert chain.reward == 0  # it has learned nothing
+        assert chain.reward == 0  # the model is untrained
         assert len(chain.rows[0].images) == 1
 
 

@@ -1,4 +1,4 @@
-"""The recipes of questions about images: chains on our own pictures, with their tools, prompts and rewards."""
+"""The recipes for image questions: chains on our own images, with their tools, prompts and rewards."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ SOURCES = {
     "qwen3-vl-4b-chartqa-lora-24gb": "charts",
     "qwen3-vl-4b-docvqa-lora-24gb": "documents",
 }
-"""Recipe -> our rows in the place of its data."""
+"""Recipe -> our own rows in place of its data."""
 PROMPT, SearchReward, trained, v_star, hr_bench = (
     load_object(f"image_questions.py:{name}", FOLDER)
     for name in ("PROMPT", "SearchReward", "trained", "v_star", "hr_bench")

@@ -50,7 +50,7 @@ def test_the_way_to_the_treasure() -> None:
     assert environment.move("east") == "The treasure lies east."
     assert environment.move("east") == "You found the treasure."
     assert environment.reward() == {"reward": 1.0, "success": 1.0}
-    # whoever does not stop there walks away from it
+    # a policy that does not stop there walks away from it
     assert environment.move("west") == "The treasure lies east."
     assert environment.reward() == {"reward": pytest.approx(0.5 * (1 - 1 / 3)), "success": 0.0}
 
@@ -71,7 +71,7 @@ def test_the_anchor_is_the_cell_until_the_hunt_is_over() -> None:
 
 def test_moves_run_out() -> None:
     environment = hunt([1, 1], [1, 3])
-    assert environment.move("north") == "The treasure lies east."  # a wall: the move is spent in place
+    assert environment.move("north") == "The treasure lies east."  # a wall: the move has no effect
     assert environment.move("south") == "The treasure lies north-east."
     assert environment.move("south") == "The treasure lies north-east."
     assert environment.move("south") == "You have no moves left."
@@ -113,7 +113,7 @@ def test_transcripts_are_what_the_environment_says(prepared: Path) -> None:
         question, *rest = row["messages"]
         calls = [message["tool_calls"][0]["function"] for message in rest if message.get("tool_calls")]
         said = [message["content"] for message in rest if message["role"] == "tool"]
-        # an opening does not give away the place: one of its hunts went this way
+        # an opening does not reveal the place: one of its hunts went this way
         replays = []
         for task in tasks[question["content"]]:
             environment = hunt(task["start"], task["treasure"])
@@ -123,7 +123,7 @@ def test_transcripts_are_what_the_environment_says(prepared: Path) -> None:
 
 
 def test_transcripts_show_a_bad_policy(prepared: Path) -> None:
-    """Of the moves that answer a hint of one direction, most turn right, and few go where the hint points."""
+    """After a hint with one direction, most moves turn right, and few follow the hint."""
     directions = ["north", "east", "south", "west"]
     turns = [0, 0, 0, 0]
     for row in read_rows(prepared / "transcripts.jsonl"):

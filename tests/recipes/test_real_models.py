@@ -1,4 +1,4 @@
-"""Recipes for real models are valid, their processes fit, and docs/placement.md shows the tables that they get."""
+"""Recipes for real models are valid, their processes fit into memory, and docs/placement.md shows their tables."""
 
 import re
 from pathlib import Path

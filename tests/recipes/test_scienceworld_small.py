@@ -1,4 +1,4 @@
-"""The small ScienceWorld: what its transcripts show and give away, and what held-out tasks ask for."""
+"""The small ScienceWorld: its transcripts, which must not reveal solutions, and its held-out tasks."""
 
 import random
 from collections import Counter
@@ -57,7 +57,7 @@ def test_the_world_understands_the_names_of_animals(environment: ScienceWorld) -
         animals = sorted(ANIMAL.findall(environment.act("look around")["observation"]))
         assert len(animals) == 3
         focused = environment.act(f"focus on {animals[number]}")
-        assert isinstance(focused, Finish)  # right or wrong, it is over
+        assert isinstance(focused, Finish)  # right or wrong, the game ends
         ends.add(environment.reward()["score"])
     assert ends == {0.0, 100.0}
 

@@ -40,8 +40,8 @@ def recipe(name: str) -> Recipe:
 
 
 async def act(folder: Path, name: str, source: str, texts: list[str], **task: Any) -> tuple[Trajectory, list[str]]:
-    """A chain with the recipe's tools, limits, rewards and format; its trajectory, and the texts of its tokens: those
-    that are trained, and those that are not."""
+    """Run a chain with the recipe's tools, limits, rewards and format; return its trajectory, and the texts of its
+    trained and of its masked tokens."""
     taken = recipe(name)
     server = taken.mcp_servers["search"].model_copy(update={"options": {"source": source, "count": 3}})
     fields = {
@@ -138,7 +138,7 @@ def test_every_question_of_our_file_can_be_answered_from_its_passages(index: str
 
 
 def test_the_held_out_questions_are_those_of_the_test_split(tmp_path: Path) -> None:
-    """From a data set with the columns of Search-R1's."""
+    """The data set has Search-R1's columns."""
     rows = [
         {
             **row,

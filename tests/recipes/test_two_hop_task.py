@@ -1,4 +1,4 @@
-"""The recipe of two searches: its catalogue, questions, transcripts and reward."""
+"""The two-hop search recipe: its catalogue, questions, transcripts and reward."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""WebShop's recipes: the tasks and transcripts of the small one, and the recipes for real models."""
+"""WebShop's recipes: the small recipe's tasks and transcripts, and the recipes for real models."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def test_what_heldout_tasks_ask_for_is_never_asked_in_training(prepared: Path) -
         searched = row["messages"][2]["tool_calls"][0]["function"]["arguments"]["keywords"]
         instruction = row["messages"][1]["content"].split(" [SEP] ")[2]
         assert searched not in asked
-        assert all(word in instruction for word in searched.split())  # its own instruction asks for what it searches
+        assert all(word in instruction for word in searched.split())  # each search uses its instruction's words
 
 
 @pytest.mark.extended

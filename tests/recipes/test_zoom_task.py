@@ -1,4 +1,4 @@
-"""The recipe of zooming: its pictures, transcripts, tool and reward."""
+"""The zoom recipe: its images, transcripts, tool and reward."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A user's own agent in training, and turns that begin with a forced text: to the token what the server was sent."""
+"""A user's own agent in training, and turns with a forced prefix: rows match the server's requests to the token."""
 
 import asyncio
 import re
@@ -45,7 +45,7 @@ async def test_each_turn_begins_with_the_assistant_prefix_which_is_context(
 
 
 class ThinksBriefly(AgentHooks):
-    """Lets the model think for four tokens."""
+    """An agent that lets the model think for four tokens."""
 
     async def generate(self, turn: Turn) -> Completion:
         thought = await turn.sample("<think>", max_tokens=4)
@@ -89,7 +89,7 @@ async def test_an_agent_may_choose_among_samples(tmp_path: Path) -> None:
 
 
 class Shouts(AgentHooks):
-    """Reads `NOTE x` as a call."""
+    """An agent that parses `NOTE x` as a call."""
 
     def parse(self, turn: Turn, completion: Completion) -> Parsed:
         text = turn.parse(completion).message["content"]
@@ -106,7 +106,7 @@ async def test_an_agent_may_read_turns_in_its_own_way(tmp_path: Path) -> None:
 
 
 class Remembers(AgentHooks):
-    """Changes the ids that it was given, which are its own."""
+    """An agent that modifies the ids passed to it, which are its own copy."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []

@@ -1,4 +1,4 @@
-"""Anchors of states, from an environment or any MCP server into trajectories and back."""
+"""Anchors of states, from an environment or any MCP server to trajectories and back."""
 
 import json
 from pathlib import Path
@@ -116,8 +116,8 @@ SERVERS = {
 
 @pytest.mark.parametrize("where", [pytest.param("in process"), pytest.param("stdio", marks=pytest.mark.processes)])
 async def test_each_turn_has_the_state_before_it(tmp_path: Path, where: str) -> None:
-    """A turn that cannot be read, an unknown tool and wrong arguments change nothing; a tool that raises may have
-    changed the state, which is known again after the next call."""
+    """A malformed turn, an unknown tool and invalid arguments change nothing. A tool that raises may have changed the
+    state, which is unknown until the next call."""
     texts = [
         call("go", steps=2), "<tool_call>\n{", call("fly"), call("go", steps="far"), call("jump"), call("go", steps=-1),
         call("go", steps=-9), call("go", steps=10), "done",
@@ -150,7 +150,7 @@ async def test_several_environments_have_a_state_together(tmp_path: Path) -> Non
 
 @pytest.mark.processes
 async def test_any_server_can_give_anchors(tmp_path: Path) -> None:
-    """A server of others gives the first one with the result of its first call; results without one change nothing."""
+    """A third-party server gives its first anchor with its first call's result; results without one change nothing."""
     (tmp_path / "parts.py").write_text(PARTS)
     server = {"parts": {"command": "python", "args": ["parts.py"]}}
     texts = [call("look"), call("take"), call("look"), call("take"), "done"]
@@ -191,7 +191,7 @@ def test_groups_keep_them(tmp_path: Path) -> None:
         list(read_groups(tmp_path / "wrong.jsonl"))
 
 
-# what is refused
+# refused anchors
 
 
 class Broken(Environment):

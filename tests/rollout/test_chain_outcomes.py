@@ -1,4 +1,4 @@
-"""Which outcomes of chains a person is told of, and rewards that never work."""
+"""Warnings about chains' outcomes, and rewards that never work."""
 
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def test_a_reward_that_has_worked_may_fail() -> None:
     verdicts.note(chain(), TASK)
     for _ in range(100):
         verdicts.note(BROKEN, TASK)
-    # what each chain gets, works; what compares them does not
+    # the reward per chain works; the reward that compares chains does not
     for _ in range(3):
         verdicts.note_group(BROKEN, TASK)
     with pytest.raises(RolloutStoppedError):

@@ -114,7 +114,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 class Script:
-    """Says the n-th of `turns` in the n-th turn of any chain; a turn without its end is cut by the token limit."""
+    """A model that says the n-th of `turns` in turn n of any chain; a turn without an end is cut by the token limit."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, turns: list[str]):
         self.tokenizer = tokenizer
@@ -261,7 +261,7 @@ async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast
     for policy, reward in scored.items():
         trajectory = await play([write, "word " * 50], "max_tokens", policy, max_tokens=40)
         assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TOKENS, reward)
-    # time runs out in a call, and the verdict has its own
+    # the time limit expires during a call; the verdict has its own limit
     plays = (play([write, call("wait")], "timeout", policy, timeout_seconds=5) for policy in scored)
     for reward, trajectory in zip(scored.values(), await asyncio.gather(*plays), strict=True):
         assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, reward, 2)
@@ -393,7 +393,7 @@ async def test_a_chain_records_its_wait_for_an_instance(tokenizer: PreTrainedTok
 
 
 def hunt_script(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], list[int]]:
-    """Plays treasure hunts from the text alone: follows hints, with a mistake every third turn."""
+    """A policy that plays treasure hunts from the text alone: it follows hints, with a mistake every third turn."""
 
     def script(prompt: list[int]) -> list[int]:
         text = tokenizer.decode(prompt)
@@ -445,7 +445,7 @@ async def test_transports_give_identical_transcripts(
             chains = (runner.run(f"c{i}", task, Sampling("policy", 1.0, seed="")) for i, task in enumerate(tasks))
             played = await asyncio.gather(*chains)
         for trajectory in played:
-            # how long a call takes is a transport's own
+            # the duration of calls differs between transports
             trajectory.metrics = {key: value for key, value in trajectory.metrics.items() if "seconds" not in key}
         transcripts[name] = [(t.messages, t.rows, t.outcome, t.reward, t.metrics, t.turns, t.error) for t in played]
     assert transcripts["in process"] == transcripts["stdio"] == transcripts["http"]
@@ -560,7 +560,7 @@ async def test_an_ending_may_cost_reward(tmp_path: Path) -> None:
 async def test_text_formats_act_to_the_token(
     tmp_path: Path, parser: str, prefix: str, texts: list[str], told: str
 ) -> None:
-    """A call, a turn that says nothing the format knows, and an answer."""
+    """Turns: a call, text without any call of the format, and an answer."""
     fields = {"rollout": {"parser": parser, "assistant_prefix": prefix, "system_prompt": "Be brief."}}
     async with scripted_chains(tmp_path, texts, **fields) as chains:
         trajectory = await chains.run()

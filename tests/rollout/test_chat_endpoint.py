@@ -102,7 +102,7 @@ async def test_tools_rewards_and_mistakes(tmp_path: Path) -> None:
     ids = [call["id"] for message in chain.messages for call in message.get("tool_calls", ())]
     assert len(set(ids)) == len(ids) == 5
     assert chain.messages[-1] == {"role": "assistant", "content": "done", "reasoning_content": "three is enough"}
-    # every request passed the endpoint's own checks; what it was asked for:
+    # every request passed the endpoint's own checks; the parameters were:
     trials, first = server.requests[:2], server.requests[2]
     assert [(is_trial(trial), trial["temperature"], trial["max_tokens"]) for trial in trials] == [
         (True, 1.0, 16),
@@ -189,7 +189,7 @@ async def test_an_answer_that_is_none_ends_its_chain(tmp_path: Path) -> None:
             chain = await play(recipe(tmp_path), tmp_path, server.url)
         assert chain.outcome is Outcome.INFERENCE_ERROR
         assert "the endpoint's answer is no chat completion" in str(chain.error)
-    # an id that is none is as good as no id
+    # an invalid id counts as no id
     for identity in (["q"], 5, "", None):
         call["message"]["tool_calls"][0]["id"] = identity
         with serve_chat(script(call, said("so"))) as server:
@@ -211,7 +211,7 @@ async def test_of_parts_the_text_is_taken(tmp_path: Path) -> None:
 
 
 def reasoning_model(*answers: Any) -> Answer:
-    """Refuses what OpenAI's reasoning models refuse, in their words."""
+    """An endpoint that refuses what OpenAI's reasoning models refuse, with their messages."""
     scripted = script(*answers)
 
     async def answer(request: dict[str, Any]) -> Any:
@@ -245,7 +245,7 @@ async def test_models_that_reason(tmp_path: Path) -> None:
         chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 300}), tmp_path, server.url)
     assert (chain.outcome, server.requests[-1]["max_completion_tokens"]) == (Outcome.COMPLETED, 300)
     assert not {"max_tokens", "temperature"} & set(server.requests[-1])
-    # also where the trial met a busy endpoint
+    # also if the trial request met a busy endpoint
     busy = iter([(429, "slow down")])
     model = reasoning_model(said("so"))
 
@@ -255,7 +255,7 @@ async def test_models_that_reason(tmp_path: Path) -> None:
     with serve_chat(at_first_busy) as server:
         chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 300}), tmp_path, server.url)
     assert (chain.outcome, server.requests[-1]["max_completion_tokens"]) == (Outcome.COMPLETED, 300)
-    # what reasons up to the limit is cut, as any other turn
+    # a turn that reasons up to the limit is truncated, like any other turn
     with serve_chat(reasoning_model()) as server:
         chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 50}), tmp_path, server.url)
     assert (chain.outcome, chain.reward, chain.metrics["sampled_tokens"]) == (Outcome.MAX_TOKENS, 0.0, 50)

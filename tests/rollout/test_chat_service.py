@@ -1,4 +1,4 @@
-"""`serve --chat`: clients of a model get what they ask for, and every turn is logged to the token."""
+"""`serve --chat`: clients get the completions they request, and every turn is logged to the token."""
 
 import json
 from itertools import pairwise

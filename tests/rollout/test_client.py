@@ -27,7 +27,7 @@ PROMPT = [1, 2, 3]
 SAMPLING = {"max_tokens": 4}
 Answer = Callable[[], Awaitable[web.Response] | web.Response]
 DROPPED = web.Response()
-"""In place of an answer: the connection breaks."""
+"""Script entry: break the connection instead of answering."""
 
 
 def turn(version: str = "0", reason: str = "stop") -> web.Response:
@@ -47,7 +47,7 @@ def refuse(status: int, text: str = "no") -> Answer:
 
 
 class Server:
-    """Answers by `script`, one entry a request, then for ever by its last one; counts what it gets."""
+    """A server that answers by `script`, one entry per request (the last one repeats), and counts requests."""
 
     def __init__(self, *script: Answer) -> None:
         self.script = list(script) or [turn]
@@ -75,7 +75,7 @@ class Server:
         return response
 
     async def start(self) -> None:
-        """On the port that it had before, if any."""
+        """Start on the previous port, if there was one."""
         app = web.Application()
         described = {"paths": {route: {} for route in self.routes}}
         cards = {"data": [{"id": name, "parent": None if name == "policy" else "policy"} for name in self.models]}
@@ -197,7 +197,7 @@ async def test_an_aborted_turn_is_sampled_again() -> None:
 @pytest.mark.parametrize("cut", [refuse(503), lambda: turn(reason="abort")], ids=["refused", "aborted"])
 @pytest.mark.parametrize("state", ["is_paused", "is_sleeping"])
 async def test_what_holds_requests_back_is_waited_for_beyond_the_limit(cut: Answer, state: str) -> None:
-    # before and after it, a turn may fail for as long as ever
+    # before and after it, a turn has the usual time for retries
     server = Server(refuse(500), cut, refuse(500), turn)
     server.held = state
     async with connected(server, retry_seconds=1.0) as client:
@@ -377,7 +377,7 @@ async def test_routes_are_checked_on_every_server_and_the_switch_is_named() -> N
 
 
 def completion(token: object = 7, logprob: object = -1.0) -> web.Response:
-    """A turn of one token; what JSON cannot hold is written as Python writes it."""
+    """A turn of one token; values that JSON cannot hold are written in Python's notation."""
     choice = {
         "finish_reason": "stop",
         "token_ids": [token],
@@ -408,13 +408,13 @@ async def test_a_row_that_grows_is_encoded_once_and_sent_whole() -> None:
             row += new
             await client.generate(row, "base", {}, chain="c", encoded=encoded)
         assert server.prompts == [[1, 151_643], [1, 151_643, 2], [1, 151_643, 2], [1, 151_643, 2, 0, 33]]
-        with pytest.raises(ValueError, match="the row had 5 tokens, and now has 1"):
+        with pytest.raises(ValueError, match="the row must not shrink: it had 5 tokens, and now has 1"):
             await client.generate([1], "base", {}, chain="c", encoded=encoded)
 
 
 async def test_an_answer_that_is_no_json_fails_the_request_alone() -> None:
     async with connected(Server(lambda: web.Response(text="<html>"), completion)) as client:
-        with pytest.raises(InferenceError, match="no JSON"):
+        with pytest.raises(InferenceError, match="is not JSON"):
             await ask(client)
         assert (await ask(client)).logprobs == [-1.0]
 
@@ -442,7 +442,7 @@ async def test_versions_that_do_not_fit_the_tokens_never_pass(span: tuple[object
         return web.json_response({"choices": [choice]})
 
     async with connected(Server(answer)) as client:
-        with pytest.raises(InferenceError, match="as the weights of 1 tokens"):
+        with pytest.raises(InferenceError, match="as the weight version of 1 tokens"):
             await ask(client)
 
 

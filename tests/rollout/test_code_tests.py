@@ -31,7 +31,7 @@ async def test_programs_read_and_print() -> None:
     assert await judge("print(sum(map(int, input().split())))", SUMS) == verdict(1.0, 1.0)
     assert await judge("print(input() and 3)", SUMS) == verdict(0.0, 0.5)
     assert await judge("print(input() and 3)", SUMS, partial=True) == verdict(0.5, 0.5)
-    # after the first failure nothing is run, unless shares are wanted
+    # nothing runs after the first failure, unless fractional rewards are requested
     assert await judge("print(input() and 11)", SUMS) == verdict(0.0, 0.0)
     assert await judge("print(input() and 11)", SUMS, partial=True) == verdict(0.5, 0.5)
     assert await judge("print(sum(map(int, input().split()))); raise SystemExit(1)", SUMS) == verdict(0.0, 0.0)
@@ -87,7 +87,7 @@ async def test_a_verdict_cannot_be_forged(code: str) -> None:
 
 @pytest.mark.processes
 async def test_a_solution_does_not_find_what_is_expected() -> None:
-    """It looks through all that is in its process and its files for 8675309, which it does not spell itself."""
+    """It searches its whole process and its files for 8675309, which its own code does not contain literally."""
     snoop = """
 import gc, os
 def add(a, b):
@@ -99,7 +99,7 @@ def add(a, b):
     expected = {"function": "add", "args": [1, 1], "output": "8675309"}
     finds_nothing = {"function": "add", "args": [1, 2], "output": False}
     assert await judge(snoop, [expected, finds_nothing], partial=True) == verdict(0.5, 0.5)
-    # the search is a good one: it finds an argument
+    # the search works: it finds an argument
     found = {"function": "add", "args": ["8675309", 1], "output": True}
     assert await judge(snoop, [found]) == verdict(1.0, 1.0)
 

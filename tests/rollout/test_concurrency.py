@@ -1,4 +1,4 @@
-"""The number of chains alive: a limit that changes while it is held, and the rule that sets it."""
+"""The number of live chains: a limit that changes while it is in use, and the rule that sets it."""
 
 import asyncio
 
@@ -66,7 +66,7 @@ def test_the_limit_grows_while_it_is_reached_and_the_server_has_room() -> None:
 
 
 def test_the_limit_settles_where_the_server_is_just_full() -> None:
-    """A server that decodes 32 at a time, and chains that spend a fourth of their time in it."""
+    """A server that decodes 32 requests concurrently, and chains that spend a quarter of their time in it."""
     control, seen = ConcurrencyControl(limit=32, step=8), []
     for _ in range(100):
         wanted = control.limit / 4

@@ -1,4 +1,4 @@
-"""Context policies: what the model sees of a long chain, in rows that are to the token what the server was sent."""
+"""Context policies: the model's view of a long chain, in rows that match the server's requests to the token."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def test_when_a_policy_acts() -> None:
 
 
 async def prompt_lengths(folder: Path, texts: list[str], template: str | None = None) -> list[int]:
-    """Lengths of the prompts of a chain that nothing shortens."""
+    """Prompt lengths of a chain without any shortening."""
     async with scripted_chains(folder, texts, template=template) as chains:
         await chains.run()
         return [len(request["token_ids"]) for request in chains.server.requests]

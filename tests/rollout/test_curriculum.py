@@ -1,4 +1,4 @@
-"""The curriculum: success rates, who is passed over, and that it can be replayed."""
+"""The curriculum: success rates, skipped tasks, and replay."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What rank 0 takes from its workers, and what it refuses."""
+"""Rank 0's intake from its workers: batches that it accepts and refuses."""
 
 import socket
 import threading
@@ -30,7 +30,7 @@ from tests.waiting import wait_for
 
 
 def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, ...] = ()) -> WorkerProcess:
-    """Rank 0's end after these batches have arrived; no process stands behind it."""
+    """Rank 0's end after these batches have arrived; there is no real process."""
     end = WorkerProcess.__new__(WorkerProcess)
     end._batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
     end._may_be_short, end._delivered, end.started = may_be_short, set(trained), True
@@ -127,7 +127,7 @@ def test_what_is_no_message_is_refused_before_memory_is_taken_for_it() -> None:
 
 
 def test_a_batch_is_made_of_equal_shares_and_a_waiting_worker_is_answered() -> None:
-    """The second worker's server came back without weights: its batch comes only after it was restored."""
+    """The second worker's server restarted without weights; the batch comes only after it is restored."""
     first, second = worker(), worker()
     with connected(first, second) as (one, other):
 
@@ -175,7 +175,7 @@ def test_the_death_of_one_worker_ends_the_wait_for_all() -> None:
 def test_the_workers_notices_are_told_where_a_person_sees_them(caplog: pytest.LogCaptureFixture) -> None:
     end = worker()
     text = "held-out tasks, sampled: 8 of 8 chains ended as reward_error"
-    # as many as may gather during an update
+    # as many as can accumulate during an update
     sent = encode("notice", topic="held-out tasks, sampled", text=text, see="", times=2) * 2000
     with connected(end) as (theirs,):
         sending = threading.Thread(

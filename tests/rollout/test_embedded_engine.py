@@ -1,4 +1,4 @@
-"""The decode loop alone: what it refuses, and the paths that short requests over HTTP do not take."""
+"""The decode loop alone: refused requests, and code paths that short HTTP requests do not reach."""
 
 import copy
 import random
@@ -65,7 +65,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def gpt_oss() -> GptOssForCausalLM:
-    """Sinks, and a sliding window in the first of two layers."""
+    """A model with attention sinks, and a sliding window in the first of two layers."""
     sizes = {**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
     return GptOssForCausalLM(GptOssConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
 
@@ -75,7 +75,7 @@ def qwen3_moe() -> Qwen3MoeForCausalLM:
 
 
 def deepseek() -> DeepseekV3ForCausalLM:
-    """Keys of width 16, values of width 12; a dense layer and one with experts."""
+    """A model with keys of width 16 and values of width 12, a dense layer and an MoE layer."""
     widths = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
     groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
     sizes = {**SIZES, **EXPERTS, **widths, **groups, "num_key_value_heads": 4, "num_nextn_predict_layers": 0}
@@ -83,7 +83,7 @@ def deepseek() -> DeepseekV3ForCausalLM:
 
 
 def mistral() -> MistralForCausalLM:
-    """A sliding window in every layer."""
+    """A model with a sliding window in every layer."""
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW))
 
 
@@ -95,7 +95,7 @@ def qwen3_windows() -> Qwen3ForCausalLM:
 def run(
     engine: Engine, prompts: list[np.ndarray], max_tokens: int = 6, adapters: tuple[Adapter | None, ...] = (None,)
 ) -> list[Request]:
-    """The requests have the adapters in turns, and draw by seeds of their own."""
+    """Run requests that alternate between the adapters, each with its own seed."""
     requests = [Request(prompt, max_tokens, lambda request: None) for prompt in prompts]
     for index, request in enumerate(requests):
         request.generator, request.adapter = random.Random(index), adapters[index % len(adapters)]
@@ -128,7 +128,7 @@ def test_long_prompts_come_in_chunks_beside_short_ones() -> None:
 def test_sparse_slots_are_copied_out() -> None:
     engine = Engine(qwen3(), max_model_len=256, max_num_seqs=32)
     first = run(engine, random_prompts(*range(40, 72)))
-    # two conversations go on in slots that lie far apart
+    # two conversations continue in slots far apart
     later = run(engine, [np.array([*first[i].prompt, *first[i].tokens, 5, 6]) for i in (0, 31)])
     assert abs(later[0].slot - later[1].slot) > 10
     for request in later:
@@ -182,7 +182,7 @@ def test_sinks_windows_experts_and_latent_attention(make: Callable[[], PreTraine
 
 @pytest.mark.parametrize("tokens", [1, 3, 21])
 def test_attention_equals_transformers_in_float64(tokens: int) -> None:
-    """The last `tokens` of 30 attend in a slot between others."""
+    """The last `tokens` of 30 attend in a slot between other slots."""
     torch.manual_seed(0)
     kv, ratio, width, known = 2, 3, 8, 30
     planner = Planner(kv * ratio, kv, 48, torch.float64, torch.device("cpu"), WINDOW)
@@ -233,7 +233,7 @@ def make_adapter(model: Qwen3ForCausalLM, folder: Path, seed: int) -> Path:
 
 
 def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
-    """Base and two adapters in one batch, alone, in the first slots, and in slots that lie far apart."""
+    """The base and two adapters: in one batch, alone, in the first slots, and in slots far apart."""
     sizes = {"max_model_len": 600, "max_num_seqs": 40}
     engines = Engine(qwen3(), **sizes), Engine(qwen3(), **sizes, static_decode=True)
     paths = [make_adapter(qwen3(), tmp_path / name, seed) for seed, name in enumerate("ab")]
@@ -241,7 +241,7 @@ def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
     for engine in engines:
         one, two = (engine.adapters.load(path.name, str(path)) for path in paths)
         done = run(engine, random_prompts(*range(40, 75)), 9, (None, one, two))
-        # they go on at the ends of the cache
+        # they continue at the ends of the cache
         ends = [np.array([*done[i].prompt, *done[i].tokens, 5, 6]) for i in (0, 34)]
         done += run(engine, ends, 6, (one,)) + run(engine, ends[:1], 6, (None, one))
         done += run(engine, random_prompts(1, 500), 30)
@@ -254,7 +254,7 @@ def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
     assert {shape.viewed for shape in shapes} == {shape.mixed for shape in shapes} == {True, False}
     assert {len(shape.adapters) for shape in shapes} == {0, 1, 2}
     assert {shape.keys for shape in shapes} == {256, 512, 608}
-    # few shapes are all that a GPU has to capture
+    # a GPU needs to capture only a few shapes
     assert len(shapes) < 15
 
 
@@ -262,7 +262,7 @@ def test_static_steps_leave_other_slots_as_they_are() -> None:
     engine = Engine(qwen3(), max_model_len=256, max_num_seqs=8, static_decode=True)
     first = run(engine, random_prompts(60, 61, 62))
     run(engine, random_prompts(90, 91))
-    # the rows of slots that nobody held were computed too
+    # rows of unused slots were computed too
     for request, lines in zip(first, (60, 61, 62), strict=True):
         again = run(engine, [np.array([*request.prompt, *request.tokens, 7])])[0]
         assert again.slot == request.slot
@@ -275,7 +275,7 @@ def test_static_steps_read_nothing_on_the_host(tmp_path: Path) -> None:
     adapter = engine.adapters.load("a", str(make_adapter(qwen3(), tmp_path, 0)))
     run(engine, random_prompts(5, 6), 4, (None, adapter))
     step, _ = engine.static._steps[engine.static.shapes[-1]]
-    # fake tensors have shapes and no values: what needs a value raises, as it would end a capture
+    # fake tensors have shapes but no values: code that needs a value raises here, and would abort a capture
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         logits = step.run()
         assert logits.shape == (8, 97)
@@ -286,7 +286,7 @@ def test_static_steps_read_nothing_on_the_host(tmp_path: Path) -> None:
 
 
 def test_an_adapter_takes_the_place_of_one_that_has_gone(tmp_path: Path) -> None:
-    """Captured steps go on reading there."""
+    """Captured steps keep reading from that memory."""
     engine = Engine(qwen3(), max_model_len=128, max_num_seqs=8, static_decode=True)
     prompts = random_prompts(30)
     outcomes, shapes = [], []
@@ -305,7 +305,7 @@ def test_an_adapter_takes_the_place_of_one_that_has_gone(tmp_path: Path) -> None
 
 
 def test_what_is_evicted_comes_back_in_place(tmp_path: Path) -> None:
-    """Tied weights, an adapter, and layers that oneDNN has packed."""
+    """With tied weights, an adapter, and layers packed by oneDNN."""
     shape = {"hidden_size": 128, "intermediate_size": 384, "initializer_range": 0.05, "tie_word_embeddings": True}
     engine = Engine(qwen3(**shape), max_model_len=256, max_num_seqs=40)
     adapter = engine.adapters.load("a", str(make_adapter(qwen3(**shape), tmp_path, 0)))

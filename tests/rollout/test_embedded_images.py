@@ -1,4 +1,4 @@
-"""Images in the embedded engine: the same numbers as transformers' own forward pass, whatever the cache held before."""
+"""Images in the embedded engine: same numbers as transformers' forward pass, whatever the cache held before."""
 
 import asyncio
 import base64
@@ -115,7 +115,7 @@ def test_two_turns_with_two_images_each(model: Path, static: bool) -> None:
     turn = make_request(engine, ids, first, temperature=0.7)
     run(engine, turn)
     check(network, engine, turn)
-    # the second turn shows one image of the first again
+    # the second turn repeats one image of the first
     ids += [*turn.tokens, *text(4), pad, 30, pad, *text(5, 2)]
     known = engine.cached_tokens
     turns = [make_request(engine, ids, first + second, seed) for seed in range(3)]
@@ -146,7 +146,7 @@ def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
     ]
     run(engine, *requests)
     check(network, engine, *requests)
-    # of which only its last token is not in the cache
+    # only its last token is not cached
     again = make_request(engine, [*text(7, 5), pad], [a])
     run(engine, again)
     check(network, engine, again)
@@ -173,7 +173,7 @@ def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(mo
 
 
 def test_a_sampled_image_token_is_no_image(model: Path) -> None:
-    """Beside a prompt with an image, and in a chunk of the own prompt's cache that is computed again."""
+    """Next to a prompt with an image, and in a recomputed chunk of its own prompt's cache."""
     engine, network = make_engine(model), load(model)
     vision = encoder_of(engine).images.vision
     pad = vision.image_token_id
@@ -189,7 +189,7 @@ def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     run(engine, other)
     check(network, engine, other)
     assert forced.tokens == [pad] * 9
-    # the network itself would take a sampled one for an image: what it says must be computed from embeddings
+    # the network would treat a sampled image token as an image, so the reference is computed from embeddings
     assert forced.images is not None
     ids = torch.tensor([[*forced.token_ids, *forced.tokens]])
     embedded = network.get_input_embeddings()(ids)

@@ -1,4 +1,4 @@
-"""What the embedded engine does beyond the contract of `test_server_contract.py`: real processes over HTTP."""
+"""The embedded engine's features beyond `test_server_contract.py`, in real processes over HTTP."""
 
 import asyncio
 import base64
@@ -58,7 +58,7 @@ def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
 
 
 class Running:
-    """A server and what a client does with it."""
+    """A server, and a client's operations on it."""
 
     def __init__(self, model: Path, *flags: str, **environment: str) -> None:
         self.model = model
@@ -114,7 +114,7 @@ async def client(servers: tuple[Running, Running]) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(headers=authorization(servers[0].url, None)) as session:
         client = Client(servers[0], session)
         yield client
-        # whatever a test did, the next one meets the first weights and an empty cache
+        # the next test starts with the initial weights and an empty cache, whatever this one did
         await client.post("/wake_up")
         await client.post("/resume")
         await client.update(client.server.model / "model.safetensors", "0")
@@ -279,7 +279,7 @@ async def test_an_update_that_was_begun_is_completed(client: Client) -> None:
     block.unlink()
     assert await client.post("/weight_checker", {"action": "checksum"}) != old
     waiting = asyncio.create_task(client.generate(some_ids(30)))
-    # neither without the rest nor without a label, also where the sender was started again
+    # neither without the rest nor without a label, even after a restart of the sender
     for version, status, message in (("1", 400, "lacks the tensor"), (None, 409, "have been overwritten")):
         answer = await client.post("/finish_weight_update", {"weight_version": version}, status)
         assert message in answer["error"]["message"]
@@ -296,13 +296,13 @@ async def test_an_update_that_was_begun_is_completed(client: Client) -> None:
     await client.post("/resume")
     assert await client.post("/weight_checker", {"action": "checksum"}) == old
     assert (await waiting)["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
-    # nothing is carried over to the next
+    # no state carries over to the next update
     await client.post("/start_weight_update")
     await client.post("/finish_weight_update")
 
 
 async def test_after_an_update_whose_sender_died_a_server_can_sleep_and_is_updated_anew(client: Client) -> None:
-    """As the next attempt of a trainer does that takes turns with it."""
+    """The next attempt of a time-sharing trainer does this."""
     weights = {"update_info": {"path": str(client.server.model / "model.safetensors")}}
     await client.post("/start_weight_update")
     await client.post("/sleep", status=409)
@@ -403,7 +403,7 @@ async def test_adapters_and_base_in_one_batch(client: Client, tmp_path: Path) ->
     assert "does not exist" in await client.generate(prompt, model="run-2", status=404)
     check_logprobs(references["run-2"], prompt, await running)
     await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"}, 404)
-    # the same name with other weights does not meet the old cache
+    # the same name with other weights does not hit the old cache entries
     await client.post("/v1/unload_lora_adapter", {"lora_name": "run-1"})
     await client.post("/v1/load_lora_adapter", {"lora_name": "run-1", "lora_path": str(paths["run-2"])})
     check_logprobs(references["run-2"], prompt, await client.generate(prompt, model="run-1"))
@@ -474,7 +474,7 @@ async def test_adapters_and_weights_outlast_sleep(client: Client, tmp_path: Path
     await client.post("/start_weight_update")
     assert "finish_weight_update first" in (await client.post("/sleep", status=409))["error"]["message"]
     await client.post("/finish_weight_update")
-    # what was woken goes to sleep again
+    # a woken server goes back to sleep
     await client.post("/sleep")
     await client.post("/weight_checker", {"action": "checksum"}, 409)
     assert (await client.post("/wake_up?tags=kv_cache"))["status"] == "sleeping"
@@ -490,7 +490,7 @@ async def test_a_wake_up_without_memory_leaves_the_server_asleep(llama: Client) 
     await llama.post("/sleep")
     process = psutil.Process(llama.server.process.pid)
     limits = process.rlimit(psutil.RLIMIT_AS)
-    # of the cache's 125 MiB there are 32
+    # 32 of the cache's 125 MiB are allocated
     process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 2**25, limits[1]))
     for tags in ("?tags=kv_cache", "", "?tags=kv_cache"):
         answer = (await llama.post("/wake_up" + tags, status=500))["error"]["message"]

@@ -1,4 +1,4 @@
-"""What people and tools say is never a control token, and all else is tokenised as ever."""
+"""User and tool content never becomes a control token; everything else is tokenised as usual."""
 
 import json
 
@@ -22,7 +22,7 @@ LLAMA = (
 
 
 def with_spaces() -> PreTrainedTokenizerFast:
-    """Like Llama 2's: a text begins with a space of its own, and spaces are visible characters."""
+    """A tokenizer like Llama 2's: it prepends a space to a text, and spaces are visible characters."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -60,7 +60,7 @@ ENCODERS = {
 
 
 def controls(encoder: Encoder) -> set[int]:
-    """The ids that nobody but the template may cause."""
+    """The ids that only the template may produce."""
     added = encoder.tokenizer.added_tokens_decoder
     return {i for i, token in added.items() if token.special or token.content in ("<|user|>", "<|end|>")}
 
@@ -90,7 +90,7 @@ def test_no_text_becomes_a_control_token(name: str) -> None:
         assert marked.replace(MARK, "") == said
         if name != "spaces":
             assert encoder.decode(ids) == said, "and the text is the same"
-        elif follows:  # what begins a text has a space of its own
+        elif follows:  # the start of a text gets an extra space
             end = encoder.tokenizer.convert_tokens_to_ids("</s>")
             # to these tokenizers U+2581 is the space
             assert encoder.decode([end, *ids]) == "</s>" + said.replace("\u2581", " ")

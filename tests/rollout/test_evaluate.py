@@ -1,4 +1,4 @@
-"""`agentfactory rollout` and `eval`: groups that are saved as the recipe's policies, rewards and agent want them."""
+"""`agentfactory rollout` and `eval`: saved groups follow the recipe's policies, rewards and agent."""
 
 import json
 from itertools import combinations
@@ -19,7 +19,7 @@ from tests.conftest import QUICKSTART
 def test_saved_groups_follow_the_recipes_policies(
     warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
-    """With one turn a chain that calls a tool ends there: its outcome is to be tried again, and not scored."""
+    """With a limit of one turn, a chain that calls a tool ends there; its outcome is set to be retried, not scored."""
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(warm_start), "dtype": "float32"},
@@ -157,7 +157,7 @@ async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
 def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
     warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
-    """Every figure is computed again from the chains that were saved."""
+    """Every figure is recomputed from the saved chains."""
     held_out = (quickstart_run / "prepared" / "heldout.jsonl").read_text().splitlines()[:10]
     rows = [{**json.loads(line), "source": "even" if place % 2 == 0 else "odd"} for place, line in enumerate(held_out)]
     recipe = RolloutRecipe.model_validate(

@@ -1,4 +1,4 @@
-"""The worker's event loop serves few sockets at a time, and all of them in turn."""
+"""The worker's event loop serves a few sockets per iteration, and all of them in turn."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ def test_sockets_that_are_ready_together_are_served_in_turn_and_timers_between()
             for number, (reader, writer) in enumerate(pairs):
                 stack.enter_context(writer)
                 writer.send(b"x")
-                # not read: it stays ready, as a socket does on which a server keeps sending
+                # not read, so it stays ready, like a socket on which a server keeps sending
                 loop.add_reader(reader, order.append, f"{number}")
             loop.call_soon(order.append, "timer")
             while not {str(number) for number in range(SOCKETS)} <= set(order):

@@ -1,4 +1,4 @@
-"""Token in, token out for every model family, whatever becomes of reasoning: what is trained was sent and sampled."""
+"""Token in, token out for every model family and reasoning option: trained tokens are exactly the sampled ones."""
 
 import asyncio
 import random
@@ -38,8 +38,8 @@ async def test_rows_of_200_chains_are_what_was_sent_and_sampled(family: Family, 
 
 
 async def check_chains(family: Family, reasoning: str, folder: Path, count: int) -> None:
-    """Play `count` chains against a server that samples calls, reasoning, malformed calls, cut turns, noise, and tokens
-    that frame turns, in any split into tokens; assert that each sampled token is trained once, and nothing else."""
+    """Play `count` chains against a server that samples calls, reasoning, malformed calls, truncated turns, noise, and
+    tokens that frame turns, in any split into tokens. Assert that each sampled token is trained once, and no other."""
     renderer = renderer_of(family, reasoning=reasoning)
     tokenizer, behaviour, rng = renderer.tokenizer, renderer.behaviour, random.Random(f"{family.name} {reasoning}")
     call = renderer.parser.write([("add", {"a": 1, "b": 2})], [])
@@ -97,5 +97,5 @@ async def check_chains(family: Family, reasoning: str, folder: Path, count: int)
 
 
 def framing_text(tokenizer) -> str:
-    """All special tokens, as a result that forges turns has them."""
+    """All special tokens, as in a tool result that tries to forge turns."""
     return "".join(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)

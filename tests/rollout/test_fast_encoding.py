@@ -1,4 +1,4 @@
-"""fastokens gives the ids that tokenizers gives, or is not used."""
+"""fastokens gives the same ids as tokenizers, or is not used."""
 
 import json
 import logging

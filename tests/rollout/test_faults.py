@@ -1,7 +1,7 @@
-"""Faults under a running training: real servers that are killed, fail or overflow. Training goes on, or says why not.
+"""Fault injection in running training: servers are killed, fail or overflow. Training continues or reports why not.
 
-Whatever happens: the run's chains are all on record, no group is trained twice, a fault is never a reward, and what is
-trained was sampled by the weights that it says (the trainer's log-probabilities agree with the server's).
+In every case, all of the run's chains are recorded, no group is trained twice, a fault is never a reward, and trained
+tokens were sampled by the weights that they name (the trainer's log-probabilities agree with the server's).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ START_SECONDS = 2.0
 
 
 class Server:
-    """An embedded engine on a port of its own; `supervised` starts it again on this port whenever it dies."""
+    """An embedded engine on its own port; `supervised` restarts it on this port whenever it dies."""
 
     def __init__(self, model: Path, log: Path, supervised: bool = False, max_model_len: int = 512):
         self._model, self._log = model, log
@@ -44,7 +44,7 @@ class Server:
         port = self.url.rpartition(":")[2]
         while not self._ended.wait(0.05):
             if not self._process.is_running():
-                # what a start takes that does its own imports
+                # the time of a start with its own imports
                 time.sleep(START_SECONDS)
                 self._process, _ = start_engine(self._model, *self._flags, "--port", port, log=self._log)
                 self.starts += 1
@@ -84,7 +84,7 @@ class Run:
         return [entry for entry in map(json.loads, lines) if "loss" in entry]
 
     async def steps(self, number: int) -> None:
-        """Wait until as many have been trained."""
+        """Wait until this number of steps has been trained."""
         while len(self.metrics()) < number:
             assert self.process.is_running(), self.said()
             await asyncio.sleep(0.05)
@@ -109,7 +109,7 @@ def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: 
         "rollout": {"group_size": MEMBERS, "max_turns": 8, "max_tokens": 32, "max_total_tokens": 512}
         | fields.pop("rollout", {}),
         "server": {"engine": "embedded", "max_model_len": 512, "url": urls, **fields.pop("server", {})},
-        # large steps: what other weights sampled is far from what the trainer computes
+        # large steps, so that log-probabilities of other weights differ clearly from the trainer's
         "train": {"steps": STEPS, "batch_size": BATCH, "learning_rate": 1e-3, **fields.pop("train", {})},
         **fields,
     }
@@ -124,7 +124,7 @@ def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: 
 
 
 async def check_whole(run: Run) -> None:
-    """The run went on to its end, and its books are right."""
+    """Assert that the run finished, and that its records are consistent."""
     assert await run.end() == 0, run.said()
     metrics, groups = run.metrics(), run.groups()
     assert [entry["step"] for entry in metrics] == list(range(1, STEPS + 1))
@@ -141,7 +141,7 @@ async def check_whole(run: Run) -> None:
         for chain in group.trajectories:
             assert (chain.reward is None) == chain.outcome.failed, "a fault is no reward"
             for row in chain.rows:
-                # spans cover every sampled token once: what was sampled again is in no row
+                # spans cover every sampled token once: resampled attempts are in no row
                 covered = [i for span in row.versions for i in range(span.start, span.end)]
                 assert covered == [i for i, sampled in enumerate(row.mask) if sampled]
 
@@ -155,7 +155,7 @@ def tasks(quickstart_run: Path) -> Path:
 async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
     tmp_path: Path, warm_start: Path, tasks: Path, lora: dict[str, int] | None
 ) -> None:
-    """Its supervisor starts it again from the first weights, at the same port, twice."""
+    """Its supervisor restarts it twice on the same port, with the initial weights."""
     with servers(tmp_path, warm_start, supervised=True) as (server,):
         with training(tmp_path, warm_start, tasks, [server.url], model={"lora": lora}) as run:
             for step in (1, 3):
@@ -190,7 +190,7 @@ async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: 
                 await check_whole(run)
     assert proxy.failures > 0
     assert done < STEPS
-    # a failed turn is asked for again with the same ids, and each answer is in one row
+    # a failed turn is requested again with the same ids, and each answer is in one row
     turns = [answer for asked, answer in proxy.exchanges if "logprob_token_ids" not in asked["sampling_params"]]
     sampled = sum(len(answer["choices"][0]["token_ids"]) for answer in turns)
     kept = sum(sum(row.mask) for group in run.groups() for chain in group.trajectories for row in chain.rows)
@@ -199,7 +199,7 @@ async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: 
 
 @pytest.mark.long
 async def test_a_chain_over_the_servers_context_ends_there(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    """The recipe allows more than the server that it was given, and long prompts reach that server's limit."""
+    """The recipe allows longer contexts than the attached server, and long prompts reach that server's limit."""
     long = {"system_prompt": "Please be so kind and look for the treasure. " * 4}
     with (
         servers(tmp_path, warm_start, max_model_len=180) as (server,),

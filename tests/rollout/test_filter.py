@@ -1,4 +1,4 @@
-"""What a group of chains teaches, by how they ended and what they earned; and when nothing can be hoped for."""
+"""A group's training value by its chains' endings and rewards, and runs without hope of any signal."""
 
 from typing import Any
 
@@ -40,13 +40,13 @@ LATE_UNSCORED = chain(None, Outcome.TIMEOUT)
         ([WON, LOST, BROKEN], Worth.TEACHES),
         ([WON, MASKED], Worth.TEACHES),  # the masked one is in the baseline
         ([LOST, MASKED], Worth.EQUAL),
-        ([MASKED, MASKED_WIN], Worth.LOST),  # nothing of it may be trained
+        ([MASKED, MASKED_WIN], Worth.LOST),  # none of its chains may be trained
         ([WON, DROPPED], Worth.LOST),
         ([WON, WON, DROPPED], Worth.EQUAL),
         ([WON, LATE], Worth.TEACHES),
         ([WON, LATE_UNSCORED], Worth.LOST),
         ([chain(1.0, turns=[0.5, 0.5]), chain(1.0, turns=[0.5, 0.5])], Worth.EQUAL),
-        ([chain(1.0, turns=[0.5, 0.5]), chain(1.0, turns=[0.0, 1.0])], Worth.TEACHES),  # which turn earned it differs
+        ([chain(1.0, turns=[0.5, 0.5]), chain(1.0, turns=[0.0, 1.0])], Worth.TEACHES),  # the rewarded turns differ
     ],
 )
 def test_what_a_group_teaches(chains: list[Trajectory], teaches: Worth) -> None:

@@ -1,4 +1,4 @@
-"""Agents on the real SDKs of OpenAI, through the gateway: what they get, and what is trained."""
+"""Agents on OpenAI's real SDKs through the gateway: their answers, and the trained rows."""
 
 import asyncio
 import json

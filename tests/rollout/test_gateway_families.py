@@ -1,5 +1,5 @@
-"""Agents with their own loop on every model family: their chains have the rows that our own loop gives them, whatever
-becomes of reasoning and whatever format calls are in."""
+"""Agents with their own loop on every model family: their chains have the same rows as our own loop's, for every
+reasoning option and call format."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def turns_of(renderer: Any) -> list[str]:
 
 
 async def run(client: AsyncOpenAI, task: dict[str, Any], tools: ChainTools) -> None:
-    """A loop that only appends, and drops reasoning as most clients do."""
+    """An append-only loop that drops reasoning, as most clients do."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     ids = set()
     while True:

@@ -1,5 +1,5 @@
-"""Requests that a client of the gateway should not send: slow, late, huge and broken ones. None holds a chain, and each
-is refused in the words of its protocol."""
+"""Invalid requests to the gateway: slow, late, huge and broken ones. None blocks a chain, and each is refused in its
+protocol's error format."""
 
 import asyncio
 import gzip
@@ -87,7 +87,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
                     await asyncio.sleep(0.05)
                 return await answered
 
-        # more than are read at a time
+        # more than is read at a time
         for status, body in await asyncio.gather(*[one_byte_a_time() for _ in range(6)]):
             assert status == 408
             assert "has not come within 0.5 s" in body["error"]["message"]
@@ -228,7 +228,7 @@ async def test_lone_surrogates_of_a_program_reach_the_person_and_the_files(
     half = "no \ud800 plan"
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
         chains.runner = chains.runner.watched(tasks=1)
-        for number in range(4):  # as many as a person is told of
+        for number in range(4):  # as many as are reported
             running = begin(chains, f"{number}.0")
             key = (await program.take())["key"]
             body = json.dumps({**ASKED, "reasoning_effort": half, "max_tokens": "many"}).encode()

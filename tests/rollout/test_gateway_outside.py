@@ -1,4 +1,4 @@
-"""Programs elsewhere as agents: they take tasks by HTTP, and nothing is given for a foreign key."""
+"""External programs as agents: they take tasks over HTTP, and a foreign key gets nothing."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Program:
-    """A program elsewhere, which knows only the address."""
+    """An external program, which knows only the address."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
@@ -48,7 +48,7 @@ class Program:
             return response.status, await response.json() if response.status != 204 else None
 
     async def take(self) -> dict[str, Any]:
-        """A task, which is asked for until there is one."""
+        """Poll until a task is available, and return it."""
         status, task = 204, None
         async with asyncio.timeout(60):
             while status == 204:
@@ -138,7 +138,7 @@ async def test_a_foreign_key_gives_nothing(tmp_path: Path) -> None:
                 status, answer = await program.post(path, key, reward=1.0)
                 assert (status, "key" in str(answer)) == (401, True)
         assert (await program.post("/tasks", first["key"]))[0] == 401
-        # what one says of its chain says nothing of the other
+        # reports on one chain do not affect the other
         await program.ask(first["key"])
         await program.post("/reward", first["key"], answer="first")
         ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

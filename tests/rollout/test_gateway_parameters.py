@@ -58,7 +58,7 @@ APPLIED: dict[Any, dict[str, tuple[Any, str, Any]]] = {
         "thinking": ({"type": "enabled"}, "options", {"thinking": True}),
     },
 }
-"""Parameter -> a value, the field of Asked that it sets, and what that is then."""
+"""Parameter -> a value, the field of Asked that it sets, and the field's resulting value."""
 ELSEWHERE = {"messages", "input", "tools", "previous_response_id", "include", "store"}
 """Applied, and tested with the agents that send them."""
 SAMPLING = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "seed": 1}
@@ -108,7 +108,7 @@ HARMLESS: dict[Any, dict[str, Any]] = {
     responses: {"truncation": "disabled", "reasoning": {"summary": "auto"}, "text": {"format": {"type": "text"}}},
     messages: {"tool_choice": {"type": "auto"}, "mcp_servers": [], "output_config": {}},
 }
-"""What clients send of their own accord, and what nothing is lost with."""
+"""Parameters that clients send by default, or that can be ignored without loss."""
 REFUSED: dict[Any, dict[str, Any]] = {
     chat_completions: {
         "response_format": SCHEMA,
@@ -136,7 +136,7 @@ REFUSED: dict[Any, dict[str, Any]] = {
 ACCOUNT = {"metadata", "user", "safety_identifier", "service_tier", "moderation", "store"}
 CACHE = {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
 NO_EFFECT: dict[Any, set[str]] = {
-    # a prediction makes an answer faster
+    # a prediction only speeds up an answer
     chat_completions: {*ACCOUNT, *CACHE, "prediction"},
     # the calls of max_tool_calls are those of tools that the provider runs; what a stream obfuscates is nothing here
     responses: {

@@ -1,4 +1,4 @@
-"""Programs as agents: each chain has a process and a folder, and nothing of either is left."""
+"""Programs as agents: each chain has its own process and folder, and both are cleaned up."""
 
 import asyncio
 import os
@@ -135,7 +135,7 @@ async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
 
 
 async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """What a killed worker leaves: the keeper's stdin closes."""
+    """When a worker is killed, the keeper's stdin closes."""
     from agentfactory.tools.processes import end_with_parent as keeper
 
     (tmp_path / "agent.py").write_text(DAEMON)
@@ -268,7 +268,7 @@ for arguments in ({"api_key": sys.argv[1]}, {"api_key": os.environ["OPENAI_API_K
 
 
 async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Path) -> None:
-    """Also one that the program has come by: here the row gives it."""
+    """Even a key that the program has obtained; here the row contains it."""
     (tmp_path / "template").mkdir()
     (tmp_path / "template" / "agent.py").write_text(FOREIGN)
     given = sandboxed_python(openai, "agent.py", "${task.key}")
@@ -350,5 +350,5 @@ def test_a_workspace_that_is_larger_than_its_limit_is_found_at_the_start(tmp_pat
 
 
 def test_a_program_of_the_system_is_shown_already() -> None:
-    """/lib, a link to the system's, does not make / the folder of a Python of its own."""
+    """/lib, a link to the system's folder, does not make / count as the folder of a separate Python."""
     ProgramAgent(AgentConfig(command=["/bin/sh", "-c", "true"]), Path.cwd())

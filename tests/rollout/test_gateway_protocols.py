@@ -1,4 +1,4 @@
-"""Agents on Anthropic's SDK and on OpenAI's Responses, through the gateway."""
+"""Agents on Anthropic's SDK and OpenAI's Responses API, through the gateway."""
 
 import json
 from base64 import b64encode
@@ -38,7 +38,7 @@ async def test_an_anthropic_agent(tmp_path: Path, stream: bool) -> None:
             if stream:
                 async with anthropic.messages.stream(**body, messages=messages) as events:
                     async for _ in events:
-                        """The SDK puts the message together."""
+                        """The SDK assembles the message."""
                     answer = await events.get_final_message()
             else:
                 answer = await anthropic.messages.create(**body, messages=messages)
@@ -133,7 +133,7 @@ async def test_a_responses_agent(tmp_path: Path, way: str) -> None:
             if way == "streamed":
                 async with client.responses.stream(**body, input=sent) as events:
                     async for _ in events:
-                        """The SDK puts the answer together."""
+                        """The SDK assembles the answer."""
                     answer = await events.get_final_response()
             else:
                 answer = await client.responses.create(

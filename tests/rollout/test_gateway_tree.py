@@ -1,5 +1,5 @@
-"""Agents that keep their own history: what they send back is matched to what was sampled, and each sampled token is
-trained once, after exactly what it was sampled after."""
+"""Agents that keep their own history: returned messages are matched to sampled turns, and each sampled token is trained
+once, in its original context."""
 
 import json
 import random
@@ -24,7 +24,7 @@ SPECS = [ToolSpec("move", "Move.", {"type": "object", "properties": {"to": {"typ
 
 @dataclass
 class Sampled:
-    """A turn as the policy sampled it: its place in the abstract history, and what the agent got."""
+    """A sampled turn: its place in the abstract history, and the message that the agent got."""
 
     plan: Plan
     completion: Completion
@@ -34,7 +34,7 @@ class Sampled:
 
 @dataclass
 class Policy:
-    """Samples turns with ids that a tokenizer would not have chosen, and keeps what was sampled."""
+    """A policy that samples turns with non-canonical token ids, and records them."""
 
     tree: ChainTree
     renderer: TemplateRenderer
@@ -77,7 +77,7 @@ class Policy:
         return self.samples[-1]
 
     def check(self) -> None:
-        """Assert that each sampled token is trained once, in the row in which it was sampled, and nothing else is."""
+        """Assert that each sampled token is trained once, in the row where it was sampled, and no other token is."""
         rows = self.tree.rows
         trained = {(n, at) for n, row in enumerate(rows) for at, mask in enumerate(row.mask) if mask}
         for sample in self.samples:
@@ -127,7 +127,7 @@ def result(message: Message, text: str) -> list[Message]:
 
 
 def reserialised(message: Message) -> Message:
-    """As LangChain sends a turn back: arguments serialised again, text as parts, reasoning dropped."""
+    """Return a turn as LangChain does: arguments reserialised, text as parts, reasoning dropped."""
     changed = {key: value for key, value in message.items() if key != "reasoning_content"}
     changed["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else None
     for each in changed.get("tool_calls", []):
@@ -208,7 +208,7 @@ def test_the_stop_string_may_come_back(appending: TemplateRenderer) -> None:
 
 
 def test_an_agent_may_write_on_behind_a_stop_string(appending: TemplateRenderer) -> None:
-    """As smolagents' CodeAgent does: its history only grows, and the chain has one row."""
+    """smolagents' CodeAgent does this; its history only grows, so the chain has one row."""
     policy = policy_of(appending)
     history = [user("a")]
     for turn in range(3):
@@ -317,8 +317,8 @@ def contains(ids: list[int], part: list[int]) -> bool:
 
 
 class Editor:
-    """An agent that edits its histories at random. It knows which turns it was given, so that it can tell what a right
-    matcher does: the oracle compares its own histories, in which every message has a name."""
+    """An agent that edits its histories at random. It names every message, so it can serve as the matcher's oracle: it
+    compares histories by these names."""
 
     def __init__(self, policy: Policy, seed: int) -> None:
         self.policy = policy
@@ -365,7 +365,7 @@ class Editor:
     def ask(self, history: list[tuple[str, Message]]) -> None:
         path = tuple(name for name, _ in history)
         shown = [self.changed(message) for _, message in history]
-        # what a right matcher does, from the names alone
+        # the correct match, from the names alone
         known = max((end for end in self.ends if path[: len(end)] == end), key=len, default=())
         row = self.ends.get(known)
         continues = row is not None and self.tails[row] == known

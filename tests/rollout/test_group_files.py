@@ -1,4 +1,4 @@
-"""Groups in files: lines that a person reads, and their arrays beside them."""
+"""Group files: human-readable lines, with their arrays in a separate file."""
 
 import json
 import math
@@ -34,7 +34,7 @@ OLD = (
 
 
 def row(*ids: int, **fields: Any) -> Row:
-    """A row with the log-probabilities that a server's JSON has, which are no float32."""
+    """A row with log-probabilities as in a server's JSON, which are not exact float32 values."""
     made = Row(roles="." + "t" * len(ids), **fields)
     made.append_context([99])
     made.append_sampled(list(ids), [-1 / (i + 3) for i in ids], [Span("v1", 0, len(ids))])
@@ -57,7 +57,7 @@ def rows_of(groups: list[Group]) -> list[Row]:
 
 
 def same_as_float32(saved: Group, made: Group) -> bool:
-    """Whether everything is equal, where log-probabilities are rounded to float32."""
+    """Return True if everything is equal after log-probabilities are rounded to float32."""
     for one in rows_of([made]):
         one.logprobs = np.array(one.logprobs, dtype=np.float32)
     return saved == made
@@ -98,13 +98,13 @@ def test_a_line_says_everything_but_the_streams_and_where_these_are(tmp_path: Pa
     assert lines[1]["trajectories"][1]["messages"] == [{"role": "user", "content": "é"}]
     assert [place["offset"] for place in places] == [0, places[0]["length"]]
     assert arrays_file(tmp_path / "a.jsonl").stat().st_size == sum(place["length"] for place in places)
-    # anybody reads a record with safetensors
+    # safetensors alone can read a record
     record = arrays_file(tmp_path / "a.jsonl").read_bytes()[places[1]["offset"] :]
     assert load(record)["token_ids"].tolist() == [99, 150_000, 7, 99, 8, 99, 3, 4, 5]
 
 
 def test_the_trainer_gets_the_same_bits(tmp_path: Path) -> None:
-    """As from the worker's own lists, and as from a file of 0.1."""
+    """The same as from the worker's own lists, and from a file of version 0.1."""
     made = group()
     append_group(tmp_path / "new.jsonl", made)
     (tmp_path / "old.jsonl").write_text(old_line(made) + "\n")
@@ -122,7 +122,7 @@ def test_the_trainer_gets_the_same_bits(tmp_path: Path) -> None:
             assert np.array_equal(mine.targets, theirs.targets)
             assert mine.streams.keys() == theirs.streams.keys()
             for name, values in mine.streams.items():
-                # what micro-batches hold
+                # the contents of micro-batches
                 assert values.astype(np.float32).tobytes() == theirs.streams[name].astype(np.float32).tobytes(), name
 
 
@@ -277,7 +277,7 @@ def test_lines_from_before_there_were_turn_rewards_and_times_are_read(tmp_path: 
     assert saved.trajectories[0].rows[0].roles == ""
 
 
-# ---- what lines hold
+# ---- contents of lines
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:

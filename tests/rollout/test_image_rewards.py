@@ -1,4 +1,4 @@
-"""Rewards of places in images and of answers about them, against references that are worked apart from them."""
+"""Rewards for coordinates in images and for answers about images, against independent references."""
 
 import random
 import string

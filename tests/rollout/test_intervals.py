@@ -1,4 +1,4 @@
-"""Intervals against scipy's own, and their coverage: exact by enumeration, simulated where there are too many cases."""
+"""Confidence intervals against scipy's, and their coverage: exact by enumeration, or simulated for many cases."""
 
 import math
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def test_at_the_ends_it_is_the_closed_form() -> None:
 
 
 def test_several_samples_are_worth_what_the_design_effect_leaves() -> None:
-    """By the textbook's steps, with scipy's distributions."""
+    """The textbook computation, with scipy's distributions."""
     passed, samples = [4, 4, 1, 0, 3, 2, 0, 4, 4, 1], 4
     value, tasks, trials = sum(passed) / 40, 10, 40
     of_tasks = np.var([count / samples for count in passed], ddof=1) / tasks
@@ -79,7 +79,7 @@ def beta(rate: float, likeness: float) -> tuple[float, float]:
 
 
 def outcomes(tasks: int, samples: int) -> Iterator[tuple[list[int], int]]:
-    """How many of each task's samples pass, in order, and in how many orders the tasks may come."""
+    """The sorted numbers of passing samples per task, and the number of permutations of the tasks."""
     for passed in combinations_with_replacement(range(samples + 1), tasks):
         orders = math.factorial(tasks)
         for count in set(passed):
@@ -106,7 +106,7 @@ def test_coverage_with_few_tasks_of_several_samples(tasks: int, samples: int) ->
 @pytest.mark.parametrize("samples", [4, 16])
 @pytest.mark.parametrize(("tasks", "draws"), [(20, 600), (200, 200)])
 def test_coverage_with_many_tasks_of_several_samples(tasks: int, draws: int, samples: int) -> None:
-    """Simulated. Where few tasks hold all that passes, their variance is known badly: 90 % at worst."""
+    """Simulated. If few tasks contain all passing samples, their variance estimate is poor: 90 % coverage at worst."""
     generator = np.random.default_rng(0)
     for rate in RATES:
         for likeness in (0.1, 0.5):

@@ -1,4 +1,4 @@
-"""What the programs of a chain leave is where its trajectory says."""
+"""Files left by a chain's programs are at the path that its trajectory gives."""
 
 import json
 from pathlib import Path

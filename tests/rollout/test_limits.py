@@ -1,4 +1,4 @@
-"""Every limit in a chain: what the model reads, how the chain ends, which metric moves, and what it costs."""
+"""Every limit of a chain: the message to the model, the chain's ending, the metric, and the penalty."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def renderer() -> TemplateRenderer:
 
 
 class Script:
-    """Says the n-th of `turns` in the n-th turn of any chain."""
+    """A model that says the n-th of `turns` in turn n of any chain."""
 
     def __init__(self, turns: list[str]):
         self.tokenizer = renderer().tokenizer
@@ -113,14 +113,14 @@ async def open_chains(script: Script, folder: Path, **fields: Any) -> AsyncItera
 
 @dataclass
 class Played:
-    """A chain, and the text of the last prompt that its model read."""
+    """A chain, and the text of its last prompt."""
 
     trajectory: Trajectory
     read: str
 
     @property
     def answers(self) -> list[str]:
-        """What the tools said."""
+        """The tools' results."""
         return [text_of(m["content"]) for m in self.trajectory.messages if m["role"] == "tool"]
 
     def moved(self, kind: str) -> dict[str, float]:
@@ -130,7 +130,7 @@ class Played:
 
 
 async def play(turns: list[str], folder: Path, **fields: Any) -> Played:
-    """Run one chain that says `turns`."""
+    """Run one chain with `turns` as completions."""
     script = Script(turns)
     async with open_chains(script, folder, **fields) as (runner, server):
         sampling = Sampling("policy", 1.0, seed="")
@@ -142,7 +142,7 @@ async def play(turns: list[str], folder: Path, **fields: Any) -> Played:
 
 @dataclass
 class Case:
-    """`limits` of a recipe, turns that reach the limit once, and what the model reads in the last answer of a tool."""
+    """A recipe's `limits`, turns that reach the limit once, and the text of the last tool result."""
 
     limits: dict[str, Any]
     turns: list[str]
@@ -320,7 +320,7 @@ async def test_timeout_seconds(tmp_path: Path) -> None:
 
 
 async def test_a_tool_that_finishes_comes_before_the_limit_that_stops(tmp_path: Path) -> None:
-    """What the chain was after is reached: the limit beside it does not take that away."""
+    """The chain has reached its goal, and a limit in the same turn does not undo that."""
     (tmp_path / "last.py").write_text(
         "from agentfactory import finish, tool\n\n\n"
         '@tool\nasync def submit(text: str) -> str:\n    """Submit."""\n    return finish(f"got {text}")\n'

@@ -1,4 +1,4 @@
-"""What a model is told of a turn that went wrong, in the format of each model family; and a QwQ-style template."""
+"""Messages to the model about malformed turns in each model family's format; and a QwQ-style template."""
 
 import json
 from pathlib import Path
@@ -142,7 +142,7 @@ async def test_a_template_that_opens_and_drops_reasoning_forks(tmp_path: Path) -
         assert len(chain.rows) == 2
         check(scripted, scripted.sent())
         scripted.check(chain)
-        # the prompt of the second row is what a deployed model sees
+        # the second row's prompt is what a deployed model would get
         history: list[Message] = [
             {"role": "user", "content": "go"},
             {

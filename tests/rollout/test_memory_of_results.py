@@ -1,4 +1,4 @@
-"""The memory of a worker whose tool returns 50 MB in each of eight chains: from the call to the tokens of the row."""
+"""A worker's memory use with a tool that returns 50 MB in each of eight chains, from the call to the row's tokens."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Every model family by its own format: recognised, written, read back, and in the ids of its own template."""
+"""Every model family in its own format: recognised, written, parsed back, and with its own template's ids."""
 
 import json
 import random
@@ -46,7 +46,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def conversation(renderer: TemplateRenderer, rng: random.Random) -> list[Message]:
-    """Turns of no, one or several calls, with and without words and reasoning, and what follows them."""
+    """Turns with zero, one or several calls, with and without words and reasoning, and the messages after them."""
     behaviour = renderer.behaviour
     messages: list[Message] = [{"role": "user", "content": rng.choice(["Will it rain?", "¿Lloverá? 😀"])}]
     if behaviour.system and rng.random() < 0.5:
@@ -86,7 +86,7 @@ def as_written(renderer: TemplateRenderer, messages: list[Message]) -> str | Non
     closed = renderer.template.render(messages, specs)
     turn, tags = messages[-1], renderer.behaviour.tags
     if not closed.startswith(opened.removesuffix(renderer.behaviour.generation_prompt)):
-        return None  # the prompt itself is another one once the turn is there
+        return None  # appending the turn changes the prompt itself
     said = closed[turn_start(opened, closed) :]
     closing = renderer.behaviour.closings.of(turn.get("tool_calls")).text
     if closing and not said.endswith(closing):
@@ -136,7 +136,7 @@ def test_prompts_have_the_ids_that_the_template_gives(family: Family) -> None:
     for _ in range(30):
         messages = conversation(renderer, rng)
         messages = messages[: max(i for i, m in enumerate(messages) if m["role"] != "assistant") + 1]
-        # a description of the tools by us spells the format's tokens as characters
+        # our own tool description spells the format's tokens as characters
         instructed = renderer.dialogue.instruct(messages, SPECS) if renderer.behaviour.shows_tools else messages
         taken = json.loads(json.dumps(instructed))
         for message in taken:

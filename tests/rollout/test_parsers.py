@@ -1,4 +1,4 @@
-"""Every tool-call format: what it reads and refuses, what it writes, and that nothing a model writes can upset it."""
+"""Every tool-call format: accepted and refused turns, written turns, and robustness against any model output."""
 
 import json
 import random
@@ -52,7 +52,7 @@ CALLS: list[list[Call]] = [
 
 
 def examples(name: str) -> list[str]:
-    """Turns in the format, and some that are not."""
+    """Turns in the format, and malformed ones."""
     parser = parser_of(name)
     texts = ["", "A plain answer.", parser.write_answer("42")]
     for calls in CALLS:
@@ -64,7 +64,7 @@ def examples(name: str) -> list[str]:
     return texts
 
 
-# --- what each format is ---------------------------------------------------------------------------------------------
+# --- each format -----------------------------------------------------------------------------------------------------
 
 READ: dict[str, list[tuple[str, list[Call], str]]] = {
     "qwen3_coder": [
@@ -93,7 +93,7 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("fly", {"by": "2"}), ("move", {"via": "3"})],
             "",
         ),
-        # what is not what the schema asks for stays text, and the tool says so
+        # a value that does not match the schema stays text, and the tool reports it
         (
             "<tool_call><function=move><parameter=by>two</parameter></function></tool_call>",
             [("move", {"by": "two"})],
@@ -321,7 +321,7 @@ def test_types_of_text_are_the_schemas() -> None:
         assert type(found[1][key]) is type(value)
 
 
-# --- telling ---------------------------------------------------------------------------------------------------------
+# --- error messages --------------------------------------------------------------------------------------------------
 
 
 def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> None:
@@ -416,7 +416,7 @@ def test_code_is_read_back(code: str) -> None:
     assert parser.parse(parser.write([("python", {"code": code})], SPECS), SPECS).calls == [("python", {"code": code})]
 
 
-# --- anything whatever -----------------------------------------------------------------------------------------------
+# --- arbitrary text --------------------------------------------------------------------------------------------------
 
 PIECES = [
     *(
@@ -498,7 +498,7 @@ def check_mutated_turns(name: str, count: int) -> None:
 
 
 def hostile(name: str, size: int) -> dict[str, str]:
-    """Texts of `size` characters whose reading a careless parser would take for ever, or all of the stack, for."""
+    """Texts of `size` characters that would take a careless parser forever, or overflow its stack."""
     units = {
         "openings": "<tool_call>",
         "closings": "</tool_call>",
@@ -593,14 +593,14 @@ OWN_UNITS = {
     "phi4": ["<|tool_call|>", "<|/tool_call|>"],
     "phi4_mini": ["functools"],
 }
-"""What only these formats have: parts of calls, repeated without end."""
+"""Format-specific parts of calls, to be repeated endlessly."""
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str) -> None:
-    """Each takes 0.3 s at most. What takes time by the square of the length takes minutes."""
+    """Each takes at most 0.3 s. Quadratic time would take minutes."""
     parser = parser_of(name)
     slow = {}
     for key, turn in hostile(name, 1_000_000).items():
@@ -613,7 +613,7 @@ def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str)
     assert not slow
 
 
-# --- one's own -------------------------------------------------------------------------------------------------------
+# --- custom formats --------------------------------------------------------------------------------------------------
 
 
 PAGE = Path(__file__).parents[2].joinpath("docs/tool-call-formats.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""avg@k and pass@k against references that share nothing with them: enumeration."""
+"""avg@k and pass@k against an independent reference: enumeration."""
 
 import math
 from itertools import combinations
@@ -19,7 +19,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(samples: int) -> No
 
 
 def test_pass_at_k_equals_the_papers_product_for_many_samples() -> None:
-    """1 - prod(1 - k / i, i = n - c + 1 .. n): the form that Chen et al. give as code."""
+    """1 - prod(1 - k / i, i = n - c + 1 .. n), the form in Chen et al.'s code."""
     for passed in (0, 1, 7, 60, 150, 200):
         for k in (1, 10, 100, 200):
             product = math.prod(1 - k / i for i in range(200 - passed + 1, 201)) if 200 - passed >= k else 0.0
@@ -40,7 +40,7 @@ def test_powers_of_two() -> None:
 
 
 def group(number: int, *successes: float | None, **task: object) -> Group:
-    """A task's chains; None is one that failed."""
+    """A task's chains; None is a failed chain."""
     chains = [
         Trajectory(f"{number}.{sample}", [], [], Outcome.INFERENCE_ERROR)
         if success is None
@@ -58,7 +58,7 @@ def test_figures_of_an_evaluation() -> None:
         "avg@4": pytest.approx((1 + 0.25 + 0 + 0.5) / 4),
         "pass@1": pytest.approx((1 + 0.25 + 0 + 0.5) / 4),
         "pass@2": pytest.approx((1 + 0.5 + 0 + 1) / 4),
-        # two chains of the last task are left, which say nothing of four
+        # two chains of the last task remain, too few for k = 4
         "pass@4": pytest.approx((1 + 1 + 0) / 3),
     }
     found = estimates(groups, 4)
@@ -97,15 +97,15 @@ def test_sources() -> None:
 
 
 def test_intervals_stay_honest_at_the_ends() -> None:
-    """Two failures or 200 successes prove no more than Clopper and Pearson grant; more samples are no more tasks."""
+    """Two failures or 200 successes get the Clopper-Pearson bounds; more samples do not count as more tasks."""
     failed, solved = [group(n, 0, 0, 0, 0) for n in range(2)], [group(n, 1, 1, 1, 1) for n in range(200)]
     for name in ("success", "avg@4", "pass@1", "pass@4"):
         none, every = estimates(failed, 4)[name], estimates(solved, 4)[name]
         assert (none.value, none.low, none.high) == (0.0, 0.0, pytest.approx(1 - 0.025 ** (1 / 2)))
         assert (every.value, every.low, every.high) == (1.0, pytest.approx(0.025 ** (1 / 200)), 1.0)
-    # what a reward could have been, nobody knows
+    # the range of an arbitrary reward is unknown
     assert (estimates(solved, 4)["reward"].low, estimates(solved, 4)["reward"].high) == (None, None)
-    # a success beyond 1 is no proportion
+    # a success above 1 is not a proportion
     above = estimates([group(0, 2.0), group(1, 1.0)], 1)["success"]
     assert above.high is not None
     assert above.high > 2.0

@@ -1,4 +1,4 @@
-"""Groups that grow too old, teach nothing or were left by an earlier run; turns that ask for the newest weights."""
+"""Groups that are too stale, give no signal or were left by an earlier run; turns that need the newest weights."""
 
 import asyncio
 import itertools
@@ -66,7 +66,7 @@ CALL = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call><|im_end|>'
 
 
 class Trainer:
-    """Takes batches and publishes versions when the test says so. `running` is the producer's task."""
+    """A trainer that takes batches and publishes versions on command. `running` is the producer's task."""
 
     running: asyncio.Task[None]
 
@@ -79,7 +79,7 @@ class Trainer:
         self.batches.put_nowait((batch, figures))
 
     async def next_batch(self) -> tuple[list[str], dict[str, float]]:
-        """Ids of the next batch's chains, and what was counted meanwhile."""
+        """Ids of the next batch's chains, and the metrics counted up to it."""
         async with asyncio.timeout(30):
             batch, figures = await self.batches.get()
         return [chain for group in batch for chain in group.chains], figures
@@ -108,7 +108,7 @@ async def training(
     rewards: tuple[str, ...] = (),
     **rollout: Any,
 ) -> AsyncIterator[Trainer]:
-    """Each chain waits once, as its task says, and then is done; or it talks on until it is cut."""
+    """Each chain waits once, as set by its task, and then ends; or it keeps talking until it is truncated."""
     renderer = renderer_of(quickstart_run / "prepared" / "model")
     tokenizer = renderer.tokenizer
 
@@ -250,7 +250,7 @@ def saved_in(folder: Path) -> dict[str, list[Trajectory]]:
 
 
 async def test_what_becomes_of_a_chain_follows_from_how_it_ended(quickstart_run: Path, tmp_path: Path) -> None:
-    """The second chain talks until it is cut, unless it is tried again."""
+    """The second chain talks until it is truncated, unless it is retried."""
     tasks = [task("a", 0.0, 0.5, 1.0, talks=[1])]
     for policy, trained, rewards in (
         ("keep", ["g000000.0", "g000000.1", "g000000.2"], [0.0, 0.5, 1.0]),
@@ -402,7 +402,7 @@ async def test_a_curriculum_needs_to_know_what_a_success_is(quickstart_run: Path
 
 
 async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_path: Path) -> None:
-    """A run is left when its second batch is delivered; another goes on from what was trained before."""
+    """A run is stopped when its second batch is delivered; another resumes after the batch trained before."""
     rewards = [0.0, 1.0, 1.0]
     tasks = [task(str(n), *rewards) for n in range(12)]
     tasks[1] = task("slow", *rewards) | {"seconds": [60.0, 60.0, 60.0]}
@@ -446,8 +446,8 @@ async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_pa
 async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgotten(
     quickstart_run: Path, tmp_path: Path, seed: int, max_staleness: int
 ) -> None:
-    """Runs that are stopped at any moment, each going on from the last checkpoint: its weights' groups, and the
-    trajectories as they were then."""
+    """Runs are stopped at random moments, and each resumes from the last checkpoint, with the trajectories as they
+    were then."""
     draw = random.Random(seed)
     tasks = [
         task(

@@ -1,4 +1,4 @@
-"""Rounded weights: equal to torch's own fake quantisation, and what a server does that computes with them."""
+"""Rounded weights: equal to torch's own fake quantisation, and a server that computes with them."""
 
 import json
 import urllib.error
@@ -25,7 +25,7 @@ PROMPT = [7 * i % 97 for i in range(40)]
 
 
 def make_model(**changes: Any) -> Qwen3ForCausalLM:
-    """Inputs of 96 (less than a group), 160 (a group and a rest) and 128."""
+    """A model with input widths 96 (less than a group), 160 (a group and a remainder) and 128."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "initializer_range": 0.1}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -33,7 +33,7 @@ def make_model(**changes: Any) -> Qwen3ForCausalLM:
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """By torch's own operator. What it is given are the scales and zero points of the definition, no more."""
+    """Quantise with torch's own operator, given only the scales and zero points of the definition."""
     if kind == "int8":
         scale = weight.abs().amax(1) / 127
         return torch.fake_quantize_per_channel_affine(weight, scale, torch.zeros(len(scale)), 0, -127, 127)
@@ -56,7 +56,7 @@ def test_linear_weights_are_rounded_to_nearest_and_nothing_else(kind: Any, tied:
     for name, before in plain.named_parameters():
         if name.endswith("_proj.weight"):
             changed.add(name)
-            # the last bit of a quotient may fall to the other side of a half
+            # a quotient's last bit may decide rounding at a half
             off = (weights[name] - rounded(before.detach(), kind)).abs() > 1e-6
             assert off.float().mean() < 1e-3, name
             assert (weights[name] - before).abs().max() > 1e-4
@@ -90,7 +90,7 @@ def test_a_model_that_would_be_rounded_in_part_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and beside it an adapter that does something."""
+    """A model and a non-trivial adapter for it."""
     folder = tmp_path_factory.mktemp("quantised") / "model"
     model = make_model(eos_token_id=96)
     model.save_pretrained(folder)

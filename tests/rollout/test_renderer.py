@@ -36,7 +36,7 @@ TEMPLATES = {
 
 @cache
 def renderer_of(name: str, **options: Any) -> TemplateRenderer:
-    """Tokens of the tokenizer may span any characters where the template is to merge them with a newline."""
+    """The tokenizer's tokens may span any characters if the template should merge them with a newline."""
     merges = name == "merges a newline"
     tokenizer = make_tokenizer(TEMPLATES[name], splits=not merges, eos="<|endoftext|>" if merges else "<|im_end|>")
     return make_renderer(tokenizer, **options)
@@ -77,7 +77,7 @@ CONVERSATION: list[Message] = [
 ]
 
 
-# --- what the adversarial templates are found to do -----------------------------------------------------------------
+# --- detected properties of adversarial templates --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_pieces_are_what_the_server_was_sent_and_only_sampled_ids_are_trained(na
                 rows.append(Row())
                 following = renderer.open(messages, SPECS)
                 whole = whole_ids(renderer, messages, prompt=True)
-                # a control token that was sampled within a turn is rendered anew as its characters
+                # a control token sampled within a turn is rerendered as its characters
                 if not any("<|im_" in m["content"] for m in messages):
                     assert following == whole
                 assert renderer.tokenizer.decode(following) == renderer.tokenizer.decode(whole)
@@ -174,7 +174,7 @@ def test_pieces_are_what_the_server_was_sent_and_only_sampled_ids_are_trained(na
 
 @pytest.mark.parametrize("name", [n for n in TEMPLATES if n not in ("merges a newline", "strips reasoning")])
 def test_context_between_turns_is_the_templates_own(name: str) -> None:
-    """Whatever is sampled, the ids around it are those that the template gives around a turn of its own."""
+    """Whatever is sampled, the ids around it equal those that the template puts around its own turns."""
     renderer = renderer_of(name)
     end = renderer.stop_token_ids[0]
     row = renderer.conversation_row(CONVERSATION, SPECS)
@@ -427,7 +427,7 @@ def test_a_long_conversation_is_not_rendered_anew_for_each_turn(monkeypatch: pyt
 
 
 def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
-    """The probes do not find it."""
+    """Probing does not detect this template."""
 
     def renderer_with(content: str) -> TemplateRenderer:
         renderer = make_renderer(make_tokenizer(REORDERS_KEYS.replace("m.content", content)))

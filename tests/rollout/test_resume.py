@@ -1,4 +1,4 @@
-"""What a stopped run left behind, sorted out from its saved groups: each place is settled, due again or pending."""
+"""Resuming from a stopped run's saved groups: each place is settled, due again or pending."""
 
 from typing import Any
 
@@ -61,12 +61,12 @@ def test_what_came_to_nothing_is_due_again_once() -> None:
 
 
 def test_groups_that_were_closed_early() -> None:
-    """With chains that differ a batch took them, which may not be trained yet; else they were cancelled."""
+    """Groups with differing chains were taken by a batch that may be untrained; others were cancelled."""
     found = sort_out([group("g000000", WON, LOST, CANCELLED), group("g000001", WON, WON, CANCELLED)])
     assert [pending.group.trajectories for pending in found.pending] == [[WON, LOST]]
     assert found.pending[0].oldest == 8, "the age of what was cancelled does not matter"
     assert found.again == (1,)
-    # a whole group that found no place in a batch, and whose second attempt was running or has ended
+    # a complete group without a place in a batch, whose second attempt was running or has ended
     saved = [group("g000000", WON, LOST), group("g000000-1", WON, CANCELLED)]
     assert sort_out(saved).done == {0}
 
@@ -88,7 +88,7 @@ def test_what_is_too_old_by_now_is_due_again() -> None:
 
 
 def test_what_was_sampled_with_weights_that_were_never_proven_is_due_again() -> None:
-    """The run was stopped between the server's resumption with new weights and their proof."""
+    """The run was stopped after the server resumed with new weights and before the weights were verified."""
     saved = [
         group("g000000", WON, chain(0.0, "9")),
         group("g000001", WON, LOST),

@@ -50,7 +50,7 @@ async def score(name: str, prediction: str, row: dict[str, Any], **options: Any)
         return await rewards.score(said(prediction), row, None)
 
 
-# the official evaluation script of SQuAD 2.0, by hand: prediction, answer, exact match, F1
+# computed manually as SQuAD 2.0's official evaluation script does: prediction, answer, exact match, F1
 SQUAD = [
     ("The Cat!", "cat", 1, 1.0),
     ("a  cat, an the", "cat", 1, 1.0),
@@ -213,7 +213,7 @@ def test_nothing_is_left_of_a_worker_that_was_killed() -> None:
         time.sleep(0.01)
     worker.kill()
     worker.communicate()
-    # it is deep in sympy, and ends all the same
+    # it ends even though it is deep inside sympy
     assert psutil.wait_procs(comparing, timeout=10)[1] == []
 
 
@@ -274,7 +274,7 @@ def test_length_agrees_with_trl(buffer: int) -> None:
 
 @dataclass
 class JudgeServer:
-    """Speaks chat completions; `answer` gives the text, or the status of a refusal."""
+    """A chat completions server; `answer` gives the text, or the status of a refusal."""
 
     answer: Callable[[str], Any] = lambda prompt: "Score: 1"
     url: str = ""
@@ -329,7 +329,7 @@ async def test_a_judge_is_asked_and_its_number_scaled(judge: JudgeServer, monkey
     }
     options |= {"parameters": {"max_tokens": 5}}
     row = {"question": "2+2?", "answer": "4"}
-    # what a model writes is filled in as it is
+    # the model's text is inserted unchanged
     assert (await score("judge", "four {x} {answer}", row, **options)).reward == 0.75
     assert (await score("judge", "five", row, **options)).reward == 0.0
     question = "Question: 2+2?\nAnswer: four {x} {answer}\nRight: 4\nWrite Score: and a number from 0 to 10."

@@ -1,4 +1,4 @@
-"""`@reward`: arguments by name, options, weights, groups, and mistakes that are told."""
+"""`@reward`: arguments by name, options, weights, groups, and errors for mistakes."""
 
 import asyncio
 import re
@@ -132,7 +132,7 @@ async def test_rewards_are_summed_and_metrics_kept() -> None:
     scored = await rewards.score(TRAJECTORY, {"answer": "5", "scale": 5.0}, EnvironmentReward(2.0, {"moves": 3.0}))
     metrics = {"moves": 3.0, "success": 0.0, "reward/exact": 0.0, "reward/brevity": 2.0}
     assert scored == EnvironmentReward(0.0 + 2.0, metrics)
-    # one alone is the chain's reward, and no metric beside it; it may replace a metric of the environment
+    # a single reward is the chain's reward, without a separate metric; it may replace an environment's metric
     scored = await Rewards([exact]).score(TRAJECTORY, {"answer": "4"}, EnvironmentReward(2.0, {"success": 0.0}))
     assert scored == EnvironmentReward(1.0, {"success": 1.0})
 
@@ -296,7 +296,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
     async with rewards:
         scored = [(await rewards.score(TRAJECTORY, {}, None)).reward for _ in range(2)]
     assert scored == [6.0, 7.0]
-    assert (await rewards.score(TRAJECTORY, {}, None)).reward == 0.0  # it was closed
+    assert (await rewards.score(TRAJECTORY, {}, None)).reward == 0.0  # the reward was closed
     with pytest.raises(SettingError, match=r"rewards\.0: Counting needs an answer"):
         rewards.check({"question": "q"})
     rewards.check({"question": "q", "answer": "a"})
@@ -372,7 +372,7 @@ async def test_a_group_is_judged_together(load: Callable[..., Rewards]) -> None:
     assert [one.reward for one in chains] == [1.0, 6.5, None, -1.0]
     assert chains[0].metrics == {"moves": 2.0, "reward/shortest": 0.0}
     assert chains[1].metrics == {"reward/shortest": 3.0}
-    await rewards.score_group([chain("x", None)], {"answer": "a"})  # nobody to judge
+    await rewards.score_group([chain("x", None)], {"answer": "a"})  # no chain to judge
 
 
 async def test_a_group_reward_sees_trajectories_and_may_be_async_and_judge_turns() -> None:

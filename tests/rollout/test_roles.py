@@ -1,10 +1,10 @@
-"""What the tokens of a turn are there for, as the renderer says it."""
+"""Roles of a turn's tokens, as determined by the renderer."""
 
 from agentfactory.rollout.text.token_roles import turn_roles
 
 
 def by_character(text: str, words: list[str], arguments: list[dict], malformed: bool = False, end: int = 1) -> str:
-    """Roles where each character is a token, and one token of 3 bytes ends the turn."""
+    """Roles for one token per character, and a token of 3 bytes that ends the turn."""
     lengths = [len(character.encode()) for character in text] + [3] * end
     return turn_roles(lengths, text, words, arguments, malformed)
 

@@ -1,4 +1,4 @@
-"""Where requests go, and how long they are tried: the pure parts of the client."""
+"""Routing and retries of requests: the client's pure functions."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ A, B = "http://a", "http://b"
 
 
 def send_to_replica(router: Router, chain: str, prompt: str = "", avoid: tuple[str, ...] = ()) -> Replica:
-    """One request that stays under way."""
+    """Send one request, which stays in flight."""
     replica = router.choose(chain, prompt or chain, avoid)
     assert replica is not None
     router.started(replica)

@@ -1,6 +1,6 @@
-"""What every inference server must do, whoever wrote it: the same tests against the embedded engine and real vLLM.
+"""The contract of every inference server: the same tests against the embedded engine and real vLLM.
 
-vLLM takes part where the variable AGENTFACTORY_VLLM_PYTHON names a Python that has it, as `make test-vllm` does.
+vLLM is included if the variable AGENTFACTORY_VLLM_PYTHON names a Python that has it, as `make test-vllm` sets it.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ def tied(
 def adapting(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A server that takes adapters and asks for a key."""
+    """A server that accepts adapters and requires a key."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, KEY)
         with start(request.param, models["tied"], tmp_path_factory.mktemp("server"), lora=True) as url:
@@ -190,7 +190,7 @@ async def connect(server: Served) -> AsyncIterator[Client]:
 async def client(untied: Served) -> AsyncIterator[Client]:
     async with connect(untied) as client:
         yield client
-        # whatever a test did, the next one meets the first weights and an empty cache
+        # the next test starts with the initial weights and an empty cache, whatever this one did
         await client.post("/resume")
         await client.update(untied.model / "model.safetensors", "0")
         assert (await client.post("/reset_prefix_cache"))["success"]
@@ -293,7 +293,7 @@ async def test_continued_chains_reuse_the_cache_exactly(client: Client) -> None:
 
 
 async def test_chosen_tokens_are_scored_in_the_place_of_a_sampled_one(client: Client) -> None:
-    """What the canary of the weight sync asks for."""
+    """The weight sync's canary sends such requests."""
     prompt, chosen = some_ids(200), some_ids(16, 1)
     asked = [*dict.fromkeys(chosen), chosen[0]]
     choice = await client.generate(prompt, max_tokens=1, logprobs=len(asked), logprob_token_ids=asked)
@@ -306,7 +306,7 @@ async def test_chosen_tokens_are_scored_in_the_place_of_a_sampled_one(client: Cl
 
 
 async def test_the_load_is_told(client: Client) -> None:
-    """What adaptive concurrency goes by."""
+    """Adaptive concurrency depends on it."""
     async with InferenceClient(client.server.url) as ours:
         idle = await ours.load()
         running = [asyncio.create_task(client.generate(some_ids(30, i), max_tokens=1500)) for i in range(14)]
@@ -379,7 +379,7 @@ async def test_an_unknown_model_is_refused(client: Client) -> None:
 
 
 def check_full_updates(server: Served, tmp_path: Path) -> None:
-    """Three versions through the trainer's own sync; each is what the server then samples with."""
+    """Send three versions through the trainer's own sync; the server must sample with each."""
     control = ServerControl(server.url)
     recipe = TrainRecipe.model_validate(
         {"model": {"path": str(server.model), "dtype": "float32"}, "train": {"steps": 1}}
@@ -546,7 +546,7 @@ async def test_the_key_guards_generation_and_models(adapting: Served) -> None:
 
 @dataclass
 class Seeing:
-    """A client of a server whose model sees, and what the model is."""
+    """A client of a server with a vision model, and that model."""
 
     client: Client
     vision: Vision
@@ -554,7 +554,7 @@ class Seeing:
     network: Any
 
     def picture(self, seed: int, width: int = 150, height: int = 100) -> Image.Image:
-        """An image in the size that the model gets it in."""
+        """An image at the size that the model gets."""
         small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
         return self.vision.fit(small.resize((width, height), Image.Resampling.BICUBIC))
 
@@ -590,7 +590,7 @@ class Seeing:
 
 
 def part(image: Image.Image) -> dict[str, Any]:
-    """The content part that brings an image."""
+    """The content part with an image's data."""
     file = io.BytesIO()
     image.save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -598,7 +598,7 @@ def part(image: Image.Image) -> dict[str, Any]:
 
 
 def named(image: Image.Image) -> dict[str, Any]:
-    """The content part that names an image which the server has."""
+    """The content part that refers to an image already on the server."""
     return {"type": "image_url", "url": None, "uuid": digest_of(image)}
 
 
@@ -607,7 +607,7 @@ def seeing_network(folder: Path) -> Any:
 
 
 def of_ci(engine: str, kind: str) -> Any:
-    """vLLM of Qwen2.5-VL is in CI in tests/vllm/vllm_vision_training.py."""
+    """CI runs vLLM with Qwen2.5-VL in tests/vllm/vllm_vision_training.py."""
     marks = [pytest.mark.long] if (engine, kind) == ("vllm", "qwen2_5_vl") else []
     return pytest.param((engine, kind), marks=marks, id=f"{engine}-{kind}")
 
@@ -637,7 +637,7 @@ async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:
     seeing.check(first, [a, b], answer)
     # the second turn shows an image of the first again, and names what the server has
     second = [*first, *answer["choices"][0]["token_ids"], *some_ids(5, 4), pad, *some_ids(2, 5), pad, *some_ids(6, 6)]
-    for bring in (part, named):  # at last all from the cache
+    for bring in (part, named):  # in the second round all images are cached
         answers = await asyncio.gather(
             *[seeing.generate(second, [named(a), named(b), bring(c), named(a)]) for _ in range(3)]
         )
@@ -709,7 +709,7 @@ async def test_a_changed_tower_changes_what_is_seen_in_a_known_image(seeing: See
             seeing.check(ids, [image], answer, seeing.network if network is new else new)
 
 
-# ---- taking turns with a trainer; on a CPU, vLLM says that it sleeps, holds requests back, and keeps its memory
+# ---- time sharing with a trainer; on a CPU, vLLM reports that it sleeps, holds requests, but keeps its memory
 
 
 @pytest.fixture
@@ -727,7 +727,7 @@ def adapter_recorder(adapting: Served) -> Iterator[Recorder]:
 def turns_of(
     recorder: Recorder, model: Path, lora: dict[str, Any] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
-    """Train two steps in turns with the server behind `recorder`; return the calls."""
+    """Train two steps, time-sharing with the server behind `recorder`; return the calls."""
 
     def make_recipe(lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
         section = {"path": str(model), "dtype": "float32", "lora": lora}

@@ -1,4 +1,4 @@
-"""What servers report on their page of metrics."""
+"""Servers' reports on their metrics page."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The command line of a server, and what its log says, without starting one."""
+"""A server's command line, and the interpretation of its log, without starting one."""
 
 import json
 import shlex
@@ -56,7 +56,7 @@ SAID = {
     "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/m'.": "model.path",
     "  Value error, User-specified max_model_len (9000) is greater than the derived max_model_len "
     "(max_position_embeddings=1024.0 or model_max_length=None in model's config.json). To allow": (
-        "server.max_model_len=9000 is more than the model takes (max_position_embeddings=1024.0"
+        "server.max_model_len=9000 is more than the model supports (max_position_embeddings=1024.0"
     ),
     "(EngineCore pid=1) ERROR To serve at least one request with the model's max seq len (512), (0.5 GiB KV "
     "cache is needed, which is larger than the available KV cache memory (0.1 GiB). Try": (
@@ -74,7 +74,7 @@ SAID = {
         "Worker proc VllmWorker-0 was killed: out of memory?"
     ),
     "RuntimeError: operator torchvision::nms does not exist": "pip uninstall torchvision torchaudio torchcodec",
-    "(APIServer pid=1) ERROR 1 ModuleNotFoundError: No module named 'torchvision'": "a model that sees needs it",
+    "(APIServer pid=1) ERROR 1 ModuleNotFoundError: No module named 'torchvision'": "vision-language models need it",
     "error: vLLM cannot be imported by /v/bin/python: No module named 'vllm'": "server.options.python",
 }
 

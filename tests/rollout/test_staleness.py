@@ -1,4 +1,4 @@
-"""Admission and the choice of batches: how far generation may run ahead, and what becomes of groups that grow old."""
+"""Admission and batch selection: how far generation may run ahead, and the handling of stale groups."""
 
 import random
 from typing import Any
@@ -133,10 +133,10 @@ class Run:
         self.open: dict[str, list[Any]] = {}
         self.serial = 0
         self.trained: list[list[int]] = []
-        """Of each batch, the ages of its groups."""
+        """The ages of each batch's groups."""
 
     def act(self, draw: random.Random) -> None:
-        """Starts what may start; a chain moves on or ends; a batch that is chosen is trained at once or later."""
+        """Start what may start; advance or end a chain; train a selected batch immediately or later."""
         while self.admission.may_start():
             self.admission.start()
             self.open[str(self.serial)] = [None, 0, ()]
@@ -170,7 +170,7 @@ class Run:
             self.batches.publish(version + 1)
 
     def filter(self, group: list[Any]) -> None:
-        """What the producer does with a group that is complete."""
+        """Do what the producer does with a complete group."""
         if group[1] == self.group_size and len(set(group[2])) == 1 and self.equal is not EqualRewards.KEEP:
             self.open = {name: other for name, other in self.open.items() if other is not group}
             if self.equal is EqualRewards.REFILL or not self.batches.leave_empty():

@@ -1,4 +1,4 @@
-"""A server that takes requests and gives no token is noticed."""
+"""Detection of servers that accept requests but produce no tokens."""
 
 import asyncio
 import logging
@@ -151,7 +151,7 @@ async def test_a_stopped_process_is_told_of_and_goes_on(server: Running, caplog:
 async def test_an_update_that_is_not_finished_holds_the_server_and_is_told_of(
     server: Running, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """`finish_weight_update` is refused, and somebody resumes: nothing runs, and the server says so."""
+    """`finish_weight_update` is refused, then the server is resumed: nothing runs, and the server reports it."""
     async with (
         aiohttp.ClientSession(headers=authorization(server.url, None)) as session,
         InferenceClient(server.url, retry_seconds=1.0) as client,

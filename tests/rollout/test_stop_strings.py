@@ -31,7 +31,7 @@ LEARN = Path(__file__).parents[1] / "learn"
 KEEPS, DROPS = LEARN / "thinks_and_keeps.jinja", LEARN / "thinks_and_drops.jinja"
 ACTION = 'Thought: so\nAction: note\nAction Input: {"text": "rain"}'
 Exchange = tuple[list[int], list[int], str | None]
-"""A prompt, what was sampled after it, and the stop string that ended it."""
+"""A prompt, the completion, and the stop string that ended it."""
 
 
 def test_the_string_that_is_complete_first_is_found() -> None:
@@ -57,7 +57,7 @@ def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: s
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    # a split into bytes cuts characters apart
+    # a split into bytes splits characters
     for ids in (tokenizer.encode(text), [i for byte in text.encode() for i in tokens_of_byte(tokenizer, byte)]):
         assert decode(ids) == text
         watch = StopWatch([stop], decode)
@@ -219,7 +219,7 @@ def check_stops(renderer: TemplateRenderer, chains: list[Trajectory], exchanges:
 
 
 def join_continued(exchanges: list[Exchange]) -> tuple[list[tuple[list[int], list[int]]], int]:
-    """Join each exchange that ended with a stop string in the reasoning with the one that goes on exactly there."""
+    """Join each exchange that ended with a stop string in the reasoning with the exchange that continues it."""
     waiting = defaultdict(list)
     whole: list[tuple[list[int], list[int]]] = []
     continued = 0
@@ -234,7 +234,7 @@ def join_continued(exchanges: list[Exchange]) -> tuple[list[tuple[list[int], lis
     return whole + [left for lefts in waiting.values() for left in lefts], continued
 
 
-# ---- a network with a base model's habit, on the engines
+# ---- a network with a base model's habit of hallucinating observations, on the engines
 
 
 def learn_habit(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Token in, token out: what is trained is what was sampled, to the token, and scored alike by server and trainer."""
+"""Token in, token out: trained tokens are exactly the sampled ones, with equal server and trainer log-probabilities."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ def play_chains(
     """`count` chains of the treasure hunt, and what passed between them and the server at `url`. `template` is
     `model.chat_template`.
 
-    The turns of every fourth chain are cut at 3 tokens, in the middle of a call.
+    The turns of every fourth chain are truncated at 3 tokens, in the middle of a call.
     """
     recipe = RolloutRecipe.model_validate(
         {
@@ -77,7 +77,7 @@ def play_chains(
 
 
 def check_rows(trajectories: list[Trajectory], exchanges: list[tuple[dict, list[int]]]) -> int:
-    """Assert that the rows are made of exactly these (request, sampled ids) and return the number of turns.
+    """Assert that the rows consist of exactly these (request, sampled ids) and return the number of turns.
 
     Each request must be a row up to one of its sampled spans, and that span what came back; nothing else is masked.
     """
@@ -107,7 +107,8 @@ def sampled_spans(row: Row) -> list[tuple[int, int]]:
 
 
 def largest_difference(trajectories: list[Trajectory], folder: Path) -> float:
-    """Between the log-probabilities of the server and those of the model in `folder`, over all sampled tokens."""
+    """The largest difference between the log-probabilities of the server and of the model in `folder`, over all
+    sampled tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     worst = 0.0
     with torch.no_grad():
@@ -122,7 +123,7 @@ def largest_difference(trajectories: list[Trajectory], folder: Path) -> float:
 
 
 def check_exactness(trajectories: list[Trajectory], recording: Recording) -> None:
-    """Assert that what is trained is what the server was sent and sampled, also after cut turns."""
+    """Assert that trained rows match the server's requests and samples, including after truncated turns."""
     assert not any(t.outcome.failed for t in trajectories), {t.error for t in trajectories}
     exchanges = [(request, answer["choices"][0]["token_ids"]) for request, answer in recording.exchanges]
     turns = check_rows(trajectories, exchanges)
@@ -165,7 +166,7 @@ async def test_adversarial_templates_train_no_token_that_was_not_sampled(templat
 
     def script(_: list[int]) -> list[int]:
         ids = tokenizer.encode(rng.choice(texts), add_special_tokens=False)
-        # as a sampler would: also tokens that re-tokenising would merge
+        # like a sampler: includes tokens that retokenising would merge
         noise = [rng.randrange(10, 200) for _ in range(rng.randrange(3))]
         return noise + ids + ([renderer.stop_token_ids[0]] if rng.random() < 0.7 else [])
 

@@ -1,4 +1,4 @@
-"""Which tools a person is warned of."""
+"""Warnings about failing tools."""
 
 import pytest
 

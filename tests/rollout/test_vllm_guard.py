@@ -1,4 +1,4 @@
-"""vLLM's routes behind the API key, all of them, and what its server refuses to open without one."""
+"""The API key guards all of vLLM's routes, and a server that would be open without one is not started."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ RIGHT = {"authorization": "Bearer s3cret"}
 
 
 async def answers(monkeypatch: pytest.MonkeyPatch, path: str, headers: dict[str, str], kind: str = "http") -> Any:
-    """The first message that a client gets of an application that answers 200."""
+    """The first message that a client gets from a guarded application that answers 200."""
     monkeypatch.setenv(KEY_VARIABLE, "s3cret")
     sent: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""The digests of a weight: they find what goes wrong with weights, and are equal on every device."""
+"""Weight digests: they detect corrupted weights, and are equal on every device."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ def test_the_default_is_the_faster_one_where_the_weight_lies() -> None:
 
 
 def test_refuses_an_unknown_function() -> None:
-    with pytest.raises(ValueError, match="a weight's digest is by xxh3 or fold, not by 'crc'"):
+    with pytest.raises(ValueError, match="the digest function must be xxh3 or fold, got 'crc'"):
         weight_digest(torch.ones(3), "crc")
 
 
@@ -94,7 +94,7 @@ def test_finds_every_change_of_one_number(function: str) -> None:
 @pytest.mark.parametrize("size", [2**17 - 128, _TAIL // 4, _BLOCK // 4 - 1, _BLOCK // 4, 3])
 @pytest.mark.parametrize("zeros", [1, 2**13, _TAIL // 2, _BLOCK // 4])
 def test_zeros_at_the_end_change_nothing(size: int, zeros: int, function: str) -> None:
-    """A server fills its vocabulary; also across a row of the fold, and across a block."""
+    """A server pads its vocabulary, possibly across a row of the fold or a block."""
     weight = torch.rand(size) + 1
     assert digits(torch.cat([weight, torch.zeros(zeros)]), function) == digits(weight, function)
     assert digits(torch.cat([torch.zeros(zeros), weight]), function) != digits(weight, function)
@@ -107,7 +107,7 @@ def test_zeros_alone_are_as_good_as_nothing(size: int, function: str) -> None:
 
 
 def test_blocks_are_hashed_by_threads_as_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And blocks that change places are found."""
+    """Swapped blocks are also detected."""
     weight = torch.randn(9 * _BLOCK // 8)
     found = digits(weight, "xxh3")
     swapped = weight.clone()
@@ -124,7 +124,7 @@ def test_blocks_are_hashed_by_threads_as_by_one(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("rest", [0, 5, 40, 63])
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 300])
 def test_each_way_gives_the_polynomials(rows: int, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a GPU, and on a CPU with one thread and with several."""
+    """The GPU's way, and the CPU's with one and with several threads."""
     words = torch.randint(-(2**31), 2**31, (64 * rows + rest,), dtype=torch.int64).to(torch.int32)
     mixed = (words + (words >> 16)).tolist()
     exact = [
@@ -140,7 +140,7 @@ def test_each_way_gives_the_polynomials(rows: int, rest: int, monkeypatch: pytes
 
 
 def test_the_digest_is_always_the_same() -> None:
-    """Trainer and server may have different releases."""
+    """Trainer and server may run different releases."""
     weight = torch.arange(2**21 + 77, dtype=torch.int32).view(torch.float32)
     assert weight_digest(weight, "fold") == "fold:float32:2097229:1e11a5e54e42a45449b1a45850688839"
     assert weight_digest(weight[:3], "fold") == "fold:float32:3:9602ced1199400e2498700bcdb79cf4c"

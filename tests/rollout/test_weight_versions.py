@@ -1,4 +1,4 @@
-"""Ages of tokens by the labels of their spans, and the count of what the bound has ended."""
+"""Ages of tokens by their spans' labels, and the count of chains ended by the staleness bound."""
 
 import pytest
 

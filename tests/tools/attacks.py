@@ -1,7 +1,7 @@
-"""Attacks on a sandbox, each with what has to come of it, while 15 neighbours go on.
+"""Attacks on a sandbox, each with its expected outcome, while 15 neighbours keep running.
 
-The test modules run them, and `python -m tests.tools.attacks` runs all of them and prints their names, for a child
-of another user: so nothing but the standard library, waiting.py and the sandbox itself is imported here.
+The test modules run them. `python -m tests.tools.attacks`, run by a child process of another user, runs all of them and
+prints their names, so this module imports only the standard library, waiting.py and the sandbox itself.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ OUTPUT = 2000
 SECRET = "the-secret-of-the-host"
 REPOSITORY = Path(__file__).parents[2]
 
-# Each attack notes what it reached; `attempt` is what it tries with.
+# Each attack calls `attempt`, which adds its successes to `reached`.
 PREAMBLE = """
 import ctypes, os, sys
 reached = []
@@ -45,16 +45,16 @@ def call(name, number, *arguments):
 
 @dataclass(frozen=True)
 class Attack:
-    """A cell, and what has to be found in its text (a regular expression) or given as the reason of its end."""
+    """A cell, and the regular expression that its text, or the reason of its end, must match."""
 
     code: str
     text: str = r"reached \[\]"
     lost: str | None = None
     seconds: float = 60.0
     grace: float = 60.0
-    """What it is given beyond `seconds`, before it is killed, and to end when its channel has closed."""
+    """Seconds beyond `seconds` before it is killed, and for its end after its channel has closed."""
     overtime: bool = False
-    """Both are over as soon as it has printed something."""
+    """True: both time limits expire as soon as it has printed something."""
     follow_up: tuple[str, str] | None = ("kept", "7")
     """A further cell and its whole text: the interpreter still answers, in step, and has its variables."""
 
@@ -297,11 +297,11 @@ NUMBERS = {
         syslog=116 personality=92 unshare=97 clone=220 clone3=435 mount=40 umount2=39 pivot_root=41 chroot=51 setns=268
         setuid=146 setresuid=147 capset=91 mknodat=33 shmget=194 memfd_create=279""",
 }
-"""Machine -> numbers of system calls that attacks try."""
+"""Machine -> system call numbers that attacks try."""
 
 
 async def attack(name: str, kind: SandboxKind = SandboxKind.BUBBLEWRAP) -> CellResult:
-    """Run the attack of that name among the neighbours; its result. The neighbours are checked."""
+    """Run the attack `name` among the neighbours, check the neighbours, and return the attack's result."""
     attempted = ATTACKS[name]
     settings = SandboxSettings(kind, memory_mb=128, disk_mb=8, output_characters=OUTPUT)
     starting = [Sandbox.begin(settings) for _ in range(NEIGHBOURS + 1)]
@@ -337,7 +337,7 @@ async def attack(name: str, kind: SandboxKind = SandboxKind.BUBBLEWRAP) -> CellR
 
 
 async def _go_on(index: int, sandbox: Sandbox, over: asyncio.Event) -> int:
-    """Cells until it is over, each on what the one before left; how many there were."""
+    """Run cells that build on each other until `over` is set; return their number."""
     assert (await sandbox.run(f"count = {index}", 600.0)).text == ""
     cells = 0
     while not over.is_set() or cells == 0:
@@ -358,7 +358,7 @@ def _code(code: str, secret: Path, port: int) -> str:
 
 
 def check(name: str, result: CellResult) -> None:
-    """Assert that the attack came to what it has to."""
+    """Assert that the attack had its expected outcome."""
     expected = ATTACKS[name]
     assert re.search(expected.text, result.text), (name, result)
     assert len(result.text) <= OUTPUT + 60
@@ -369,7 +369,7 @@ def check(name: str, result: CellResult) -> None:
 
 
 async def main(report: Callable[[str], None]) -> None:
-    """All of them, one after the other."""
+    """Run all attacks, one after the other."""
     os.environ["AGENTFACTORY_TEST_SECRET"] = SECRET
     for name in ATTACKS:
         check(name, await attack(name))

@@ -1,4 +1,4 @@
-"""The objects of scratchpad.py, served over each transport."""
+"""Fixtures that serve the objects of scratchpad.py over each transport."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine must not make gauges empty, nor instances go without their close()."""
+    """Raise time limits, so that a slow machine neither empties gauges nor skips an instance's close()."""
     monkeypatch.setattr(tool_server, "_GAUGE_SECONDS", 60.0)
     monkeypatch.setattr(environment_host, "_CLOSE_SECONDS", 60.0)
 
@@ -36,13 +36,13 @@ def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
 def http_server(
     *objects: str, port: int = 0, more: Sequence[str] = ()
 ) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """A running HTTP server of `objects`: its process and its address."""
+    """Run an HTTP server of `objects`; yield its process and its address."""
     return running("-m", "agentfactory.tools.serve", *(objects or OBJECTS), "--http", str(port), *more)
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A Python process that serves HTTP, and says so: the process and its address."""
+    """Run a Python process that serves HTTP and prints its address; yield the process and the address."""
     with subprocess.Popen([sys.executable, *arguments], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

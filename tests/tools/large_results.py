@@ -1,4 +1,4 @@
-"""A server in plain Python whose tool `text` returns BYTES bytes, without the time that the SDK takes to write them."""
+"""A server in plain Python whose tool `text` returns BYTES bytes; writing them through the SDK would be too slow."""
 
 import json
 import os

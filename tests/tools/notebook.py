@@ -1,6 +1,6 @@
-"""An MCP server as strangers write them: one word for the whole process, no chain keys, the older protocol, no SDK.
+"""A typical third-party MCP server: one word for the whole process, no chain keys, the older protocol, no SDK.
 
-Started as a script; it needs nothing but Python, so that hundreds of its processes cost little.
+Started as a script; it needs only Python, so hundreds of its processes cost little.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the tests of this folder serve: an environment with state, and tools that go wrong in every way."""
+"""The objects that the tests of this folder serve: an environment with state, and tools that fail in every way."""
 
 import asyncio
 import os

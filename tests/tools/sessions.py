@@ -1,4 +1,4 @@
-"""A stateful HTTP server as strangers write them: it tells its clients apart by their sessions alone."""
+"""A typical third-party stateful HTTP server, which identifies its clients only by their sessions."""
 
 import sys
 from typing import Any
@@ -27,7 +27,7 @@ async def read(context: Context[Any]) -> str:
 
 
 if __name__ == "__main__":
-    # arguments: a port (0: a free one), and perhaps "stateless"
+    # arguments: a port (0: a free one), optionally "stateless"
     app = server.streamable_http_app(stateless_http="stateless" in sys.argv)
     config = uvicorn.Config(app, port=int(sys.argv[1]), log_level="warning", timeout_graceful_shutdown=1)
     running = uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""The calculator: what it computes, what it refuses, and that nothing makes it work for long."""
+"""Tests of the calculator: results, refusals, and bounded run time."""
 
 import math
 import random

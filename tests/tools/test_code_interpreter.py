@@ -1,4 +1,4 @@
-"""The code interpreter as an environment: what the model reads, files in and out, one chain after another."""
+"""Tests of the code interpreter as an environment: the model's observations, files in and out, consecutive chains."""
 
 import asyncio
 import base64
@@ -31,7 +31,7 @@ async def _run(interpreter: CodeInterpreter, code: str) -> str:
 
 
 async def _get_stuck(interpreter: CodeInterpreter) -> "asyncio.Task[str]":
-    """A cell that nothing interrupts, when it is under way."""
+    """Start a cell that cannot be interrupted, and return its task once it runs."""
     call = asyncio.create_task(_run(interpreter, "print('so far')\nsum(iter(int, 1))"))
     await until(lambda: interpreter._sandbox is not None and interpreter._sandbox._process.said())
     return call
@@ -121,7 +121,7 @@ async def test_nothing_of_a_chain_reaches_the_next(interpreter: CodeInterpreter)
     await interpreter.reset()
     code = "import builtins, json, os\nprint(hasattr(builtins, 'x'), hasattr(json, 'x'), os.listdir('.'))"
     assert await _run(interpreter, code) == "False False ['.tmp']"
-    # also where the chain before was not released
+    # also if the previous chain was not released
     await interpreter.reset()
     assert "NameError" in await _run(interpreter, "os")
 
@@ -142,7 +142,7 @@ async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
     try:
         await interpreter.reset(files={"b.txt": "text", "c/d.bin": {"base64": base64.b64encode(b"\xff").decode()}})
         assert await _run(interpreter, "files = ['b.txt', 'c/d.bin']\n" + read) == "[b'text', b'\\xff']"
-        # they are there again after a restart
+        # the row's files are copied again after a restart
         stuck = await _get_stuck(interpreter)
         pass_time(61)
         assert "restarted" in await stuck
@@ -154,8 +154,8 @@ async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
             "there is no file '../x'": ["../x"],
             "does not name a file of the workspace": {"../x": "text"},
             "is not base64": {"x": {"base64": "?"}},
-            r"x is int; it is a text, or \{\"base64\"": {"x": 1},
-            "it is a mapping of name to text, or a list of names": "tables/a.csv",
+            r"x is int; it must be a text, or \{\"base64\"": {"x": 1},
+            "it must be a mapping of name to text, or a list of names": "tables/a.csv",
             "cannot be written": {"x": "y" * (2 << 20)},
         }
         for message, files in refused.items():

@@ -1,4 +1,4 @@
-"""`mcp_servers:` and `limits:` refuse what cannot work, and say what would."""
+"""Tests of invalid `mcp_servers:` and `limits:`: each is refused with a fix."""
 
 import re
 from typing import Any
@@ -25,12 +25,12 @@ def test_the_usual_block_is_taken_as_it_is() -> None:
         ({"url": "http://a", "type": "stdio"}, "type: got 'stdio' with url"),
         (
             {"url": "http://a", "args": ["x"]},
-            "args: got ['x']: it is for command and container, and the server is given by url",
+            "args: got ['x']: it applies to command and container, and this server uses url",
         ),
-        ({"url": "http://a", "env": {"A": "b"}}, "env: got ['A']: it is for command"),
-        ({"command": "x", "headers": {"A": "b"}}, "headers: got ['A']: it is for url"),
-        ({"command": "x", "options": {"a": 1}}, "options: got ['a']: it is for module"),
-        ({"container": "image", "cwd": "/"}, "cwd: got '/': it is for command"),
+        ({"url": "http://a", "env": {"A": "b"}}, "env: got ['A']: it applies to command"),
+        ({"command": "x", "headers": {"A": "b"}}, "headers: got ['A']: it applies to url"),
+        ({"command": "x", "options": {"a": 1}}, "options: got ['a']: it applies to module"),
+        ({"container": "image", "cwd": "/"}, "cwd: got '/': it applies to command"),
         ({"command": "x", "isolation": "session"}, "isolation: got session with command; fix: use shared or process"),
         ({"url": "http://a", "isolation": "process"}, "isolation: got process with url; fix: use shared or session"),
         ({"module": "a.py:B", "isolation": "process"}, "each chain has an instance of its own"),

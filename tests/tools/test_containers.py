@@ -1,4 +1,4 @@
-"""A server in a real container, where docker or podman works: state, cancellation, death, and that none is left."""
+"""Tests of a server in a real container, if docker or podman works: state, cancellation, death and removal."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def pack(file: Path, notebook: Path) -> None:
-    """A file system with this Python, its standard library, and the server; no registry is asked for an image."""
+    """Pack a file system with this Python, its standard library, and the server, so that no registry is needed."""
     libraries = [Path(found) for found in re.findall(r"(?:=> )?(/\S+) \(0x", run("ldd", str(PYTHON)).stdout)]
     standard = Path(sysconfig.get_paths()["stdlib"])
     left_out = re.compile(
@@ -42,7 +42,7 @@ def pack(file: Path, notebook: Path) -> None:
 
 @pytest.fixture
 async def image(tmp_path: Path, folder: Path) -> AsyncIterator[tuple[str, str]]:
-    """The program that works here, and the name of an image of notebook.py."""
+    """Yield the container program that works here, and the name of an image of notebook.py."""
     try:
         program = await find_program()
     except ToolInfrastructureError as reason:

@@ -1,4 +1,4 @@
-"""A full disk is told with the file that did not fit, whatever a library calls it."""
+"""Tests of errors on a full disk: they name the file that did not fit, whatever the library's own error is."""
 
 import errno
 import resource
@@ -42,7 +42,7 @@ def test_a_place_to_write() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("library", ["safetensors", "torch"])
 def test_real_libraries_at_a_file_size_limit(tmp_path: Path, library: str) -> None:
-    """The limit stands for a full disk, which only root can make."""
+    """Use the limit instead of a full disk, which only root can create."""
     code = f"""
 import torch
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The disk space of folders, compared with what the system says."""
+"""Tests of the disk usage of folders, compared with the system's own."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from agentfactory.tools.sandbox.disk_use import DiskUse, add_deleted, measure
 
 
 def du(folder: Path) -> int:
-    """Return the size of what is in a folder, by coreutils."""
+    """Return the size of a folder's content according to coreutils."""
     said = subprocess.run(["du", "--summarize", "--block-size=1", folder], capture_output=True, text=True, check=True)
     return int(said.stdout.split()[0]) - (folder.stat().st_blocks << 9)
 

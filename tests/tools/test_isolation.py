@@ -1,4 +1,4 @@
-"""What a chain has for itself: a thousand chains over sixteen instances, whoever is cancelled, over every backend."""
+"""Tests of chains' isolation: a thousand chains over sixteen instances, with cancellations, over every backend."""
 
 import asyncio
 from collections.abc import Iterator
@@ -34,7 +34,8 @@ async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
 
 @contextmanager
 def backend(kind: str) -> Iterator[dict[str, Any]]:
-    """The `mcp_servers` entry of a pad whose sixteen instances live in this process, in theirs, or behind HTTP."""
+    """Yield the `mcp_servers` entry of a pad whose sixteen instances are in this process, in subprocesses, or behind
+    HTTP."""
     match kind:
         case "in process":
             yield {"module": "scratchpad.py:Scratchpad", "pool": POOL}
@@ -57,7 +58,7 @@ def children() -> list[psutil.Process]:
 
 
 async def at_rest(toolset: Toolset) -> dict[str, float]:
-    """The gauges, when all that was let go of has been reset."""
+    """Return the gauges once all released instances have been reset."""
     await toolset.closed()
     while (gauges := await toolset.gauges())["environments/pad/in_use"]:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -98,7 +99,7 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
         calling = asyncio.Event()
         chain = asyncio.create_task(live(toolset, number, calling))
         await calling.wait()
-        for _ in range(number % 7):  # into the call, by another step each time
+        for _ in range(number % 7):  # cancel at a different step of the call each time
             await asyncio.sleep(0)
         chain.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -137,7 +138,7 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
 
 @pytest.mark.processes
 async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
-    """Nothing could make it forget: a word of another chain is never read."""
+    """Check that no chain reads another chain's word, although the process cannot be reset."""
     async with open_toolset(recipe_of(pad={**NOTEBOOK, "pool": {"capacity": 2, "warm": 1}}), folder) as toolset:
 
         async def live(number: int) -> tuple[str, str]:
@@ -160,14 +161,14 @@ async def test_an_environments_process_serves_many(folder: Path) -> None:
             async with toolset.chain(str(number), {"word": "given"}) as session:
                 assert session.opening == "given"
                 calls.append((await session.reward()).reward)  # type: ignore[union-attr]
-        assert calls == [2, 4, 6]  # of one process
+        assert calls == [2, 4, 6]  # counted by one process
         gauges = await at_rest(toolset)
     assert (gauges["environments/pad/made"], gauges["environments/pad/idle"]) == (1, 1)
 
 
 @pytest.mark.processes
 async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder: Path) -> None:
-    """Else the late call would act on the next chain's state."""
+    """Check that an abandoned call cannot act on the next chain's state."""
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
     async with open_toolset(recipe_of(pad=entry), folder) as toolset:
         async with toolset.chain("a", {"word": "a"}) as session:
@@ -207,7 +208,7 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
             await asyncio.sleep(0.01)
         for process in set(children()) - before:
             process.kill()
-        # both are known to be lost: the chain is not served sooner by a new one
+        # wait until both are known to be lost, so that the chain is not served by a new one before
         await until(lambda: [record["event"] for record in log].count("tool_server_lost") == 2)
         async with toolset.chain("a", {"word": "a"}) as session:
             assert await ask(session, "read") == "a"
@@ -339,7 +340,7 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
         await until(lambda: len(told()) == 2)
         processes, each = told()[1]["processes"], told()[1]["mebibytes_each"]
         assert 200 < each < 341
-        # what is told is rounded down to mebibytes, so that one process fewer may fit
+        # the reported size is rounded down to mebibytes, so one process fewer may fit
         assert (1 << 10) // (each + 1) <= processes <= (1 << 10) // each
         assert f"up to {processes} at a time, of about {each} MiB each" in server.told_isolation
         leases = [(await server.acquire(str(number)))[1] for number in range(processes)]
@@ -349,7 +350,7 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
         assert pool is not None
         await until(lambda: pool.gauges()["waiting"] == 1)
         gauges = pool.gauges()
-        # all run that may, and the one that has ended
+        # as many as allowed are running; `made` also counts the one that has ended
         assert (gauges["in_use"], gauges["idle"], gauges["made"]) == (processes, 0, processes + 1)
         assert leases[0] is not None
         await leases[0].release()

@@ -1,4 +1,4 @@
-"""Addresses of our HTTP servers."""
+"""Tests of the addresses of our HTTP servers."""
 
 import re
 import socket

@@ -1,4 +1,4 @@
-"""Limits: what is refused, cut or waited for, in which order and with which words; by a set clock, and with calls."""
+"""Tests of limits: refusals, cuts and waits, their order and texts; with a fake clock, and with real calls."""
 
 import asyncio
 import re
@@ -23,7 +23,7 @@ WORDS = "one two three four five six"
 
 
 def cut(text: str, most: int) -> str | None:
-    """Words for tokens."""
+    """Cut a text, with words as tokens."""
     words = text.split(" ")
     return None if len(words) <= most else " ".join(words[: most - 1]) + " [...]"
 
@@ -38,7 +38,7 @@ def call(name: str = "search") -> ToolCall:
 
 
 def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float = 0.0, seconds: float = 0.0) -> Content:
-    """Make a call that takes `seconds`; what the model reads."""
+    """Make a call that takes `seconds`; return the content for the model."""
     admitted = chain.admit(call(name), place, now)
     if isinstance(admitted, ToolResult):
         assert admitted.error is CallError.LIMIT
@@ -50,7 +50,7 @@ def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float =
 
 
 def breached(chain: ChainAccount) -> dict[str, float]:
-    """The metrics of limits that moved."""
+    """Return the metrics of limits that are not zero."""
     found = {name: value for name, value in chain.metrics().items() if name.startswith("limits/") and value}
     assert Counter({limit: found.get(f"limits/{limit}", 0) for limit in Limit}) == chain.breaches
     return found
@@ -151,7 +151,7 @@ def test_rates_hold_in_every_window(rate: float, pauses: list[float]) -> None:
     for pause in pauses:
         now += pause
         starts.append(now + rates.take("search", now))
-    # but for the rounding of sums
+    # except for the rounding of sums
     assert all(later >= first - 1e-9 for first, later in pairwise(starts)), "first asked, first served"
     count = max(1, int(rate))
     for first, later in zip(starts, starts[count:], strict=False):
@@ -203,11 +203,11 @@ BREACHES: dict[Limit, dict[str, object]] = {
     Limit.RESULT_TOKENS: {"result_tokens": 4},
     Limit.IMAGES: {"images": 1},
 }
-"""Each limit as a recipe sets it; the second call of `overdo` breaches it."""
+"""Recipe fields of each limit, which the second call of `overdo` breaches."""
 
 
 def overdo(chain: ChainAccount, limits: set[Limit]) -> ToolResult:
-    """Make a call that is fine, then one that is beyond every limit of `limits`."""
+    """Make a call within the limits, then one that breaches every limit of `limits`."""
     chain.admit(call(), 0, 0.0)
     chain.begin(0.0)
     chain.end(1.0 if Limit.TOOL_SECONDS in limits else 0.0)
@@ -215,7 +215,7 @@ def overdo(chain: ChainAccount, limits: set[Limit]) -> ToolResult:
     if isinstance(admitted, ToolResult):
         return admitted
     late = Limit.SECONDS_PER_CALL in limits
-    left_out = 3 if Limit.RESULT_BYTES in limits else 0  # by the session, when the result arrived
+    left_out = 3 if Limit.RESULT_BYTES in limits else 0  # cut by the session when the result arrived
     content: Content = [{"type": "text", "text": WORDS}, IMAGE, IMAGE] if Limit.IMAGES in limits else WORDS
     return chain.settle(call(), ToolResult(content, CallError.TIMEOUT if late else None, left_out=left_out))
 
@@ -246,12 +246,12 @@ def test_a_breach_stops_and_costs_where_the_recipe_says_so(limit: Limit) -> None
 
 @pytest.mark.parametrize("limit", Limit)
 def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
-    """Every limit and all that are checked after it are breached by one call."""
+    """Breach a limit, and all that are checked after it, with one call."""
     later = list(Limit)[list(Limit).index(limit) :]
     fields = {name: value for other in later for name, value in BREACHES[other].items()}
     chain = account(**fields, on_breach={other: {} for other in later})
     overdo(chain, set(later))
-    # a result whose text was cut may have too many images, too
+    # a result whose text was cut may also have too many images
     also = {"limits/images": 1} if limit in (Limit.RESULT_BYTES, Limit.RESULT_TOKENS) else {}
     assert breached(chain) == {f"limits/{limit}": 1, **also}
 
@@ -282,7 +282,7 @@ def test_the_page_and_the_module_have_the_order_of_the_checks() -> None:
     assert re.findall(r"^\d+\. `(\w+)`", limits.__doc__ or "", re.MULTILINE) == list(Limit)
 
 
-# ---- the runner, with calls that take time
+# ---- the runner, with calls that take time to finish
 
 
 def runner(**fields: object) -> ChainLimits:
@@ -295,13 +295,13 @@ def calls(*names: str) -> list[ToolCall]:
 
 
 async def settled() -> None:
-    """Let all tasks run as far as they get."""
+    """Let all tasks run until they wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time passes but by `pass_time`."""
+    """Stop the clock, so that only `pass_time` advances it."""
     loop = asyncio.get_running_loop()
     now = loop.time()
     loop.time = lambda: now  # type: ignore[method-assign]
@@ -309,7 +309,7 @@ def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tools:
-    """`call` answers with the tool's name; it waits until `gates[name]` is set, where that tool has a gate."""
+    """Tools whose `call` answers with the tool's name, after waiting for `gates[name]` if the tool has a gate."""
 
     def __init__(self, *gated: str) -> None:
         self.gates = {name: asyncio.Event() for name in gated}
@@ -325,7 +325,7 @@ class Tools:
             if call.name in self.gates:
                 await self.gates[call.name].wait()
         except asyncio.CancelledError:
-            await settled()  # as a session that tells its server
+            await settled()  # like a session that notifies its server
             self.cancelled.append(call.name)
             raise
         if call.name.startswith("broken"):
@@ -400,7 +400,7 @@ async def test_time_over_cuts_the_calls_that_run(monkeypatch: pytest.MonkeyPatch
 async def test_a_call_that_waits_for_its_time_keeps_its_place_and_may_come_too_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`slow` uses up the seconds while the last call of `rare` waits."""
+    """Let `slow` use up the seconds while the last call of `rare` waits."""
     stop_clock(monkeypatch)
     chain = runner(calls_per_second={"rare": 10}, tool_seconds=0.05, parallel_calls=12)
     tools = Tools("slow")
@@ -457,7 +457,7 @@ async def test_cancelling_ends_all_calls_and_frees_their_places() -> None:
     assert [r.content for r in await chain.run(calls("d", "e", "f"), tools.call)] == ["d", "e", "f"]
 
 
-# ---- what is wrong in a recipe
+# ---- errors in a recipe
 
 
 @pytest.mark.parametrize("field", ["calls_per_tool", "cost_per_call", "calls_per_second", "seconds_per_call"])

@@ -1,4 +1,4 @@
-"""Lock files: who can open them, and whom they name. The second user is a real one, if the tests run as root."""
+"""Tests of lock files: who can open them, and the named holder. With root, the second user is a real one."""
 
 import fcntl
 import os
@@ -27,7 +27,7 @@ LOCKS = (
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that every user may enter and list."""
+    """Yield a folder that every user may enter and list."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -35,7 +35,7 @@ def public() -> Iterator[Path]:
 
 @contextmanager
 def locked_by(user: int | None, file: Path) -> Iterator[int | None]:
-    """Let a process of `user` open a file to read and lock it. Yield its number; None if it could not."""
+    """Let a process of `user` open a file for reading and lock it. Yield its pid; None if it could not."""
     command = ["/usr/bin/python3" if user is not None else sys.executable, "-I", "-S", "-c", LOCKS, str(file)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, user=user, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd="/") as process:
@@ -111,7 +111,7 @@ def test_another_user_cannot_block_a_run(public: Path) -> None:
         hold.take(make=True)
     with locked_by(NOBODY, lock) as pid:
         assert pid is None, "it cannot be opened"
-    # the run of an earlier version
+    # the mode of a lock file from an earlier version
     lock.chmod(0o644)
     with locked_by(NOBODY, lock) as pid:
         told = rf"pid {pid} of user \w+ holds .lock, which is not the run .* fix: end that process, or remove {lock}"

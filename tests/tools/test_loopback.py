@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection over loopback."""
+"""Tests of the identity of a loopback connection's peer."""
 
 import os
 import socket

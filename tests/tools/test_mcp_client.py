@@ -1,4 +1,4 @@
-"""Connections: how they open, die and come back."""
+"""Tests of connections: opening, death and reopening."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
 
 
 async def until_waits(toolset: Toolset, number: int) -> None:
-    """Until so many calls of `wait` have arrived at the server."""
+    """Wait until `number` calls of `wait` have arrived at the server."""
     async with asyncio.timeout(30), toolset.chain("observer", {"word": "any"}) as session:
         while int(await ask(session, "waits")) < number:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -79,7 +79,8 @@ async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path, capl
 
 @pytest.mark.extended
 async def test_kill_9_under_64_chains(folder: Path) -> None:
-    """Calls in flight are typed, the server is back for the next call, and the other chains finish."""
+    """Check that calls in flight fail with a typed error, and that the next call restarts the server for the other
+    chains."""
     log: list[dict[str, Any]] = []
     in_flight, killed = asyncio.Barrier(33), asyncio.Event()
 
@@ -99,7 +100,7 @@ async def test_kill_9_under_64_chains(folder: Path) -> None:
         chains = [asyncio.create_task(live(toolset, number)) for number in range(64)]
         async with toolset.chain("observer", {}) as session:
             await in_flight.wait()
-            for _ in range(2):  # what was sent before is in the server when it answers: the pipe keeps the order
+            for _ in range(2):  # the pipe keeps the order: when the server answers, it has read all earlier calls
                 process = int(await ask(session, "process_id"))
         os.kill(process, signal.SIGKILL)
         lost = await asyncio.gather(*chains[1::2], return_exceptions=True)
@@ -247,7 +248,7 @@ if sys.argv[1] == "run":
 async def test_the_command_line_of_a_container(
     isolation: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a docker that notes what it is asked, and runs a server without any container."""
+    """Use a fake docker that records its arguments, and runs a server without a container."""
     monkeypatch.setattr(containers, "_works", [])
     monkeypatch.setenv("SECRET", "hush")
     log = tmp_path / "log"

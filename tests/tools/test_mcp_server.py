@@ -1,4 +1,4 @@
-"""What may be served together, what a server says of it, and how it lends out its environments."""
+"""Tests of our MCP server: objects that may be served together, its listing and errors, and its environments' pool."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ from tests.waiting import pass_time, until
 
 
 class Counter(Environment):
-    """Counts, and tells in which thread it does so."""
+    """A counter that reports its thread."""
 
     instances = 0
 
@@ -230,12 +230,12 @@ async def test_methods_of_an_instance() -> None:
     async with Client(build_server([index.search, index.count])) as client:
         assert await call(client, "search", None, word="tea") == ('["red tea", "green tea"]', None)
         assert await call(client, "count", None) == ("3", None)
-    with pytest.raises(TypeError, match="search is a method of a class: serve that of an instance"):
+    with pytest.raises(TypeError, match="search is a method of a class: serve an instance's method"):
         build_server([Index.search])
 
 
 class Room(Environment):
-    """Writes down what happens to each instance. Who makes one waits for `gate`, who naps in one for `wake`."""
+    """An environment that logs each instance's events. Its constructor waits for `gate`, and `nap` for `wake`."""
 
     log: ClassVar[list[str]] = []
     numbers: ClassVar[Iterator[int]]
@@ -441,14 +441,14 @@ async def test_a_chain_that_calls_nothing_any_more_loses_its_instance(log: list[
     pool = PoolConfig(capacity=1, wait_seconds=80)
     async with Client(build_server([Room], pool=pool, idle_seconds=60)) as client:
         await call(client, "reset", "a", word="a")
-        for _ in range(5):  # longer than the limit in all, never at a time
+        for _ in range(5):  # longer than the limit in total, but never without a call
             pass_time(20)
             assert await call(client, "read", "a") == ("a", None)
         following = asyncio.create_task(call(client, "reset", "b", word="b"))
         await until_waiting(client)
         pass_time(60)
         assert await following == ("a", None)
-        with pytest.raises(MCPError, match=r"holds no state of this chain: .* it called nothing for 60 s"):
+        with pytest.raises(MCPError, match=r"holds no state of this chain: .* it made no call for 60 s"):
             await call(client, "read", "a")
         assert await call(client, "read", "b") == ("b", None)
 
@@ -482,7 +482,7 @@ def _refused() -> list[tuple[list[Any], str]]:
         ([add, add], "two tools are called add"),
         ([Counter, add], "two tools are called add"),
         ([Another, Counter], "Another and Counter are Environments; name one, and serve each by a server"),
-        ([Demanding], "options.size: Demanding cannot be made without it; give it under `options:`"),
+        ([Demanding], "options.size: Demanding requires it; set it under `options:`"),
         ([Confused], "Confused.reset is not for the model"),
         ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),
         ([MCPServer("x"), add], r"is served alone"),
@@ -506,9 +506,9 @@ def test_options_that_do_not_fit() -> None:
     with pytest.raises(SettingError, match=r"options\.name: got 5: Input should be a valid string"):
         build_server([Room], options={"name": 5})
     for objects in ([add], [MCPServer("theirs")]):
-        with pytest.raises(TypeError, match=r"options: server pad has no Environment class, .*; remove it"):
+        with pytest.raises(TypeError, match=r"options: only an Environment class takes options, .*; remove it"):
             build_server(objects, "pad", options={"size": 1})
-        with pytest.raises(TypeError, match=r"pool: server pad has no Environment class"):
+        with pytest.raises(TypeError, match=r"pool: only an Environment class takes pool"):
             build_server(objects, "pad", pool=PoolConfig(capacity=1))
 
 

@@ -1,4 +1,4 @@
-"""Messages of servers, bounded while they arrive."""
+"""Tests of servers' messages that are bounded while they arrive."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passed(raw: str, size: int = 7, most: int = 100, lines: bool = True) -> list[str]:
-    """The messages that come through if `raw` arrives in pieces of `size` bytes."""
+    """Return the filtered messages if `raw` arrives in pieces of `size` bytes."""
     messages, found = MessageFilter(most, lines), list[bytes]()
     data = raw.encode()
     for start in range(0, len(data), size):
@@ -44,7 +44,7 @@ def test_a_long_text_is_cut_as_it_would_be_after_parsing(text: str, ascii_only: 
     assert end == ""
     expected = cut_bytes(text, 100)
     assert expected is not None
-    if ascii_only and "😀" in text and size < 100:  # a pair of escapes may be torn
+    if ascii_only and "😀" in text and size < 100:  # a pair of escapes may be split
         expected = json.loads(line)["result"]["content"][0]["text"]
         assert "left out" in expected
     whole["result"]["content"][0]["text"] = expected  # type: ignore[index]
@@ -85,7 +85,7 @@ def test_images_and_what_the_model_does_not_see_stay_whole() -> None:
 def test_what_cannot_be_cut_becomes_an_error_with_its_id(
     result: dict[str, Any], reason: str, size: int, last: bool
 ) -> None:
-    """Servers in Python write the id first, those in TypeScript last."""
+    """Check both positions of the id: servers in Python write it first, servers in TypeScript last."""
     frame = {"jsonrpc": "2.0", "id": "seven"}
     whole = {"result": result, **frame} if last else {**frame, "result": result}
     for raw, prefix, lines in ((json.dumps(whole), "", True), (f"data: {json.dumps(whole)}", "data: ", True)):

@@ -1,4 +1,4 @@
-"""`EnvironmentReward`: what is read from a verdict, and sums of several."""
+"""Tests of `EnvironmentReward`: parsing of verdicts, and sums."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_sums() -> None:
 
 
 def test_sums_keep_to_the_limits() -> None:
-    """Or the mean of a group would overflow, and end the run."""
+    """Check the bounds of sums: otherwise the mean of a group would overflow and end the run."""
     for total, other, problem in [
         (EnvironmentReward(9e11), EnvironmentReward(9e11), "rewards of the chain together returned 18.* for reward"),
         (EnvironmentReward(0, {}, [9e11]), EnvironmentReward(0, {}, [9e11]), "together returned 18.* for turn_rew"),

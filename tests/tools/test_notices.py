@@ -1,4 +1,4 @@
-"""What a person must know is said once, and again at the end with its count."""
+"""Tests of notices: shown to the user once, and again at the end with their count."""
 
 import logging
 

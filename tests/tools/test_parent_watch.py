@@ -1,4 +1,4 @@
-"""Processes follow the one that started them, however it ends."""
+"""Tests of processes that end with the process that started them, however it ends."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ Path(sys.argv[1]).write_text("up")
 time.sleep(60)
 """
 
-# starts a follower through a shell, which stands between them as accelerate's launcher does
+# starts a follower through a shell between them, like accelerate's launcher
 PARENT = """
 import os, subprocess, sys, time
 from agentfactory.tools.processes import parent_watch

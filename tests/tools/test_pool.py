@@ -1,4 +1,4 @@
-"""Pools: order, bounds, faults, and that nothing is lost whenever anybody is cancelled."""
+"""Tests of pools: order, bounds, faults, and that cancellation at any moment loses nothing."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from tests.waiting import pass_time, until
 
 
 class Thing:
-    """An instance that knows what was done to it."""
+    """An instance that records what was done to it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -29,7 +29,7 @@ class Thing:
 
 
 class Factory:
-    """Makes things, and counts those that exist. `pause` is awaited in each of its methods; `faults` are raised."""
+    """A factory that counts the existing things. Its methods await `pause` and raise `faults`."""
 
     def __init__(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
         self.things: list[Thing] = []
@@ -104,7 +104,7 @@ async def test_instances_go_round_in_the_order_of_asking() -> None:
     assert counts(pool) == (2, 0, 10)
     for lease in held:
         await lease.release()
-        await lease.release()  # the second time does nothing
+        await lease.release()  # the second release does nothing
     await asyncio.gather(*takers)
     assert served == list(range(10))
     assert counts(pool) == (0, 2, 0)
@@ -112,7 +112,7 @@ async def test_instances_go_round_in_the_order_of_asking() -> None:
     assert sum(thing.resets for thing in factory.things) == 12
     await pool.close()
     assert factory.existing == 0
-    assert set(pool.gauges().values()) == {0.0, 2.0}  # made
+    assert set(pool.gauges().values()) == {0.0, 2.0}  # 2: `made`
     with pytest.raises(ToolInfrastructureError, match="pads: its pool is closed"):
         await pool.acquire()
 
@@ -132,7 +132,7 @@ async def test_waiting_is_bounded() -> None:
 
     factory = Factory(forever)
     pool = factory.pool(wait_seconds=0.01)
-    with pytest.raises(ToolInfrastructureError, match=r"no instance within .*pool.warm|making an instance took over"):
+    with pytest.raises(ToolInfrastructureError, match=r"no instance within .*pool.warm|creating an instance took over"):
         await pool.acquire()
     await until(lambda: not factory.existing)
     await pool.close()
@@ -147,7 +147,7 @@ async def test_warm_instances_are_made_ahead() -> None:
     leases = [await pool.acquire() for _ in range(2)]
     assert {lease.value.number for lease in leases} == {0, 1}
     await settle()
-    assert (len(factory.things), counts(pool)) == (4, (2, 2, 0))  # while chains hold others
+    assert (len(factory.things), counts(pool)) == (4, (2, 2, 0))  # two more are warm while two are held
     leases += [await pool.acquire() for _ in range(2)]
     await settle()
     assert (len(factory.things), counts(pool)) == (4, (4, 0, 0))  # within capacity
@@ -164,12 +164,12 @@ async def test_what_cannot_be_made_ahead_is_not_tried_for_ever(caplog: pytest.Lo
     pool.warm_up()
     await settle()
     assert len(factory.faults) == 1
-    assert "pads: the making (ahead of its use) of an instance failed: OSError: no room" in caplog.text
+    assert "pads: the creation in advance of an instance failed: OSError: no room" in caplog.text
     with pytest.raises(OSError, match="no room"):
         await pool.acquire()
     lease = await pool.acquire()
     await settle()
-    assert counts(pool) == (1, 1, 0)  # and once one could be made, they are made ahead again
+    assert counts(pool) == (1, 1, 0)  # after one success, instances are created in advance again
     await lease.release()
     await pool.close()
 
@@ -184,7 +184,7 @@ async def test_worn_instances_are_replaced() -> None:
         await lease.release()
     assert numbers == [0, 0, 1, 1, 2]
     assert pool.gauges()["recycled"] == 2
-    assert factory.most == 1  # an instance that goes counts until it is gone
+    assert factory.most == 1  # a retiring instance counts until it is gone
     await pool.close()
 
 
@@ -351,7 +351,7 @@ def _live(seed: int, capacity: int | None, warm: int, max_uses: int | None) -> N
         while pool.gauges()["in_use"]:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert counts(pool)[2] == 0
-        # no place was lost: as many as ever can be held at a time
+        # no place was lost: as many instances as before can be held at a time
         spare = [pool.acquire() for _ in range(min(capacity or 3, 3))]
         leases = [lease for lease in await asyncio.gather(*spare, return_exceptions=True)]
         for lease in leases:
@@ -376,7 +376,7 @@ def _live(seed: int, capacity: int | None, warm: int, max_uses: int | None) -> N
         await main()
 
     asyncio.run(watched())
-    gc.collect(1)  # futures whose errors nobody retrieved complain now
+    gc.collect(1)  # now asyncio reports futures whose errors were never retrieved
     assert not complaints
 
 

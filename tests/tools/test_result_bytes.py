@@ -1,4 +1,4 @@
-"""Results that are far too large: cut when they arrive, whichever way they come, so that the worker's memory is
+"""Tests of results that are far too large: cut on arrival over every transport, so that the worker's memory is
 bounded."""
 
 import json
@@ -21,7 +21,7 @@ from tests.tools.conftest import running
 pytestmark = pytest.mark.processes
 
 SIZE = 3_000_000
-"""Over 1 MiB, which always passes the filter of a transport."""
+"""More than 1 MiB: shorter texts always pass a transport's filter."""
 MOST = 1000
 TEXT = "word " * (SIZE // 5)
 SERVED = f"""

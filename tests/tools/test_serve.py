@@ -1,4 +1,4 @@
-"""`python -m agentfactory.tools.serve`: its command line, and that it never outlives its parent."""
+"""Tests of `python -m agentfactory.tools.serve`: its command line, and that it never outlives its parent."""
 
 import os
 import signal
@@ -73,8 +73,8 @@ def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) 
         (["scratchpad.py:Scratchpad", "--option", "size"], "--option: got 'size'; write it as NAME=VALUE"),
         (["scratchpad.py:Scratchpad", "--option", "size=3"], "options.size: Scratchpad has no such argument"),
         (["browse", "--option", "window_characters=many"], "options.window_characters: got 'many': Input should be a"),
-        (["scratchpad.py:Scratchpad", "--idle-seconds", "3"], "--idle-seconds: over stdio the client's end is seen"),
-        (["scratchpad.py:add", "--warm", "2"], "pool: server agentfactory has no Environment class"),
+        (["scratchpad.py:Scratchpad", "--idle-seconds", "3"], "--idle-seconds: needs --http, because a stdio server"),
+        (["scratchpad.py:add", "--warm", "2"], "pool: only an Environment class takes pool"),
     ],
 )
 def test_command_lines_that_are_wrong(

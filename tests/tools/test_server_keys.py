@@ -1,4 +1,4 @@
-"""The key that a server leaves for clients of its own user."""
+"""Tests of the key that a server stores for clients of its own user."""
 
 import fcntl
 import os
@@ -46,7 +46,7 @@ def test_a_server_that_took_the_address_keeps_its_key(runtime: Path) -> None:
 
 
 def test_a_name_is_pinned_to_the_address_of_the_server(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At another address of the name, another user may listen for keys."""
+    """Check that keys go only to the server's address: at another address of the name, another user may listen."""
     monkeypatch.setattr(server_keys, "_addresses", lambda url: (("::1", 4011), ("127.0.0.1", 4011)))
     assert pinned("http://localhost:4011/v1") == "http://localhost:4011/v1"
     with published_key("127.0.0.1", 4011):
@@ -58,7 +58,7 @@ def test_a_name_is_pinned_to_the_address_of_the_server(runtime: Path, monkeypatc
 
 
 def test_what_a_client_without_the_key_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"{runtime} has none for its address; fix: name the environment variable" in lacking_key("http://a", None)
+    assert f"{runtime} has none for its address; fix: set server.api_key_env to" in lacking_key("http://a", None)
     assert "it refuses the key in OTHERS; fix: server.api_key_env must name" in lacking_key("http://a", "OTHERS")
 
 
@@ -107,7 +107,7 @@ CHANGED = (
 @pytest.mark.extended
 @pytest.mark.processes
 def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> None:
-    # as `nobody` if we may; any process without the key is a stranger
+    # as `nobody` if we are root; else any process without the key is a stranger
     stranger = "nobody" if os.geteuid() == 0 else None
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -117,7 +117,7 @@ def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> 
         given = [] if path in (*READ, "/health") else ["--data", "{}"]
         return run("curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, url + path).stdout
 
-    # not forked: its arguments are looked at
+    # a subprocess rather than a fork, because the test inspects its arguments
     command = [sys.executable, "-m", "agentfactory.rollout.inference.embedded", str(make_model(tmp_path / "model"))]
     command += ["--port", "0", "--max-model-len", "64", "--max-num-seqs", "2"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

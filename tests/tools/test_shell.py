@@ -1,4 +1,4 @@
-"""The shell as an environment: what the model reads, what is kept, what a command cannot do, and what is left."""
+"""Tests of the shell as an environment: the model's observations, persistence, containment and clean-up."""
 
 import asyncio
 import multiprocessing
@@ -87,7 +87,7 @@ async def test_what_a_command_cannot_do(shell: Shell, command: str, text: str) -
 
 
 async def test_what_listens_on_this_machine_is_out_of_reach(shell: Shell) -> None:
-    """By TCP, and by a socket with an abstract name, which no file keeps from it."""
+    """Try TCP, and a socket with an abstract name, which no file permissions protect."""
     name = f"\0{MARK}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(name)
@@ -108,7 +108,7 @@ async def test_a_folder_that_a_command_has_closed_can_be_opened_again(shell: She
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_folder_that_an_ordinary_user_has_closed_is_locked() -> None:
-    """Root may list any folder, and so is never kept out."""
+    """Measure as another user, because root may list any folder."""
 
     def measure_as_nobody() -> None:
         os.setuid(65534)
@@ -167,7 +167,7 @@ async def test_memory_of_the_kernel_is_limited_too(shell: Shell, command: str, t
 
 
 def test_memory_is_limited_where_its_shares_may_not_be_read() -> None:
-    """As for root in docker, who has few capabilities."""
+    """Drop capabilities, as for root in docker."""
     if os.geteuid() != 0:
         pytest.skip("for root")
     script = """
@@ -245,7 +245,7 @@ async def test_files_of_a_row_that_do_not_fit_are_refused(shell: Shell) -> None:
 
 
 async def test_short_commands_do_not_add_up(shell: Shell) -> None:
-    """Each ends before it is measured."""
+    """Run commands that each end before they are measured."""
     for number in range(4):
         text = await said(shell, f"head -c 7M /dev/zero > {number}")
     assert "files take more than 8 MiB" in text
@@ -263,7 +263,7 @@ async def test_what_takes_no_disk_space_is_not_counted(shell: Shell) -> None:
 
 
 async def test_the_environment_is_on_no_command_line() -> None:
-    """Every user of the machine sees command lines."""
+    """Check command lines, which every user of the machine can read."""
     waits = ["sleep", f"{os.getpid()}.25"]
     call = asyncio.create_task(run_program(waits, View(), ProgramLimits(), {"PATH": PATH, "KEY": "s3cret"}))
 

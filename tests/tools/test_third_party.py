@@ -1,4 +1,4 @@
-"""Servers of other people, unmodified, driven from a recipe: every tool, every kind of result and of error."""
+"""Tests of unmodified third-party servers, driven from a recipe: every tool, every kind of result and of error."""
 
 import asyncio
 import base64
@@ -108,7 +108,7 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             )
             assert other.content == "Echo: meanwhile"
 
-            # it says that it wants to be asked in a way that no model's call is
+            # this tool requires a kind of request that a model's call never is
             refused = await call(session, "simulate-research-query", topic="x")
             assert refused.error is CallError.TOOL_ERROR
             assert "requires task augmentation" in str(refused.content)
@@ -123,7 +123,7 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
 async def test_state_is_shared_or_a_chains_own(
     way: str, second: str, everything: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A switch in the server: who shares it with another chain finds it on."""
+    """Toggle a switch in the server: a chain that shares it with another chain finds it on."""
     with entry_of(way, everything) as entry:
         allow = ["toggle-simulated-logging"]
         async with (
@@ -140,7 +140,8 @@ async def test_state_is_shared_or_a_chains_own(
 
 
 async def test_a_server_that_was_started_anew_between_two_calls(everything: dict[str, Any], tmp_path: Path) -> None:
-    """It answers, and knows nothing of our session: one call is lost, the next has a new session."""
+    """Check that one call is lost, because the restarted server does not know our session, and the next one opens a new
+    session."""
     port = reserved_port()
     with everything_over_http(everything, port) as url:
         toolset = await (stack := AsyncExitStack()).enter_async_context(

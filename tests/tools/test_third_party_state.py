@@ -1,4 +1,4 @@
-"""Servers of other people that remember: what one chain did, another does not see."""
+"""Tests of stateful third-party servers: no chain sees another chain's state."""
 
 import asyncio
 import os

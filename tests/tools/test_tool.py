@@ -1,4 +1,4 @@
-"""`@tool`: what becomes of signatures, docstrings and arguments. Types have a test of their own: test_schemas.py."""
+"""Tests of `@tool`: signatures, docstrings and arguments. Types are tested in test_schemas.py."""
 
 import functools
 from collections.abc import Callable
@@ -356,10 +356,10 @@ def _functions() -> list[tuple[Any, str]]:
         """
 
     return [
-        (of_a_class, r"of_a_class: parameter value .*Odd.*; use what JSON can hold: str, int, .*pydantic models"),
+        (of_a_class, r"of_a_class: parameter value .*Odd.*; use a type that JSON can express: str, .*pydantic models"),
         (nested, r"nested: parameter value has the unsupported annotation list\[.*Odd"),
         (callback, "callback: parameter value has the unsupported annotation"),
-        (bare, "bare: parameter value has no annotation; write value: str, or use what JSON can hold: str"),
+        (bare, "bare: parameter value has no annotation; write value: str, or use a type that JSON can express: str"),
         (starred, r"starred: parameter \*values: int cannot be filled by name"),
         (keywords, r"keywords: parameter \*\*values: int cannot"),
         (positional, "positional: parameter value: int cannot"),

@@ -1,4 +1,4 @@
-"""docs/tools.md: its code runs, its recipes open, its commands parse."""
+"""Tests of docs/tools.md: its code runs, its recipes open, its commands parse."""
 
 import re
 import shlex

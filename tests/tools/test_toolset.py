@@ -1,4 +1,4 @@
-"""All of a recipe's tools behind one interface: the same over each transport, and every kind of error."""
+"""Tests of all of a recipe's tools behind one interface: equal results over each transport, and every kind of error."""
 
 import asyncio
 from contextlib import suppress
@@ -64,7 +64,7 @@ def make(name: str, **arguments: Any) -> ToolCall:
 
 
 async def transcript(toolset: Toolset, key: str) -> list[Any]:
-    """All that an agent could see of a scripted chain."""
+    """Return everything that an agent can see of a scripted chain."""
     async with toolset.chain(key, {"word": "first", "question": "ignored by reset"}) as session:
         seen: list[Any] = [toolset.specs, session.opening]
         for name, arguments in SCRIPT:
@@ -371,13 +371,13 @@ async def test_the_cache(tmp_path: Path) -> None:
         assert [await ask(session, "a") for session in (one, two, one)] == ["a 1"] * 3
         same = await asyncio.gather(ask(one, "b", pages=1), ask(two, "b", pages=1))
         assert same == ["b 2"] * 2
-        assert await ask(one, "b") == "b 3"  # other arguments, and the third result of two that are kept
+        assert await ask(one, "b") == "b 3"  # other arguments: a third result, and the cache keeps two
         assert await ask(one, "b", pages=1) == "b 2"
         assert await ask(one, "a") == "a 4"
         assert [await ask(one, "bad") for _ in range(2)] == ["ValueError: no such key"] * 2
         assert len(calls) == 6
 
-        # equal calls at a time are one, which goes on as long as anybody waits for it
+        # concurrent equal calls are one call, which continues as long as anything waits for it
         first, second = (asyncio.create_task(ask(session, "c")) for session in (one, two))
         await until(lambda: "c" in calls)
         first.cancel()
@@ -426,7 +426,7 @@ async def test_objects_beside_the_recipe(folder: Path) -> None:
 
 
 async def test_letting_go_survives_a_second_cancellation(folder: Path) -> None:
-    """Ctrl-C twice: the instance comes back all the same."""
+    """Check that the instance is returned even after a second Ctrl-C."""
     entry = {"module": "scratchpad.py:Scratchpad", "pool": {"capacity": 1}}
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"pad": entry}})
     for steps in range(12):

@@ -1,4 +1,4 @@
-"""Texts that are cut to a number of bytes."""
+"""Tests of texts that are cut to a number of bytes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Opening files in folders that somebody else may have filled."""
+"""Tests of opening files in untrusted folders."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_a_folder_may_be_reached_by_links_and_have_none(folder: Path) -> None:
     by_link.symlink_to(folder)
     assert read_file(by_link / "below" / "file", 100, by_link) == b'{"a": 1}'
     assert read_json(by_link / "below" / "file", by_link) == {"a": 1}
-    # a path that a user has named may be a link, unlike one in a folder
+    # a path from the user may be a link, unlike one in a folder
     assert read_file(folder / "below" / "link", 100) == b"secret"
     for name, problem in {
         "link/file": f"{folder}/link is a link, which is not followed; fix: put the file or folder itself there",

@@ -1,4 +1,4 @@
-"""Loading what a recipe names as FILE.py:NAME."""
+"""Tests of loading objects that a recipe names as FILE.py:NAME."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_loads_once_under_a_private_name(tmp_path: Path) -> None:
         ("missing.py:search", "missing.py:search: there is no file .*missing.py"),
         ("mine.py:serach", "defines no serach; it defines search, Index"),
         ("empty.py:x", "it defines no function and no class"),
-        ("broken.py:x", "broken.py fails when it is loaded: ZeroDivisionError: division by zero"),
+        ("broken.py:x", "broken.py fails on import: ZeroDivisionError: division by zero"),
         ("broken.py:x", r"division by zero \(line 1\); fix: correct the file$"),
         (
             "syntax.py:x",
@@ -49,7 +49,7 @@ def test_errors(tmp_path: Path, reference: str, reason: str) -> None:
 
 
 def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
-    """Behind everything that is installed: `json.py` is not the library, and the library comes first."""
+    """Check that neighbouring files come after installed packages: `json.py` does not hide the library."""
     (tmp_path / "beside.py").write_text("VALUE = 1\n")
     (tmp_path / "json.py").write_text("raise RuntimeError('taken for the library')\n")
     (tmp_path / "mine.py").write_text("import json\nfrom beside import VALUE\n")
@@ -114,7 +114,7 @@ def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
         ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
         ("from . import broken_helper", "fix: write `import NAME` for a file beside it"),
         ("from yaml import mine", "give .*yaml.py another name: the library yaml comes before it"),
-        ("raise SystemExit(3)", r"SystemExit: 3 \(line 1\); fix: let nothing end the program"),
+        ("raise SystemExit(3)", r"SystemExit: 3 \(line 1\); fix: do not end the program"),
     ],
 )
 def test_what_a_file_lacks_is_told_with_the_fix(tmp_path: Path, line: str, fix: str) -> None:

@@ -1,4 +1,4 @@
-"""Folders of chains, and what an MCP server's entry may say about isolation."""
+"""Tests of chains' folders, and of the fields of an MCP server's entry about isolation."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal
 from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
 
-pytestmark = pytest.mark.processes  # the first folder starts the process that removes what is left
+pytestmark = pytest.mark.processes  # the first folder starts the sweeper process
 
 
 def entry(**fields: Any) -> McpServerConfig:
@@ -128,7 +128,7 @@ def test_where_folders_cannot_be_kept(tmp_path: Path) -> None:
 
 
 def test_read_only_folders_are_removed(tmp_path: Path) -> None:
-    """In a process without root's rights, as the program that removes what is left."""
+    """Run the sweeper program in a process without root's rights."""
     inner = tmp_path / "chain" / "locked" / "unreadable"
     inner.mkdir(parents=True)
     (inner / "file").write_text("x")
@@ -167,7 +167,7 @@ def test_folders_beside_each_other_are_removed_and_links_are_not_followed(tmp_pa
 
 
 async def test_what_a_chain_leaves_is_kept_as_it_is_on_another_disk() -> None:
-    """A file that is nearly all hole does not become a large one, and a pipe stops nothing."""
+    """Check that sparse files stay sparse, and that a pipe does not block the move."""
     params = StdioServerParameters(command="c", cwd="${chain}")
     with TemporaryDirectory(dir="/dev/shm") as other:
         program = ChainProgram(params, None, Path(other))

@@ -1,4 +1,4 @@
-"""A small Qwen3 made on the spot, and groups of chains with tool-like gaps between their sampled tokens."""
+"""A small generated Qwen3, and groups of chains with tool-like gaps between their sampled tokens."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ def make_row(rng: random.Random, turns: int = 3) -> Row:
 
 
 def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
-    """Groups whose chains all completed, with rewards between 0 and 1."""
+    """Group whose chains all completed, with rewards between 0 and 1."""
     rng = random.Random(seed)
     return [
         Group(

@@ -1,5 +1,5 @@
-"""Comparisons in double precision. Kernels of float32 differ between processors, by more than a fault may change; what
-differs in float64 is computed differently."""
+"""Comparisons in double precision. Float32 kernels differ between processors by more than a fault might; results that
+differ in float64 come from different computations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from agentfactory.trainers.networks.backbone import Backbone
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 TOLERANCE = 1e-7
-"""Transformers' norms and rotary angles pass through float32 in any network: last bits of float64 that differ can be
-rounded to neighbours there, 6e-8 apart."""
+"""Transformers' norms and rotary angles pass through float32 in any network, which can round differences in float64's
+last bits to neighbours 6e-8 apart."""
 
 
 def in_float64(module: ModuleT) -> ModuleT:
-    """A network, or modules of ours around networks, that computes in float64."""
+    """Convert a network, or our modules around networks, to float64."""
     for part in module.modules():
         if isinstance(part, Backbone):
             part.dtype = torch.float64
@@ -28,7 +28,7 @@ def in_float64(module: ModuleT) -> ModuleT:
 
 @contextmanager
 def never_through_float32() -> Iterator[None]:
-    """Where transformers' layers convert float64 to float32 and back, they do not, so that nothing is rounded."""
+    """Disable conversions of float64 to float32 and back in transformers' layers, so that nothing is rounded."""
     to, to_float = torch.Tensor.to, torch.Tensor.float
 
     def kept(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -42,7 +42,7 @@ def never_through_float32() -> Iterator[None]:
 
 
 def assert_equal(given: Any, expected: Any) -> None:
-    """Tensors, or what holds them, are equal; those that belong together are float64."""
+    """Assert that float64 tensors, or containers of them, are equal."""
     torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=TOLERANCE)
     tensors = [given] if isinstance(given, torch.Tensor) else given.values() if isinstance(given, dict) else given
     assert all(tensor.dtype == torch.float64 for tensor in tensors)

@@ -1,4 +1,4 @@
-"""A server that takes weights as vLLM's `nccl` engine does, over gloo: for tests without a GPU.
+"""A server that receives weights like vLLM's `nccl` engine, but over gloo: for tests without a GPU.
 
 Run as a process: `python gloo_receiver.py WEIGHTS [FAULT]`; prints its address. It cuts the stream of weights like
 `packed_nccl_broadcast_consumer` in vLLM 0.32, from names, dtypes and shapes alone. FAULT: `refuses` answers
@@ -22,7 +22,7 @@ from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, w
 
 
 class Worker:
-    """The weights, and the group that brings new ones."""
+    """The weights, and the process group that transfers new ones."""
 
     def __init__(self, weights: dict[str, Tensor], fault: str) -> None:
         self.weights = weights
@@ -31,7 +31,7 @@ class Worker:
         self.calls: list[str] = []
 
     def join(self, info: dict[str, Any]) -> None:
-        """As rank_offset, since there is one worker."""
+        """Join with rank_offset as the rank, since there is one worker."""
         assert info["packed"] is True
         self.buffer_bytes = info["packed_buffer_size_bytes"]
         size, wait = info["world_size"], timedelta(seconds=60)
@@ -39,7 +39,7 @@ class Worker:
         self.group = dist.ProcessGroupGloo(store, info["rank_offset"], size, wait)
 
     def receive(self, info: dict[str, Any]) -> None:
-        """All weights of one update."""
+        """Receive all weights of one update."""
         pending: list[tuple[str, list[int], torch.dtype, int]] = []
         for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
             dtype = getattr(torch, dtype_name)
@@ -51,7 +51,7 @@ class Worker:
             self.unpack(pending)
 
     def unpack(self, pending: list[tuple[str, list[int], torch.dtype, int]]) -> None:
-        """One buffer."""
+        """Receive one buffer."""
         sizes = [size for *_, size in pending]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
         self.group.broadcast(buffer, 0).wait()
@@ -61,7 +61,7 @@ class Worker:
                 self.weights[name] = part.clone().view(dtype).view(shape)
 
     def checksums(self) -> dict[str, str]:
-        """As /weight_checker gives them."""
+        """Return checksums in the form of /weight_checker."""
         digests = {
             n: hashlib.sha256(w.contiguous().view(-1).view(torch.uint8).numpy()) for n, w in self.weights.items()
         }
@@ -112,7 +112,7 @@ def handler(worker: Worker) -> type[BaseHTTPRequestHandler]:
 
 
 def main() -> None:
-    """Serve until ended."""
+    """Serve until the process is stopped."""
     worker = Worker(load_file(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(worker))
     print(f"http://127.0.0.1:{server.server_port}", flush=True)

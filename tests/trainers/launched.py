@@ -1,6 +1,6 @@
-"""Run by test_launch.py, under accelerate's launcher or as it is: training from saved groups, recipe after recipe.
+"""Run by test_accelerator.py, with or without accelerate's launcher: training from saved groups, recipe after recipe.
 
-Arguments: recipes as a JSON list, a trajectories file, a folder that gets a folder of checkpoints per recipe.
+Arguments: recipes as a JSON list, a trajectories file, a folder for a subfolder of checkpoints per recipe.
 """
 
 import json
@@ -15,8 +15,8 @@ from agentfactory.trainers.processes.accelerator import LaunchError, make_accele
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:
-    """Prints what rank 0 logs as JSON lines."""
-    # seconds that a refusal needs not wait for
+    """Train, and print rank 0's log as JSON lines."""
+    # imported late: a refused launch need not wait for it
     from transformers import AutoTokenizer
 
     from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
@@ -33,21 +33,21 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, fol
             source=SavedGroups(trajectories, recipe.train.steps * recipe.train.batch_size)
             if accelerator.is_main_process
             else None,
-            # every rank scores the canary's rows, also where the policy is sharded
+            # every rank scores the canary's rows, also if the policy is sharded
             canary=Canary([], canary_rows(range(64), longest=40), recipe.model.dtype),
         ),
     )
-    # the next recipe's model is another
+    # the next recipe has another model
     accelerator.free_memory()
 
 
 def main() -> int:
-    """Exit status 2 where the launch is refused."""
+    """Return exit status 2 if the launch is refused."""
     recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
     try:
         accelerator = make_accelerator(recipes[0])
     except LaunchError as error:
-        # one write, also where PYTHONUNBUFFERED is set: the ranks share the pipe
+        # one write, even if PYTHONUNBUFFERED is set: the ranks share the pipe
         sys.stdout.write(f"rank {os.environ.get('RANK', '0')} refused: {error}\n")
         return 2
     for number, recipe in enumerate(recipes):

@@ -1,6 +1,6 @@
-"""Run in two processes by test_images_launched.py, and in one: scores and an update of rows with images.
+"""Run in two processes, and in one, by test_images_launched.py: scores and an update of rows with images.
 
-Arguments: recipes as a JSON list, a folder of images, the rows as a pickle, a file that gets what is found.
+Arguments: recipes as a JSON list, a folder of images, the rows as a pickle, a file for the results.
 """
 
 import json
@@ -23,7 +23,7 @@ from agentfactory.trainers.update.policy_update import update_policy
 def scores_and_weights(
     recipe: TrainRecipe, accelerator: Accelerator, images: Path, rows: list[TrainingRow]
 ) -> dict[str, Any]:
-    """What rank 0 finds: the rows' scores, weights after an update, and which micro-batches had images."""
+    """Return rank 0's results: the rows' scores, weights after an update, and which micro-batches had images."""
     torch.manual_seed(7)
     learner = Learner(recipe, accelerator, images=images)
     names = {"proximal", "reference", *(["value"] if learner.has_critic else [])}
@@ -34,7 +34,7 @@ def scores_and_weights(
             row.streams.setdefault("value", row.streams["advantage"])
     batch = learner.deal(scored)
     update = update_policy(learner, batch, recipe).updates[0]
-    # a second one, in which no row has an image
+    # a second update, in which no row has an image
     blind = learner.deal([row for row in scored if not row.images])
     update_policy(learner, blind, recipe)
     return {
@@ -47,7 +47,7 @@ def scores_and_weights(
 
 
 def main() -> None:
-    """Save the findings of every recipe, each rank in a file of its own."""
+    """Save the results of every recipe, each rank in a separate file."""
     recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
     images, rows = Path(sys.argv[2]), pickle.loads(Path(sys.argv[3]).read_bytes())
     accelerator = make_accelerator(recipes[0])
@@ -56,7 +56,7 @@ def main() -> None:
         found.append(scores_and_weights(recipe, accelerator, images, rows if accelerator.is_main_process else []))
         accelerator.free_memory()
         if accelerator.is_fsdp2:
-            # the next network's layers are of another class
+            # the next network's layers have another class
             accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
             accelerator.state.fsdp_plugin.auto_wrap_policy = transformer_auto_wrap_policy
     torch.save(found, f"{sys.argv[4]}-{accelerator.process_index}.pt")

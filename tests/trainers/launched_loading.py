@@ -1,6 +1,6 @@
-"""Run in two processes by test_sharding.py: the memory that it takes to make learners, and their gradients.
+"""Run in two processes by test_sharding.py: the memory needed to create learners, and their gradients.
 
-Arguments: recipes as a JSON list, a folder that gets each rank's findings.
+Arguments: recipes as a JSON list, a folder for each rank's results.
 """
 
 import json
@@ -20,14 +20,14 @@ from agentfactory.trainers.update.learner import Learner
 
 
 def megabytes(name: str) -> float:
-    """VmRSS or VmHWM (its peak) of this process."""
+    """Return VmRSS or VmHWM (its peak) of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
 def loss_and_gradients(learner: Learner) -> dict[str, Any]:
-    """Of all labels of two rows, and of the entropies; the gradients are whole in every rank. And the precisions of
-    residual stream and weights in the last layer."""
+    """Return loss and gradients (whole in every rank) of all labels of two rows and of the entropies, and the
+    precisions of residual stream and weights in the last layer."""
     used = []
 
     def note(layer: nn.Module, inputs: Any) -> None:
@@ -49,13 +49,13 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Saves what each recipe's learner took beyond what the process had, in MB, and its gradients, or its refusal."""
+    """Save each recipe's additional memory for its learner in MB, and the learner's gradients, or its refusal."""
     recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
     accelerator = make_accelerator(recipes[0])
     found: list[dict[str, Any]] = []
     for recipe in recipes:
         before = megabytes("VmRSS")
-        # the peak is that from here on
+        # measure the peak from here on
         Path("/proc/self/clear_refs").write_text("5")
         try:
             learner = Learner(recipe, accelerator)
@@ -66,7 +66,7 @@ def main() -> None:
         found.append({**memory, **loss_and_gradients(learner)})
         del learner
         accelerator.free_memory()
-        # the next network's layers are of another class
+        # the next network's layers have another class
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
         accelerator.state.fsdp_plugin.auto_wrap_policy = transformer_auto_wrap_policy
     torch.save(found, Path(sys.argv[2]) / f"rank-{accelerator.process_index}.pt")

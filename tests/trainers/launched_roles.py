@@ -1,6 +1,6 @@
 """Run in two processes by test_critic.py: passes of policy, critic and reference on two processes.
 
-Arguments: recipes as JSON lists, a file for what rank 0 finds.
+Arguments: recipes as JSON lists, a file for rank 0's results.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
-    """Gradients of both roles over four micro-batches, which the processes share; then an update of all, and one of
-    the critic alone; scores after each; and a state that is taken and put back."""
+    """Return the gradients of both roles over four micro-batches, divided over the processes; scores after an update of
+    both, and after one of the critic alone; and a state that was saved and restored."""
     model = make_actor_critic(recipe, load_policy(recipe, accelerator.device), accelerator.device)
     names = [name for name, _ in model.named_parameters()]
     generator = torch.Generator().manual_seed(1)
@@ -36,7 +36,7 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
         for name, parameter in model.named_parameters():
             if "lora_B" in name or name == "critic.head":
                 parameter.normal_(std=0.3, generator=generator)
-    # momentum: a gradient that is zero, not absent, would move weights in a later step
+    # with momentum, a gradient that is zero instead of absent would move weights in a later step
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
         prepared, optimizer = accelerator.prepare(model, optimizer)
@@ -76,7 +76,7 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad()
     found["after"] = scores()
-    # on the CPU, unsharded ones are the weights themselves
+    # on the CPU, unsharded tensors are the weights themselves
     state = {name: value.clone() for name, value in get_model_state_dict(prepared, options=WHOLE).items()}
     backward([Role.CRITIC])
     found["critic's gradients"] = gradients()
@@ -84,7 +84,7 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     optimizer.zero_grad()
     found["after the critic's"] = scores()
     if isinstance(model, FSDPModule):
-        # a forward pass without a backward one leaves the root's weights whole, and only shares can be put back
+        # a forward pass without a backward pass leaves the root's weights whole, and only shards can be restored
         model.reshard()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=accelerator.num_processes > 1)
     set_model_state_dict(prepared, state if accelerator.is_main_process else {}, options=options)
@@ -99,7 +99,7 @@ def whole(value: Tensor | None) -> Tensor | None:
 
 
 def main() -> None:
-    """Saves what `exercise` finds for each recipe."""
+    """Save the result of `exercise` for each recipe."""
     recipes = [TrainRecipe.model_validate(fields) for fields in json.loads(sys.argv[1])]
     accelerator = make_accelerator(recipes[0])
     found = [exercise(recipe, accelerator) for recipe in recipes]

@@ -1,7 +1,7 @@
-"""Run in three processes by test_sending.py: sharded weights go to servers while they are gathered.
+"""Run in three processes by test_sending.py: sharded weights are sent to servers while they are gathered.
 
-Arguments: a recipe as JSON, the address of a receiver (gloo_receiver.py) and of an embedded engine, a folder, and
-"yes" if the policy is bfloat16's.
+Arguments: a recipe as JSON, the address of a receiver (gloo_receiver.py) and of an embedded engine, a folder, and "yes"
+if the policy is in bfloat16.
 """
 
 import ctypes
@@ -31,10 +31,10 @@ M_MMAP_THRESHOLD = -3
 
 
 def main() -> None:
-    """Rank 0 saves what it found, and the weights as one process gathers them."""
+    """Save rank 0's results, and the weights as gathered by one process."""
     recipe = TrainRecipe.model_validate(json.loads(sys.argv[1]))
     receiver, engine, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
-    # memory of weights that are gone goes back to the system, in every thread
+    # freed weights' memory returns to the system, in every thread
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     file_sync._FILE_BYTES = content._MOST_PENDING = PART
     accelerator = make_accelerator(recipe)
@@ -58,7 +58,7 @@ def main() -> None:
                 report = backends[name].push(version, learner.policy, state)
                 found[f"{name} {version}"] = {"peak": megabytes("VmHWM") - before, "bytes": report.bytes}
             state.finish()
-    # rank 0 stops reading in the middle, and the ranks still agree afterwards
+    # rank 0 stops reading in the middle, and the ranks still stay in step
     state = learner.policy.gather()
     if main_process:
         reading = state.stream()

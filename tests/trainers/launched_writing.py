@@ -1,7 +1,7 @@
-"""Run by test_checkpoint_writer.py, one process per rank: checkpoints on disks that take no more, and of 0.1.
+"""Run by test_checkpoint_writer.py, one process per rank: checkpoints on full disks, and from version 0.1.
 
-Arguments: a recipe as JSON, the folder of the checkpoints, a checkpoint of 0.1. Rank 0 has no room for the second
-checkpoint and rank 1 for the third; the fifth is what was loaded from that of 0.1. Each rank writes its
+Arguments: a recipe as JSON, the folder of the checkpoints, a checkpoint of version 0.1. Rank 0 has no room for the
+second checkpoint, and rank 1 none for the third; the fifth has the state loaded from version 0.1. Each rank writes its
 errors to rank-N.txt beside the folder.
 """
 
@@ -20,7 +20,7 @@ from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
 
 ROOM = 1 << 13
-"""Bytes that a file may have on a full disk."""
+"""Maximum bytes of a file on a full disk."""
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""Launches by accelerate's own launcher: two processes equal one, and what accelerate did not set up is refused."""
+"""Launches by accelerate's own launcher: two processes equal one, and recipes that do not match its setup are
+refused."""
 
 import json
 import os
@@ -35,7 +36,7 @@ TWO_PROCESSES = {
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 PLAIN = {"steps": 1, "learning_rate": 1.0, "max_grad_norm": 1e9, "optimizer": {"name": "sgd", "betas": [0.0, 0.0]}}
-"""One step by the gradient itself."""
+"""One step by the plain gradient."""
 LONGER = {"steps": 2, "learning_rate": 1e-3, "max_grad_norm": 0.5, "updates_per_batch": 2}
 """Several steps of AdamW with clipped gradients."""
 CASES: list[dict[str, Any]] = [
@@ -49,8 +50,8 @@ CASES: list[dict[str, Any]] = [
 
 
 def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool, script: Path = SCRIPT) -> list[str]:
-    """What `accelerate launch FLAGS SCRIPT ARGUMENTS` prints, as a user types it; the port is a free
-    one. Ends the test where the exit status is neither 0 nor that of refusals."""
+    """Return the output of `accelerate launch FLAGS SCRIPT ARGUMENTS`, as typed by a user, with a free port. Fail the
+    test if the exit status is neither 0 nor a refusal's."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if cpu_by_environment:
@@ -64,7 +65,7 @@ def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool, scr
 
 
 def run_alone(arguments: list[str], log: Path, on_cpu: bool) -> list[str]:
-    """What `launched.py ARGUMENTS` prints without a launcher."""
+    """Return the output of `launched.py ARGUMENTS` without a launcher."""
     environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
     process = Forked("tests.trainers.launched", *arguments, log=log, **environment)
     assert process.wait() == 0, log.read_text()
@@ -87,7 +88,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def untied_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with a head of its own."""
+    """The model with an untied head."""
     folder = tmp_path_factory.mktemp("untied")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
     model.config.tie_word_embeddings = False
@@ -104,7 +105,7 @@ def train(
     make_groups: Callable[..., list[Group]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Trained]:
-    """`train(strategy, device)`: ragged groups, micro-batches that the processes share unevenly."""
+    """`train(strategy, device)`: ragged groups, micro-batches divided unevenly over the processes."""
     groups = tmp_path_factory.mktemp("launch") / "groups.jsonl"
     write_groups(groups, make_groups(6, 3))
     made: dict[tuple[str, str], Trained] = {}
@@ -142,7 +143,7 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
     for number, case in enumerate(CASES):
         exact = case.get("dtype") != "bfloat16"
         for step, (given, expected) in enumerate(zip(two.metrics[number], one.metrics[number], strict=True)):
-            # a step of AdamW is as long for a weight whose gradient is rounding alone, which decides its sign
+            # AdamW's step is as long for a weight whose gradient is only rounding noise, which decides its sign
             norm = 1e-5 if exact else 1e-2 if step == 0 else 1e-1
             assert given["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
             for name in ("loss", "entropy", "clip_fraction", "mismatch/mean", "mismatch/max", "mismatch/kl", "tokens"):
@@ -150,10 +151,10 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
                 assert given[name] == pytest.approx(expected[name], rel=relative, abs=absolute), (case, name)
         weights = two.weights(number)
         for name, value in one.weights(number).items():
-            # AdamW's first steps are as long where a gradient is all but 0
+            # AdamW's first steps are as long where a gradient is almost 0
             tolerance = 1e-5 if case["steps"] == 1 else 1e-4 if exact else 2e-3
             if not exact and "lora" not in case:
-                # the file is in bfloat16, whose neighbours are 2**-7 apart from 1 on
+                # the file is in bfloat16, whose spacing is 2**-7 from 1 on
                 tolerance += 2**-7
             torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
 
@@ -274,7 +275,7 @@ def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, mon
     single = TrainConfig(steps=1)
     check_launch(single, accelerator)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LaunchError, match="they would train apart"):
+    with pytest.raises(LaunchError, match="they would train independently"):
         check_launch(single, accelerator)
 
 

@@ -1,4 +1,4 @@
-"""Advantages by hand, against TRL's GRPOTrainer and RLOOTrainer, and against definitions written out in full."""
+"""Advantages compared with hand-computed values, TRL's GRPOTrainer and RLOOTrainer, and their full definitions."""
 
 import math
 import random
@@ -31,7 +31,7 @@ def test_group_advantages_by_hand() -> None:
     assert grpo_advantages([1.0, 2.0, 3.0]) == pytest.approx([-1 / 1.0001, 0.0, 1 / 1.0001])
     assert grpo_advantages([1.0, 2.0, 3.0], "none") == pytest.approx([-1.0, 0.0, 1.0])
     assert grpo_advantages([1.0, 2.0, 3.0], "batch", 0.5) == pytest.approx([-1 / 0.5001, 0.0, 1 / 0.5001])
-    # the chain that broke counts nowhere
+    # the broken chain is excluded everywhere
     assert grpo_advantages([1.0, None, 2.0, 3.0]) == pytest.approx([-1 / 1.0001, 0.0, 0.0, 1 / 1.0001])
 
 
@@ -84,9 +84,9 @@ def test_leave_one_out_equals_trl(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_leave_one_out_with_a_cost_of_the_distance_equals_trl(model_folder: Path, tmp_path: Path) -> None:
-    """The reward less beta times the sum of k1 over the chain."""
+    """The reward minus beta times the sum of k1 over the chain."""
     chains = Chains.random(8)
-    # TRL's RLOO knows no tools
+    # TRL's RLOO does not support tools
     chains.masks = [[1] * len(mask) for mask in chains.masks]
     oracle = make_oracle(RlooOracle, model_folder, tmp_path, chains, 4, beta=0.05, normalize_advantages=False)
     gaps = chains.logprobs["proximal"] - chains.logprobs["reference"]
@@ -182,5 +182,5 @@ def test_whitening_equals_torch() -> None:
 
 @pytest.mark.parametrize(("length", "wanted"), [(0, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)])
 def test_overlong_punishment_by_hand(length: int, wanted: float) -> None:
-    """A limit of 100, and -2 over the last 20 tokens before it: -0.1 a token."""
+    """A limit of 100, and a penalty of -2 over the last 20 tokens before it: -0.1 per token."""
     assert overlong_penalty(length, 100, 20, 2.0) == pytest.approx(wanted)

@@ -1,5 +1,5 @@
-"""Attention by runs, and FlexAttention's masks and precision against sdpa's: it has no backward pass on a CPU, and its
-gradients are in tests/gpu."""
+"""Attention by runs, and FlexAttention's masks and precision compared with sdpa. FlexAttention has no backward pass on
+a CPU: tests/gpu tests its gradients."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ KINDS = ("sdpa", "flex_attention")
 
 
 def micro_batches(rows: list[list[int]], batching: Batching) -> list[MicroBatch]:
-    """Those of rows that are trained from their second token on."""
+    """Return micro-batches of rows that are trained from their second token on."""
     names = ("behaviour", "advantage", "weight", "mixed")
     training = [
         TrainingRow(ids, list(range(1, len(ids))), {name: [1.0] * (len(ids) - 1) for name in names}) for ids in rows
@@ -36,7 +36,7 @@ def micro_batches(rows: list[list[int]], batching: Batching) -> list[MicroBatch]
 
 
 def ragged(seed: int = 0, prompt: int = 150, answers: int = 4, longest: int = 200) -> list[list[int]]:
-    """Answers to two prompts; two of them share their beginning as well."""
+    """Return answers to two prompts; two of the answers also share their beginning."""
     draw = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -52,7 +52,7 @@ def ragged(seed: int = 0, prompt: int = 150, answers: int = 4, longest: int = 20
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """FlexAttention without half a minute of compilation."""
+    """Run FlexAttention without half a minute of compilation."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -63,7 +63,7 @@ def eager() -> Iterator[None]:
 def test_flex_attention_equals_sdpa(
     make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, batching: Batching
 ) -> None:
-    """Also under autocast, where the network's queries and keys are float32, and its values are not."""
+    """Also under autocast, where the network's queries and keys are float32, but its values are not."""
     seen = set()
 
     def noting(module: Any, query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_flex_attention_equals_sdpa(
     torch.testing.assert_close(found["flex_attention", "float32"], expected, atol=1e-4, rtol=0)
     error = {attention: (found[attention, "bfloat16"] - expected).abs().mean() for attention in KINDS}
     assert seen == {(torch.float32,) * 3, (torch.bfloat16,) * 3}
-    # as far from float32 as sdpa is
+    # as close to float32 as sdpa
     assert 0.5 * error["sdpa"] < error["flex_attention"] < 1.5 * error["sdpa"]
 
 
@@ -122,7 +122,7 @@ def test_keys_are_kept_once_per_group_of_heads(groups: int) -> None:
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     assert_equal(given, expected)
     assert_equal(torch.autograd.grad(given.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
-    # queries, results and masks; and of keys and values, what each run sees, once per group
+    # queries, results and masks; and, once per group, the keys and values that each run attends to
     seen = sum(sum(runs.pieces[piece] for piece in run.seen) for run in runs.all)
     masks = sum(run.mask.nbytes for run in runs.all if run.mask is not None)
     assert sum(kept.values()) < masks + 8 * width * (3 * heads * length + 2 * groups * (seen + length)) + 2**16

@@ -1,4 +1,4 @@
-"""Batches: what is carried, and that cutting, layout, order and dealing change no gradient."""
+"""Batches: their contents, and that micro-batching, layout, order and distribution change no gradient."""
 
 import math
 import random
@@ -23,7 +23,8 @@ BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
 
 def rows_of(make_row: Rows, count: int, seed: int = 0) -> list[TrainingRow]:
-    """Ragged rows with random advantages; every other one goes on from the one before it, in words of its own."""
+    """Return ragged rows with random advantages; every second one continues the prefix of the previous one
+    differently."""
     rng = random.Random(seed)
     rows: list[TrainingRow] = []
     for number in range(count):
@@ -49,7 +50,7 @@ def test_streams_stand_at_their_tokens() -> None:
     other = Row([4, 3], [0, 1], [0.0, -3.0], weights=[9.0, 0.5])
     made = [training_row(row, 2.0), training_row(other, -1.0)]
     part = make_batches([r for r in made if r], "padded", token_budget=100)[0].micro_batches[0]
-    assert part.ids.tolist() == [[5, 6, 7], [4, 0, 0]]  # the last observation, and last tokens, predict nothing
+    assert part.ids.tolist() == [[5, 6, 7], [4, 0, 0]]  # the last observation, and the last tokens, predict nothing
     assert part.labels.tolist() == [6, 8, 3]
     assert part.ids.flatten()[part.sources].tolist() == [5, 7, 4]
     assert part.sequence.tolist() == [0, 0, 1]
@@ -81,7 +82,7 @@ def test_rows_of_different_streams_are_refused() -> None:
 
 
 def test_masked_positions_are_never_read(make_row: Rows) -> None:
-    """Not a NaN among log-probabilities, nor a huge weight: neither reaches a batch."""
+    """A NaN log-probability and a huge weight do not reach a batch."""
     row = make_row(random.Random(0))
     clean = plain(training_row(row))
     row.logprobs = [p if trained else math.nan for p, trained in zip(row.logprobs, row.mask, strict=True)]

@@ -1,4 +1,4 @@
-"""The canary's scores: a real server's and the trainer's of the same tokens."""
+"""The canary's scores of the same tokens, by a real server and by the trainer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ BASE = SyncReport(version=0, label="default", model="policy", bytes=0, seconds=0
 
 @pytest.fixture(scope="module")
 def own_server(model_folder: Path) -> Iterator[ServerControl]:
-    """A server that has the model's first weights."""
+    """A server with the model's first weights."""
     with embedded_server(model_folder, "--max-model-len", "64") as url:
         yield ServerControl(url)
 
@@ -71,7 +71,7 @@ def test_the_sampled_token_among_the_candidates_is_no_trouble(own_server: Server
 
 
 def test_fresh_scores_pass_the_cache_by(own_server: ServerControl, policy: Policy, tmp_path: Path) -> None:
-    """Weights change under a cache that stays: who reads it gets other scores."""
+    """The weights change but the cache stays: scores that use the cache differ."""
     report = FileSync([own_server], tmp_path / "first", keep_caches=True).push(0, policy, policy.gather())
     unsalted = SyncReport(**{**vars(report), "cache_salt": None})
     server_scores(own_server, ROWS, unsalted, fresh=True)
@@ -85,7 +85,7 @@ def test_fresh_scores_pass_the_cache_by(own_server: ServerControl, policy: Polic
     expected = trainer_scores(policy, ROWS)
     assert abs(stale - expected).max() > 1e-2
     assert fresh == pytest.approx(expected, abs=1e-4)
-    # the salt keeps apart from the old caches
+    # the salt avoids the old caches
     assert report.cache_salt == "1"
     assert server_scores(own_server, ROWS, report, fresh=False) == pytest.approx(expected, abs=1e-4)
 
@@ -97,7 +97,7 @@ def test_what_generates_must_say_the_version(own_server: ServerControl) -> None:
 
 
 def trainer_scores_of_nothing() -> "torch.Tensor":
-    """Never looked at."""
+    """Score that are never used."""
     return torch.zeros(0)
 
 
@@ -105,7 +105,7 @@ def trainer_scores_of_nothing() -> "torch.Tensor":
 def test_three_stale_contexts_of_eight_pass_only_where_weights_are_rounded(
     monkeypatch: pytest.MonkeyPatch, rounded: bool
 ) -> None:
-    """As of three servers behind one address, one of which stands still."""
+    """Like three servers behind one address, one of which keeps its old weights."""
     moved = np.ones(CONTEXTS * CANDIDATES)
     served = moved.copy()
     served[: 3 * CANDIDATES] = 0.0

@@ -1,4 +1,4 @@
-"""Checkpoint folders: damage is found, the right ones are kept, and a train_state survives being written."""
+"""Checkpoint folders: damage is detected, the right ones are kept, and a TrainState survives a round trip."""
 
 import json
 import math
@@ -44,9 +44,9 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights is not what was written"),
-        (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights is not what was"),
-        (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is gone"),
+        (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights does not match its digest"),
+        (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights does not match"),
+        (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
         (lambda path: (path / "digests.json").unlink(), r"digests\.json cannot be read"),
         (lambda path: (path / "digests.json").write_text("{"), r"digests\.json cannot be read"),
     ],
@@ -75,7 +75,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     (tmp_path / ".step-000003.deleted").mkdir()
     (tmp_path / "set-aside").mkdir()
     prune(tmp_path, None, best(tmp_path))
-    assert len(checkpoints(tmp_path)) == 6, "nothing says that any may go"
+    assert len(checkpoints(tmp_path)) == 6, "no rule allows deleting any"
     prune(tmp_path, 2, best(tmp_path))
     assert names(tmp_path) == ["set-aside", "step-000006", "step-000010", "step-1000000"]
     prune(tmp_path, 1, None)
@@ -101,7 +101,7 @@ def test_one_that_was_written_as_the_best_goes_when_it_no_longer_is(tmp_path: Pa
     assert names(tmp_path) == ["step-000010", "step-000013", "step-000020"]
     write(tmp_path, 26, 0.9, only_best=True)
     prune(tmp_path, 1, best(tmp_path))
-    assert names(tmp_path) == ["step-000020", "step-000026"], "the newest that was due stays beside it"
+    assert names(tmp_path) == ["step-000020", "step-000026"], "the newest due checkpoint stays, too"
     write(tmp_path, 30, 0.9)
     prune(tmp_path, None, best(tmp_path))
     assert names(tmp_path) == ["step-000020", "step-000030"]
@@ -140,7 +140,7 @@ def test_a_train_state_goes_on() -> None:
     assert (again.before, again.after) == ({"eval/reward": 0.1}, {"eval/reward": 0.4})
     assert again.trained == {"g000001", "g000002", "g000003"}
     assert again.labels == {"run-v1": 1, "run-v2": 2, "run-v3": 3}
-    assert again.groups == [], "that checkpoint holds them"
+    assert again.groups == [], "the checkpoint includes them"
     again.finish(4, ["g000004"], seconds=1.0)
     assert again.take_groups() == ["g000004"]
     assert again.take_groups() == []

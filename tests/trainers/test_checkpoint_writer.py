@@ -1,5 +1,5 @@
-"""A checkpoint is what the learner was when it was begun, on every rank, however late it is written; and nothing of one
-that cannot be written is left."""
+"""A checkpoint has the learner's state at its beginning, on every rank, however late it is written; a checkpoint that
+cannot be written leaves nothing behind."""
 
 import json
 import threading
@@ -49,7 +49,7 @@ def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> Non
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:
-    """All that is one file's bytes; the shards have names of their own in them."""
+    """Return all files whose bytes are comparable; shard files contain their own names."""
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix in (".json", ".safetensors")}
 
 
@@ -60,7 +60,7 @@ def same_state(one: Path, other: Path) -> bool:
 
 
 class Gate:
-    """Holds the writing of checkpoints until it is opened."""
+    """A gate that blocks the writing of checkpoints until it is opened."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self.is_open = threading.Event()
@@ -73,11 +73,11 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """In front of every checkpoint of the test."""
+    """A gate for every checkpoint of the test."""
     gate = Gate(checkpoint_writer.write_part)
     monkeypatch.setattr(checkpoint_writer, "write_part", gate)
     yield gate
-    # a thread that waits would keep the test process
+    # a waiting thread would keep the test process alive
     gate.is_open.set()
 
 
@@ -111,7 +111,7 @@ def test_what_is_trained_meanwhile_is_not_in_it(
     expected = files(at_once)
     del expected["digests.json"]
     assert {name: content for name, content in files(path).items() if name != "digests.json"} == expected
-    # the memory of the copy is used again
+    # the memory of the copy is reused
     later = save_checkpoint(tmp_path / "at once", 3, learner, tokenizer, {"seed": 7})
     writer.begin(3, learner, {"seed": 7})
     last = writer.wait()
@@ -142,7 +142,7 @@ def test_it_counts_once_it_is_durable(
         assert (state["step"], state["groups"], state["files"]) == (2, ["a", "b"], {"metrics": 4})
         checkpoints.train_state.finish(4, ["d"], seconds=1.0)
         checkpoints.save(learner)
-    # whoever leaves the loop finds it written, and the one before it deleted
+    # after the loop it is written, and the previous one is deleted
     assert (checkpoints.path, checkpoints.take_groups()) == (folder / "step-000004", ["c", "d"])
     assert [path.name for path in folder.iterdir()] == ["step-000004"]
 
@@ -199,7 +199,7 @@ def test_an_error_of_the_writing_ends_the_run(
 
 
 def write_as_before(folder: Path, learner: Learner) -> Path:
-    """The state as 0.1 wrote it."""
+    """Write the state in the format of version 0.1."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "weights": {name: weight.detach() for name, weight in learner.model.named_parameters() if weight.requires_grad},

@@ -1,4 +1,4 @@
-"""Checkpoints are what transformers and peft load, are never half there, and training goes on from them bit by bit."""
+"""Checkpoints load in transformers and peft, are never partial, and training continues from them bit for bit."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def test_full_checkpoint_is_loaded_by_transformers(
     assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer.chat_template
     state = json.loads((path / "trainer_state.json").read_text())
     assert state == {"step": 80, "seed": 7, "groups": ["g1"]}
-    # training goes on in float32, of which the model's own file holds too little
+    # training continues in float32; the model's file has less precision
     held = training_state(path)
     assert {value.dtype for key, value in held.items() if key.startswith("weights/")} == {torch.float32}
 
@@ -128,7 +128,7 @@ def test_training_goes_on_bit_by_bit(
     def run(folder: Path, resume: Path | None) -> list[dict[str, Any]]:
         logged: list[dict[str, Any]] = []
         accelerator, checkpoints = Accelerator(cpu=True), Checkpoints(folder, tokenizer, recipe.train, resume=resume)
-        # whatever this process has drawn before
+        # regardless of earlier random draws of this process
         torch.manual_seed(len(folder.name))
         if recipe.train.algorithm == "sft":
             train_sft(recipe, accelerator, checkpoints, rows=rows, log=logged.append)
@@ -180,14 +180,14 @@ def test_checkpoints_of_other_pythons_are_read(
 
 
 class Attribute:
-    """What unpickling turns into an attribute."""
+    """An object that unpickles to an attribute."""
 
     def __reduce__(self) -> tuple[Any, tuple[type, str]]:
         return getattr, (Metadata, "__init__")
 
 
 class Command:
-    """What unpickling turns into a command."""
+    """An object that runs a command when unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(
     for stored in elsewhere.storage_data.values():
         stored.relative_path = f"../{stored.relative_path}"
     metadata.write_bytes(pickle.dumps(elsewhere))
-    with pytest.raises(ValueError, match=r"names '\.\./.*', which is elsewhere"):
+    with pytest.raises(ValueError, match=r"names '\.\./.*', outside its folder"):
         load_state(path, learner)
     metadata.write_bytes(usual)
     part = {key: value for key, value in part_of(learner).items() if key != "settings"}

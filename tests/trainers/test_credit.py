@@ -1,4 +1,4 @@
-"""From rewards to advantages and weights, against values worked by hand."""
+"""Credit from rewards to advantages and weights, compared with hand-computed values."""
 
 import json
 import math
@@ -21,7 +21,8 @@ Make = Callable[..., TrainRecipe]
 
 
 def chain(reward: float | None, turns: Sequence[int] = (2, 1), outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
-    """A chain of one row: a prompt of 3 tokens, then as many sampled tokens per turn, 2 tool tokens between them."""
+    """Return a chain of one row: a prompt of 3 tokens, then the sampled tokens of `turns`, with 2 tool tokens
+    between."""
     row = Row()
     row.append_context([1, 2, 3])
     for index, count in enumerate(turns):
@@ -40,7 +41,7 @@ def advantages(credited: Credited) -> list[list[float]]:
 
 
 def credited(recipe: TrainRecipe, *groups: Group, scores: Sequence[dict[str, list[float]]] = ()) -> Credited:
-    """Credit of `groups`; `scores` are the streams that the learner would add to each row."""
+    """Return the credit of `groups`; `scores` are the streams that the learner would add to each row."""
     credit = Credit(groups, recipe)
     rows = credit.rows
     for row, found in zip(rows, scores, strict=True) if scores else ():
@@ -64,7 +65,8 @@ def test_a_chain_that_broke_is_neither_trained_nor_in_the_baseline(make_recipe: 
 
 
 def test_what_was_put_into_a_turn_is_credited_with_nothing(make_recipe: Make) -> None:
-    """Turns of 2 and 3 sampled tokens; forced ones before, within and between them change no sampled token's credit."""
+    """Turn of 2 and 3 sampled tokens; forced tokens before, within and between them do not change any sampled token's
+    credit."""
 
     def forced(reward: float, *turns: list[int]) -> Trajectory:
         row = Row()
@@ -83,7 +85,7 @@ def test_what_was_put_into_a_turn_is_credited_with_nothing(make_recipe: Make) ->
     plain, with_forced = streams
     assert with_forced == plain
     assert [len(values) for values in plain] == [5, 5]
-    assert plain[0][1] != plain[0][2], "turns are told apart"
+    assert plain[0][1] != plain[0][2], "turns differ"
 
 
 def test_rows_of_a_chain_that_forked_count_once_in_the_baseline(make_recipe: Make) -> None:
@@ -126,7 +128,7 @@ def test_scaling_by_the_batch(make_recipe: Make) -> None:
 
 def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Make) -> None:
     """DeepSeekMath 4.1.3: turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); a token gets the sum
-    of those of its own and later turns, beside the chain's advantage, which is 0 here."""
+    of the normalised rewards of its own and later turns, plus the chain's advantage, which is 0 here."""
     first, second = chain(1.0, [2, 1]), chain(1.0, [2, 1])
     first.turn_rewards, second.turn_rewards = [1.0, 3.0], [2.0, 2.0]
     done = credited(make_recipe(), group(first, second))
@@ -135,7 +137,7 @@ def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Mak
 
 
 def malformed(reward: float, *turns: int) -> Trajectory:
-    """A chain of a turn of 2 tokens and one of 1, of which these cannot be read."""
+    """Return a chain with turns of 2 tokens and 1 token, of which `turns` are malformed."""
     made = chain(reward)
     made.malformed_turns = list(turns)
     return made
@@ -149,7 +151,7 @@ def test_a_turn_that_cannot_be_read_is_blamed(make_recipe: Make) -> None:
     assert advantages(credited(recipe, groups)) == [[bound, bound, 1.0], [-1.0] * 3, [0.0] * 3]
     recipe = make_recipe(advantage={"options": {"scale": "none"}, "malformed_turns": "like_others"})
     assert advantages(credited(recipe, groups)) == [[1.0] * 3, [-1.0] * 3, [0.0] * 3]
-    # where nothing is to be learned, nothing is blamed
+    # without a learning signal, nothing is penalised
     assert advantages(credited(make_recipe(), group(malformed(1.0, 0), chain(1.0)))) == [[0.0] * 3] * 2
 
 
@@ -185,7 +187,7 @@ def test_overlong_chains_are_punished(make_recipe: Make) -> None:
 
 def test_reinforce_pp_whitens_returns_over_the_batch(make_recipe: Make) -> None:
     """Rewards 1 and 0 on 3 tokens each: every token's return is the reward; with gamma 1/2 the first token of a chain
-    of 3 sees a quarter."""
+    of 3 gets a quarter."""
     recipe = make_recipe(algorithm="reinforce_pp", advantage={"options": {"gamma": 0.5}})
     done = credited(recipe, group(chain(1.0), chain(0.0)))
     raw = [0.25, 0.5, 1.0, 0.0, 0.0, 0.0]
@@ -211,8 +213,8 @@ def test_the_distance_to_the_reference_is_paid_per_token(make_recipe: Make) -> N
 
 
 def test_generalised_advantages_step_over_tool_tokens(make_recipe: Make) -> None:
-    """Values 0.5 at each of 3 sampled tokens, reward 1, gamma 1, lambda 0: only the last step surprises, by 0.5, though
-    two tool tokens stand before it."""
+    """Values 0.5 at each of 3 sampled tokens, reward 1, gamma 1, lambda 0: only the last step has a TD error, of 0.5,
+    although two tool tokens precede it."""
     recipe = make_recipe(algorithm="ppo", advantage={"options": {"gae_lambda": 0.0}})
     done = credited(recipe, group(chain(1.0), chain(0.5)), scores=[{"value": [0.5] * 3}] * 2)
     flat = [value for row in done.rows for value in row.streams["advantage"]]
@@ -269,7 +271,7 @@ def test_every_algorithm_prefers_the_better_chain(make_recipe: Make, algorithm: 
 
 
 def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
-    """Rows are those of the trajectory, positions those of its row, and a group that teaches nothing has a line too."""
+    """Rows and positions are the trajectory's, and a group without a learning signal has a line, too."""
     recipe = make_recipe(advantage={"options": {"scale": "none"}})
     split = chain(1.0, turns=(2,))
     split.id = "split"
@@ -294,12 +296,12 @@ def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
         },
     }
     assert second == {"group": "none", "step": 7, "chains": {}}
-    # steps in which only the critic learns make no log-probabilities
+    # steps that train only the critic compute no log-probabilities
     assert "proximal" not in json.loads(credit.lines(7, rows)[0])["chains"]["c"][0]
 
 
 def test_a_turn_that_begins_a_row_shifts_no_reward(make_recipe: Make) -> None:
-    """The first token of a row has nothing before it, and is not trained: the turn's reward is for the others."""
+    """The first token of a row has no context, so it is not trained: the turn's reward is for the others."""
 
     def headless(reward: float, turn_rewards: list[float]) -> Trajectory:
         row = Row()
@@ -327,7 +329,7 @@ def with_rewards(trajectory: Trajectory, turn_rewards: list[float]) -> Trajector
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6, -1e-6])
 def test_equal_entropies_at_the_quantile_are_told_apart_by_their_place(make_recipe: Make, noise: float) -> None:
-    """The first tokens of a group's chains are equal but for rounding, which depends on the batching."""
+    """The first tokens of a group's chains are equal except for rounding, which depends on the batching."""
     recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"options": {"scale": "none"}})
     chains = [chain(reward, (3,)) for reward in (1.0, 0.0, 0.0, 0.0)]
     scores = [{"entropy": [1.0 + noise * sign, 0.1, 2.0 if sign > 0 else 0.2]} for sign in (1, -1, 2, -2)]

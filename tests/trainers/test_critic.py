@@ -1,4 +1,4 @@
-"""The critic beside the policy, against separate networks of plain transformers and peft."""
+"""The critic in one model with the policy, compared with separate networks of plain transformers and peft."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.numbers
 
 LORA = {"rank": 3}
 IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
-# two turns in the first row, one in the second: what stands between was not sampled
+# two turns in the first row, one in the second; the tokens between them were not sampled
 TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
 INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 RETURNS = torch.linspace(-1.0, 2.0, len(TARGETS), dtype=torch.float64)
@@ -35,7 +35,7 @@ MakeRecipe = Callable[..., TrainRecipe]
 
 
 def make_model(recipe: TrainRecipe, seed: int = 1) -> ActorCritic:
-    """An actor-critic as it is after some training: neither adapters nor head are zero."""
+    """Return an actor-critic as after some training: adapters and head are not zero."""
     model = in_float64(make_actor_critic(recipe, load_policy(recipe)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def value_loss(values: Tensor) -> Tensor:
 
 
 def step(model: ActorCritic) -> tuple[Tensor, Tensor]:
-    """Both roles' forward and backward passes, twice; the last log-probabilities and values."""
+    """Run both roles' forward and backward passes twice; return the last log-probabilities and values."""
     for _ in range(2):
         logprob, _ = model(Role.POLICY, *INPUTS)
         policy_loss(logprob).backward()
@@ -68,12 +68,12 @@ def gradients(module: nn.Module, keep: str = "") -> dict[str, Tensor]:
 
 
 def hidden_states(network: Any) -> Tensor:
-    """A plain network's hidden states at the sources."""
+    """Return a plain network's hidden states at the sources."""
     return network(IDS, output_hidden_states=True).hidden_states[-1].flatten(0, 1)[TARGETS - 1]
 
 
 def same_gradients(given: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Equal to a part of each weight's gradient, whatever the weights are called."""
+    """Assert that gradients are equal relative to each weight's gradient, regardless of the weights' names."""
     assert given
     for (name, one), other in zip(given.items(), expected.values(), strict=True):
         assert (one - other).norm() <= TOLERANCE * other.norm() > 0, name
@@ -195,7 +195,7 @@ def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe
     assert torch.equal(poisoned, values)
     for name, gradient in gradients(model).items():
         assert torch.equal(gradient, expected[name]), name
-    # what follows the last sampled token is no one's context
+    # tokens after the last sampled token are not context of any target
     changed = IDS.clone()
     changed[0, 11], changed[1, 8:] = 63, 63
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe
 
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_layout_of_rows_does_not_change_values(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
-    """Four chains of one prompt, two of which share a turn as well."""
+    """Four chains of one prompt, two of which also share a turn."""
     model = make_model(make_recipe(lora=lora, algorithm="ppo"))
     generator = torch.Generator().manual_seed(2)
     prompt, turn, *ends = (torch.randint(64, (n,), generator=generator).tolist() for n in (60, 40, 4, 2, 6, 5))
@@ -240,7 +240,7 @@ def test_critic_learns_fixed_returns(make_recipe: MakeRecipe, lora: dict[str, An
         losses.append(loss.item())
     assert losses[0] == pytest.approx(float(0.5 * RETURNS.square().sum()))
     assert losses[-1] < 0.05 * losses[0]
-    # a step of the critic alone leaves the policy as it was
+    # a step of the critic alone leaves the policy unchanged
     assert all(torch.equal(value, policy[name]) for name, value in model.policy.gather().items())
 
 
@@ -248,7 +248,7 @@ def test_critic_learns_fixed_returns(make_recipe: MakeRecipe, lora: dict[str, An
 def test_state_is_taken_and_put_back(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
     recipe = make_recipe(lora=lora, algorithm="ppo")
     model = make_model(recipe)
-    # what a checkpoint of a large model keeps: of an adapter, not its base
+    # like a checkpoint of a large model: with the adapter, without its base
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)
     assert {name for name, p in model.named_parameters() if p.requires_grad} <= state.keys()
@@ -277,7 +277,7 @@ def test_two_processes_equal_one(
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
         assert torch.equal(given["put back"]["reference"], given["before"]["reference"])
-        # a step of the critic alone gives the policy no gradient, and leaves it as it was
+        # a step of the critic alone gives the policy no gradient, and leaves it unchanged
         names = [name for name, gradient in given["critic's gradients"].items() if gradient is not None]
         assert names
         assert all(role_of(name) == Role.CRITIC for name in names)

@@ -1,4 +1,4 @@
-"""The canary's verdict, as a pure state machine: synthetic scores of servers that follow, stand still or go astray."""
+"""The canary's verdict as a pure state machine: synthetic scores of servers that follow, stay stale or diverge."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ CONTEXTS, TOKENS = 8, 128
 
 
 class Scorer:
-    """Scores with noise: `trained` moves along one direction, `served` along whatever a test says."""
+    """A source of noisy scores: `trained` moves along one direction, `served` along a direction that the test
+    chooses."""
 
     def __init__(self) -> None:
         self.draw = np.random.default_rng(0)
@@ -18,18 +19,18 @@ class Scorer:
         self.direction = self.draw.normal(0.0, 1.0, TOKENS)
 
     def at(self, moved: float) -> np.ndarray:
-        """Scores of weights that moved so far (nats, root mean square)."""
+        """Return scores of weights that moved by `moved` (nats, root mean square)."""
         return self.base + moved * self.direction + self.draw.normal(0.0, NOISE / 2**0.5, TOKENS)
 
 
 @pytest.fixture
 def scorer() -> Scorer:
-    """Noise between any two scores of the same weights is NOISE."""
+    """A scorer whose noise between two scores of the same weights is NOISE."""
     return Scorer()
 
 
 def begun(scorer: Scorer) -> Drift:
-    """A drift that has seen version 0."""
+    """A Drift that has processed version 0."""
     drift = Drift("bfloat16", CONTEXTS)
     verdict = drift.start(scorer.at(0), scorer.at(0), scorer.at(0))
     assert verdict.failure is None
@@ -39,7 +40,7 @@ def begun(scorer: Scorer) -> Drift:
 
 
 def first_failure(verdicts: list[Verdict]) -> int | None:
-    """The first version (from 1) that failed."""
+    """Return the first version (from 1) that failed."""
     return next((version for version, verdict in enumerate(verdicts, 1) if verdict.failure), None)
 
 
@@ -48,7 +49,7 @@ def test_a_server_that_follows_is_proven_again_and_again(scorer: Scorer) -> None
     verdicts = [drift.judge(*(scorer.at(0.005 * version) for _ in range(3))) for version in range(1, 101)]
     assert first_failure(verdicts) is None
     proven = [verdict for verdict in verdicts if verdict.provable]
-    # 0.03 nats of drift take about six versions, and the count begins anew with each proof
+    # 0.03 nats of drift take about six versions, and the count restarts with each proof
     assert 10 <= len(proven) <= 20
     assert all(0.7 < verdict.slope < 1.3 for verdict in proven if verdict.slope is not None)
     assert all(verdict.slope is None for verdict in verdicts if not verdict.provable)
@@ -117,8 +118,8 @@ def test_after_a_restart_the_latest_version_must_score_as_before(scorer: Scorer)
 def test_contexts_in_which_rounding_decides_hide_neither_a_healthy_server_nor_a_lost_adapter(
     scorer: Scorer, followed: float
 ) -> None:
-    """As seen with a server of four bits: in two of eight contexts the server's changes, many times those of the
-    others, have nothing to do with the trainer's."""
+    """As measured with a four-bit server: in two of eight contexts, the server's changes are many times the others',
+    and unrelated to the trainer's."""
     strays = np.repeat([30.0, -20.0, 0, 0, 0, 0, 0, 0], TOKENS // CONTEXTS)
 
     def served(moved: float) -> np.ndarray:
@@ -142,7 +143,7 @@ def test_contexts_in_which_rounding_decides_hide_neither_a_healthy_server_nor_a_
 def test_contexts_that_stand_still_are_found_once_the_change_is_twenty_times_the_noise(
     scorer: Scorer, stale: int
 ) -> None:
-    """As of a server behind an address of several, which has missed an update."""
+    """Like one of several servers behind one address that missed an update."""
     still = np.repeat(np.arange(CONTEXTS) < stale, TOKENS // CONTEXTS)
     drift = begun(scorer)
 

@@ -1,4 +1,4 @@
-"""Another process, which has the key, pushes weights into the server of a run: caught at the run's next sync."""
+"""Another process with the key pushes weights into a run's server: the run's next sync detects it."""
 
 import json
 import subprocess
@@ -27,14 +27,14 @@ def server(model: Path) -> Iterator[str]:
 
 
 def curl(url: str, path: str, body: object = None) -> None:
-    """A request by another process, with the key that its user finds."""
+    """Make a request as another process with the user's key."""
     headers = ["--header", f"Authorization: Bearer {find_key(url)}", "--header", "Content-Type: application/json"]
     command = ["curl", "--silent", "--show-error", "--fail", "--noproxy", "*", *headers]
     subprocess.run([*command, "--data", json.dumps(body or {}), url + path], check=True, capture_output=True)
 
 
 def push(url: str, weights: Path, label: str) -> None:
-    """Everything that a sync does, without a trainer."""
+    """Perform all steps of a sync, without a trainer."""
     curl(url, "/pause?mode=keep&clear_cache=false")
     curl(url, "/init_weight_transfer_engine")
     curl(url, "/start_weight_update")
@@ -45,14 +45,14 @@ def push(url: str, weights: Path, label: str) -> None:
 
 @pytest.fixture
 def theirs(model: Path, tmp_path: Path) -> Path:
-    """Weights of another run, a little away from the first ones."""
+    """Weights of another run, slightly different from the first ones."""
     state = load_file(model / "model.safetensors")
     save_file({name: value * 1.02 for name, value in state.items()}, tmp_path / "theirs.safetensors")
     return tmp_path / "theirs.safetensors"
 
 
 def begin(start: Start, url: str, **options: object) -> Run:
-    """A run after two syncs without trouble."""
+    """Return a run after two successful syncs."""
     run = start("float32", url, **options)
     assert until_caught(run, 1) == (-1, "")
     return run
@@ -60,7 +60,7 @@ def begin(start: Start, url: str, **options: object) -> Run:
 
 @pytest.mark.parametrize("label", ["other-7f3a-v1", "run-1-v1"])
 def test_full_weights_of_another_process(server: str, theirs: Path, start: Start, label: str) -> None:
-    """Under a name of its own, and under that of our last version."""
+    """Under its own name, and under the name of our last version."""
     run = begin(start, server)
     push(server, theirs, label)
     with pytest.raises(ForeignWeightsError, match="give each run a server of its own") as caught:
@@ -88,7 +88,7 @@ def test_an_adapter_of_another_process(server: str, start: Start) -> None:
 
 
 def test_a_server_that_comes_back_with_weights_of_another_process(server: str, theirs: Path, start: Start) -> None:
-    """A client that meets them asks the trainer to restore the server: that does not paper over it."""
+    """A client that encounters them makes the trainer restore the server, which does not hide the fault."""
     run = begin(start, server)
     push(server, theirs, "other-7f3a-v1")
     with pytest.raises(ForeignWeightsError, match=r"serves version 'other-7f3a-v1', and 'run-1-v1' was pushed"):
@@ -100,7 +100,7 @@ def test_a_server_that_comes_back_with_weights_of_another_process(server: str, t
 
 
 def test_a_restarted_server_is_no_fault(model: Path, start: Callable[..., Run]) -> None:
-    """It has its first weights and says so: the next push brings the new ones."""
+    """It reports its first weights, and the next push brings the new ones."""
     with serve(model, "float32") as url:
         run = begin(start, url)
         push(url, model / "model.safetensors", "default")

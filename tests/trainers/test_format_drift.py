@@ -1,4 +1,4 @@
-"""A scripted policy breaks the format in a tenth of its successes: the format does not spread."""
+"""A scripted policy breaks the format in a tenth of its successes: the broken format does not spread."""
 
 import random
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def row_of(*said: int) -> Row:
 
 
 def chains(number: int, draw: random.Random, off: float, on_purpose: bool) -> Group:
-    """Twenty chains as the policy would play them: turns leave out the opening with its probability `off`, and then
-    nothing is done and the chain fails; of the others half succeed. A tenth of these are broken `on_purpose`."""
+    """Return twenty chains of a simulated policy: turns leave out the opening with probability `off`, and then the
+    chain fails without acting; half of the others succeed. A tenth of the successes are broken `on_purpose`."""
     made = []
     for place in range(20):
         lost, succeeds, scripted = draw.random() < off, place < 10, on_purpose and place == 0
@@ -50,7 +50,7 @@ def chains(number: int, draw: random.Random, off: float, on_purpose: bool) -> Gr
 
 @pytest.fixture(scope="module")
 def learned(make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator) -> list[dict[str, Any]]:
-    """The state of a learner that all but a few in a thousand times begins a call as it should."""
+    """The state of a learner that begins calls correctly except for a few in a thousand."""
     learner = Learner(make_recipe(**TRAIN), accelerator)
     rows: list[TrainingRow] = [row for a in (GOOD, BAD) if (row := training_row(row_of(OPEN, a, CLOSE)))]
 
@@ -63,7 +63,7 @@ def learned(make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator) -
 
 
 def off_format(learner: Learner) -> float:
-    """The probability that a turn does not begin with the opening."""
+    """Return the probability that a turn does not begin with the opening."""
     row = training_row(row_of(OPEN))
     assert row is not None
     (scored,) = learner.score([row], ["proximal"])
@@ -71,7 +71,7 @@ def off_format(learner: Learner) -> float:
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, learned: list[dict[str, Any]], on_purpose: bool) -> float:
-    """The probability of a broken turn, mean over the second half of the run."""
+    """Return the probability of a broken turn, mean over the second half of the run."""
     learner, draw = Learner(recipe, accelerator), random.Random(0)
     for part, state in zip((learner.model, learner.optimizer, learner.schedule), deepcopy(learned), strict=True):
         part.load_state_dict(state)
@@ -79,7 +79,7 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, learned: list[dict[str,
     assert lost[0] < 0.02
     for number in range(BATCHES):
         group = chains(number, draw, lost[-1], on_purpose)
-        # as if the policy had said it: no correction of the mismatch may hide what is learned from it
+        # as if the policy had sampled it: the mismatch correction must not hide its effect
         rows = [row for chain in group.trajectories if (row := training_row(chain.rows[0]))]
         for chain, scored in zip(group.trajectories, learner.score(rows, ["proximal"]), strict=True):
             chain.rows[0].logprobs[len(PROMPT) :] = scored.streams["proximal"]
@@ -97,6 +97,6 @@ def test_a_broken_format_that_succeeds_does_not_spread(
     settings = {**TRAIN, "algorithm": algorithm}
     whole = train(make_recipe(**settings), accelerator, learned, on_purpose=False)
     assert train(make_recipe(**settings), accelerator, learned, on_purpose=True) < 1.1 * whole
-    # and without the rule it does: this test can fail
+    # without the rule it spreads, so this test can fail
     as_others = make_recipe(**settings, advantage={"malformed_turns": "like_others"})
     assert train(as_others, accelerator, learned, on_purpose=True) > 1.5 * whole

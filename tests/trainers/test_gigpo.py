@@ -1,4 +1,4 @@
-"""Credit by state (gigpo): values by hand, the definition written out, and what counts as the same state."""
+"""Credit by state (gigpo): hand-computed values, the full definition, and the criteria for the same state."""
 
 import logging
 import random
@@ -47,13 +47,13 @@ def test_lone_anchors_and_equal_returns_are_exactly_zero() -> None:
 
 def test_both_levels_by_hand() -> None:
     """Two chains, gamma 1/2. Chain one: turns of 2 and 1 tokens, reward 1 at its end, so returns 1/2 and 1. Chain two:
-    turns of 1 and 1 tokens, reward 0 and turn rewards 0 and 2, so returns 1 and 2, and 2 in all. Both begin in state s;
-    then they part."""
+    turns of 1 and 1 tokens, reward 0 and turn rewards 0 and 2, so returns 1 and 2, and 2 in all. Both begin in state s,
+    then diverge."""
     first = ChainRewards(1.0, [], [2, 3], [0.0, 0.0, 1.0], anchors=["s", "left"])
     second = ChainRewards(0.0, [0.0, 2.0], [1, 2], [0.0, 2.0], anchors=["s", "right"])
     # chains: 1 and 2, mean 1.5; state s: 1/2 and 1, mean 3/4
     assert gigpo([[first, second]], "none", 0.5, 2.0) == [[-1.0, -1.0, -0.5], [1.0, 0.5]]
-    # a weight of 0 leaves grpo's, of the sum of all rewards
+    # a weight of 0 leaves grpo's advantages of the sum of all rewards
     assert gigpo([[first, second]], "none", 0.5, 0.0) == [[-0.5] * 3, [0.5] * 2]
     config = AdvantageConfig(estimator="gigpo", options={"scale": "none", "gamma": 0.5, "step_weight": 2.0})
     assert Estimator(config)([[first, second]]) == ([[-1.0, -1.0, -0.5], [1.0, 0.5]], [])
@@ -93,7 +93,7 @@ def test_the_definition_written_out(chains: list[list[tuple[str | None, float]]]
                 assert found[i][t] == 0.0
                 continue
             scaling = 1.0 if scale == "none" else stdev(same) + 1e-4
-            # returns that differ by rounding alone are divided by no less than 1e-4
+            # returns that differ only by rounding are divided by at least 1e-4
             assert found[i][t] == pytest.approx((later[i][t] - fmean(same)) / scaling, abs=1e-9)
             pooled.setdefault(anchor, []).append(found[i][t])
     assert all(sum(values) == pytest.approx(0.0, abs=1e-9) for values in pooled.values())
@@ -105,7 +105,7 @@ def test_the_definition_written_out(chains: list[list[tuple[str | None, float]]]
 def played(
     reward: float, anchors: list[str | None], tokens: int = 1, outcome: Outcome = Outcome.COMPLETED
 ) -> Trajectory:
-    """A chain with as many turns as anchors, each of as many tokens, with a tool's answer after it."""
+    """Return a chain with one turn per anchor, each with `tokens` tokens and followed by a tool result."""
     row = Row()
     row.append_context([1, 2])
     for _ in anchors:
@@ -121,8 +121,8 @@ def credited(recipe: TrainRecipe, *chains: Trajectory) -> tuple[list[list[float]
 
 
 def test_the_state_decides_between_equal_chains(make_recipe: Make) -> None:
-    """Both chains succeed, the second by a detour from state a over b, back to a: grpo tells nothing apart, gigpo
-    prefers the turn that leads from a to the goal."""
+    """Both chains succeed, the second by a detour from state a over b, back to a: grpo gives all turns the same
+    advantage, gigpo prefers the turn that leads from a to the goal."""
     quick, detour = played(1.0, ["a", None]), played(1.0, ["a", "b", "a", None])
     assert credited(make_recipe(), quick, detour)[0] == [[0.0] * 2, [0.0] * 4]
     advantages, metrics = credited(
@@ -173,7 +173,7 @@ def test_a_malformed_turn_is_blamed_whatever_its_state_says(make_recipe: Make) -
     assert advantages[0][0] < 0 < advantages[0][1]
 
 
-# what was seen
+# observations
 
 
 def said(*messages: tuple[str, Any]) -> Trajectory:

@@ -1,4 +1,4 @@
-"""A run that dies is told, with what is wrong; one that learns is left alone."""
+"""A failing run is reported with its cause; a learning run gives no warning."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from agentfactory.trainers.loop.health import Finding, Health
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:
-    """A step's figures in a healthy run: success rises, entropy falls, both by chance too."""
+    """Return a step's metrics in a healthy run: success rises and entropy falls, both with noise."""
     draw = random.Random(number)
     progress = min(number / 40, 1.0)
     return {
@@ -42,7 +42,7 @@ def test_a_healthy_run_is_left_alone() -> None:
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    """The first steps of a run at staleness 2, before the policy was held to its data."""
+    """Return the first steps of a run at staleness 2, from before behaviour_kl kept the policy close to its data."""
     record = json.loads(Path(__file__).with_name("collapsed_runs.json").read_text(encoding="utf-8"))
     return [dict(zip(record["figures"], figures, strict=True)) for figures in record["runs"][name]]
 
@@ -76,7 +76,7 @@ def test_groups_that_teach_nothing_are_told_after_five_steps() -> None:
     assert found.text.startswith("step 15: nothing was learned in 5 steps: in every group all chains have the same")
     assert "grad_norm 0" in found.text
     assert "docs/troubleshooting.md" in found.text
-    # four in a row may be chance, and where every chain succeeds nothing is left to learn
+    # four in a row may be chance, and if every chain succeeds nothing is left to learn
     assert findings(*(step(n, **(dead if n % 5 else {})) for n in range(1, 60))) == []
     assert findings(*(step(n, **dead, success=1.0) for n in range(1, 60))) == []
 
@@ -106,9 +106,9 @@ def test_a_mismatch_that_lasts_is_told() -> None:
     assert (number, found.symptom) == (18, Symptom.MISMATCH)
     assert "mismatch/kl is 0.2 nats" in found.text
     assert "lower train.learning_rate or rollout.max_staleness" in found.text
-    # while success rises it is told by nobody: it comes and goes
+    # while success rises it is not reported: it comes and goes
     assert findings(*(step(n, **(drift if n > 15 else {})) for n in range(1, 20))) == []
-    # a server in low precision has much of it always
+    # a low-precision server always has a large mismatch
     assert findings(*(step(n, **{"mismatch/kl": 0.2}) for n in range(1, 40))) == []
 
 
@@ -138,7 +138,7 @@ def test_of_tasks_without_success_the_reward_counts() -> None:
     assert [f.symptom for _, f in findings(*(line(n, 6.0 if n < 15 else 2.0) for n in range(1, 25)))] == [
         Symptom.SUCCESS
     ]
-    # by less than the rewards differ anyway, and rewards that are costs
+    # a fall smaller than the rewards' spread, and rewards that are costs
     assert findings(*(line(n, 1.0 if n < 15 else 0.4) for n in range(1, 25))) == []
     assert findings(*(line(n, -1.0 if n < 15 else -1.9) for n in range(1, 25))) == []
 
@@ -157,7 +157,8 @@ def test_figures_that_are_missing_or_not_finite_are_no_fault() -> None:
 
 
 def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameters() -> None:
-    """As in a run at too large a rate, from good initial weights: neither half of a best of its own, nor at once."""
+    """As in a run with too high a learning rate, from good initial weights: not a fall by half, and not a sudden
+    one."""
     before = {"step": 0, "eval/sampled/success": 0.73}
     lines = [
         step(n, success=0.7 - 0.025 * n, reward=0.5, entropy=0.1 + 0.01 * n, learning_rate=3e-3) for n in range(1, 20)

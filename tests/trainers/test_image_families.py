@@ -1,5 +1,5 @@
-"""Families of models that see, each in trees, packed and padded lines as in single rows, and as transformers computes
-with its own processor."""
+"""Multimodal model families: trees, packed and padded lines give the results of single rows, and of transformers with
+its own processor."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,14 +60,15 @@ def test_every_layout_equals_single_rows(model: Path, tmp_path: Path, vision: st
         for given, wanted in zip(computed(learner, batch), expected, strict=True):
             # GLM's tower interpolates its positions in float32
             torch.testing.assert_close(given, wanted, atol=1e-7 if model.name == "glm4v" else 1e-12, rtol=1e-12)
-    # whatever a process does without images
+    # regardless of a process without images
     images = learner.images.blank(torch.device("cpu"))
     assert len(images.counts) == 1
     learner.policy.hidden(torch.zeros(1, 4, dtype=torch.int64), images=images).sum().backward()
 
 
 def test_rows_equal_transformers_own_processor_and_forward(own: Path, tmp_path: Path) -> None:
-    """Text with images goes through the model's processor and forward pass; the row through a tree, with gradients."""
+    """Compare text with images through the model's processor and forward pass, and the row through a tree, with
+    gradients."""
     album = Album(own, tmp_path / "images")
     vision = album.vision
     assert isinstance(vision, OwnProcessor)
@@ -105,14 +106,14 @@ def test_the_start_compares_with_transformers(own: Path, monkeypatch: pytest.Mon
     check_images(policy, str(own))
     expansion = OwnProcessor._expansion
     monkeypatch.setattr(OwnProcessor, "_expansion", lambda self, grid: expansion(self, grid)[:-1])
-    with pytest.raises(SettingError, match=r"reads a row with two images as .* tokens, and rows here would have"):
+    with pytest.raises(SettingError, match=r"tokenizes a row with two images to .* tokens, and rows here would have"):
         check_images(policy, str(own))
     monkeypatch.undo()
     process = OwnProcessor.process
     monkeypatch.setattr(
         OwnProcessor, "process", lambda self, image: process(self, Image.eval(image, lambda value: 255 - value))
     )
-    with pytest.raises(SettingError, match=r"the log-probabilities of its own processor and forward pass only to \d"):
+    with pytest.raises(SettingError, match=r"from .*'s own processor and forward pass by \d"):
         check_images(policy, str(own))
 
 
@@ -160,11 +161,11 @@ def test_rows_equal_transformers_own_forward_of_glm(kind: str, tmp_path: Path) -
     path = make_family(tmp_path / kind, kind)
     album = Album(path, tmp_path / "images")
     learner = Learner(recipe_of(path), Accelerator(cpu=True), temperature=0.7, images=album.store.folder)
-    # transformers takes two images without a token between them for one
+    # transformers treats two images without a token between them as one
     rows = rows_of(album)[:-1]
     (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
     _, logprobs, _ = computed(learner, batch)
-    # experts have no float64
+    # experts do not support float64
     network = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     maker = PixelMaker(str(path), album.vision)
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Training with images: in trees, packed and padded lines as in single rows, and as transformers computes."""
+"""Training with images: trees, packed and padded lines give the results of single rows, and of transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,8 +68,9 @@ def learner_of(recipe: TrainRecipe, album: Album) -> Learner:
 
 
 def rows_of(album: Album) -> list[TrainingRow]:
-    """A task with an image in its prompt, and a crop in each chain; crops of one size, so of the same ids; a branch
-    within a branch; a shared prefix that ends with an image, one that begins with one; chains without images."""
+    """Return rows of a task with an image in its prompt and a crop in each chain (crops of one size, so with the same
+    ids); a branch within a branch; a shared prefix that ends with an image, one that begins with one; chains without
+    images."""
     seen, other = album.image(120, 90, 1), album.image(120, 90, 2)
     crops = [album.image(64, 64, 10 + number) for number in range(4)]
     prompt, turn, after = album.text(9), album.text(5), album.text(3)
@@ -86,7 +87,7 @@ def rows_of(album: Album) -> list[TrainingRow]:
         begun.logprobs += end.logprobs
         begun.images += [replace(span, offset=span.offset + ids) for span in end.images]
         rows.append(begun)
-    # the same ids before other images: equal ids, different images, the first token already
+    # the same ids with other images: they differ from the first token on
     rows += [album.row(image, turn, 3) for image in (seen, other, seen)]
     rows += [album.row(prompt, image, 2) for image in (seen, other)]
     rows += [album.row(prompt, turn, 3), album.row(prompt, turn, 2), album.row(prompt, crops[0], crops[0], crops[1], 2)]
@@ -100,7 +101,7 @@ def loss(index: int, part: Any, logprob: Tensor, entropy: Tensor) -> Terms:
 
 
 def computed(learner: Learner, batch: Batch) -> tuple[Tensor, dict[int, Tensor], dict[str, Tensor]]:
-    """Loss, log-probabilities by row, and gradients by name of a whole batch."""
+    """Return the loss, log-probabilities by row, and gradients by name of a whole batch."""
     total, rows = torch.zeros((), dtype=torch.float64), {}
     learner.model.zero_grad()
     for index, part in enumerate(batch.micro_batches):
@@ -120,7 +121,7 @@ def assert_same(given: Any, expected: Any) -> None:
 
 @contextmanager
 def counting(learner: Learner) -> Iterator[list[int]]:
-    """Counts the images in each run of the tower."""
+    """Count the images in each run of the tower."""
     tower = tower_of(learner.policy.network)
     assert tower is not None
     runs: list[int] = []
@@ -175,7 +176,7 @@ def test_every_layout_equals_single_rows(model: Path, album: Album, variant: str
 
 def test_equals_transformers_own_forward(model: Path, album: Album) -> None:
     learner = learner_of(recipe_of(model), album)
-    # transformers takes two images without a token between them for one
+    # transformers treats two images without a token between them as one
     rows = rows_of(album)[:-1]
     (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
     _, logprobs, _ = computed(learner, batch)
@@ -196,7 +197,7 @@ def test_equals_transformers_own_forward(model: Path, album: Album) -> None:
 
 
 def test_critic_reference_and_sft_see_images(model: Path, album: Album) -> None:
-    """Scores of a critic that has learned, and of a reference, in trees and alone."""
+    """Score of a critic that has learned, and of a reference, in trees and alone."""
     recipe = recipe_of(model, algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, token_budget=10_000)
     learner = learner_of(recipe, album)
     in_float64(learner._reference.network)
@@ -209,7 +210,7 @@ def test_critic_reference_and_sft_see_images(model: Path, album: Album) -> None:
     expected = learner.score(rows, ["proximal", "reference", "value"])
     for given, wanted in zip(found, expected, strict=True):
         for name in ("proximal", "reference", "value"):
-            # scores are kept in float32
+            # scores are stored in float32
             torch.testing.assert_close(given.streams[name], wanted.streams[name], atol=2e-6, rtol=2e-6)
         assert not torch.allclose(*(torch.as_tensor(given.streams[name]) for name in ("proximal", "reference")))
     row = album.row(album.text(4), album.image(80, 80, 5), album.text(4), 3)
@@ -269,7 +270,7 @@ def test_the_tower_has_its_own_learning_rate(model: Path) -> None:
 
 
 def adapted(policy: Policy) -> set[str]:
-    """What has an adapter: parts of the network, and of their layers."""
+    """Return the parts of the network, and of its layers, that have an adapter."""
     return {f"{name.split('.')[3]} {name.split('.')[-3]}" for name in policy.gather()}
 
 
@@ -325,7 +326,7 @@ def test_the_canary_sees_what_the_tower_learns(model: Path, album: Album) -> Non
         return trainer_scores(learner.policy, rows, learner.policy_forward, learner.images).reshape(len(rows), -1)
 
     before = scores()
-    # as of the row alone, without the tokens that are never sampled
+    # as for the row alone, without the tokens that are never sampled
     context, spans = rows[0].context, rows[0].images
     row = album.row(context[: spans[0].offset], (spans[0].digest, spans[0].grid))
     row.append_context(context[spans[0].offset + spans[0].length :])

@@ -1,4 +1,4 @@
-"""Images on two processes: they compute what one does, also where only one of them has images."""
+"""Images on two processes: the results equal one process's, even if only one of them has images."""
 
 import json
 import pickle

@@ -33,7 +33,7 @@ def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
 
 
 def give_first_weights(server: ServerControl, model_folder: Path) -> None:
-    """Bring a server back to where it began."""
+    """Restore a server's first weights."""
     server.post("/pause?mode=keep")
     server.post("/start_weight_update")
     server.post("/update_weights", {"update_info": {"path": str(model_folder / "model.safetensors")}})
@@ -50,7 +50,7 @@ def _leave_the_server_as_it_was(server: ServerControl, model_folder: Path) -> It
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every block of shared memory that a test makes is gone afterwards."""
+    """Check that every block of shared memory created by a test is removed afterwards."""
     made, syncs = [], []
     make, allocate = Buffer.__init__, IpcSync._allocate
 
@@ -98,7 +98,7 @@ def test_the_recipe_asks_for_it(make_recipe: Callable[..., TrainRecipe], server:
 
 @pytest.mark.processes
 def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: ServerControl, model_folder: Path) -> None:
-    """What is sent to it are the weights that were pushed, though the policy has moved on."""
+    """It gets the weights that were pushed, although the policy has changed since."""
     with embedded_server(model_folder, "--max-model-len", "64") as url:
         servers = [server, ServerControl(url)]
         sync = IpcSync(servers, device=torch.device("cpu"), buffer_bytes=SMALL)
@@ -107,7 +107,7 @@ def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: Ser
         disturb(policy, 2)
         expected = sampled(server, "policy")
         assert sampled(servers[1], "policy") == expected
-        # what a server holds that was started again
+        # the weights of a restarted server
         give_first_weights(servers[1], model_folder)
         assert sampled(servers[1], "policy") != expected
         assert sync.restore(url).digest == report.digest
@@ -115,7 +115,7 @@ def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: Ser
         servers[1].post("/pause")
         assert sync.restore(url).version == 1
         assert servers[1].get("/is_paused")["is_paused"] is False
-    # the other goes on alone
+    # the other server continues alone
     sync.push(2, policy, policy.gather())
     assert sampled(server, "policy") != expected
     with pytest.raises(ServerGoneError):
@@ -123,7 +123,7 @@ def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: Ser
 
 
 def test_weights_are_brought_between_their_waking_and_the_caches(policy: Policy, server: ServerControl) -> None:
-    """As a trainer does that uses the GPU in turns with the server."""
+    """As with a trainer that uses the GPU in turns with the server."""
     sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
     server.post("/sleep?level=1")
     with pytest.raises(SyncError, match=r"answered 409: .*the weights are asleep; POST /wake_up\?tags=weights first"):
@@ -144,7 +144,7 @@ def test_a_part_that_was_left_out_is_found(
     with pytest.raises(SyncError, match=r"/finish_weight_update answered 400: .*the update lacks the tensor"):
         sync.push(7, policy, policy.gather())
     monkeypatch.undo()
-    # the server is still paused, and takes another update
+    # the server is still paused, and accepts another update
     assert server.get("/is_paused")["is_paused"] is True
     sync.push(8, policy, policy.gather())
     assert sampled(server, "policy")[2] == ["8"]
@@ -175,7 +175,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(
         patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
         with pytest.raises(SyncError, match=r"sync\.backend: ipc: /dev/shm has 0 MiB free.*docker run --shm-size"):
             sync.push(0, policy, state)
-    # vLLM answers without saying whose memory it reads: a GPU's
+    # vLLM's response does not say whose memory it reads: a GPU's
     with monkeypatch.context() as patch:
         patch.setattr(ServerControl, "post", lambda *_: {"message": "Weight transfer initialized"})
         with pytest.raises(SyncError, match=r"takes weights from a GPU's memory only.* use sync\.backend: file"):
@@ -242,7 +242,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
     held = network.state_dict()
     assert all(torch.equal(held[name], old[name]) for name in names)
     packed.buffer.close()
-    # what comes in another dtype is converted
+    # weights in another dtype are converted
     packed = Packed(new)
     update.load(packed.info)
     held = network.state_dict()
@@ -254,7 +254,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
 
 
 def test_a_weight_may_begin_at_any_address() -> None:
-    """A sender of other make does not order them."""
+    """Another sender might not align them."""
     model = nn.Module()
     model.a, model.b = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(2))
     update = WeightUpdate(model)
@@ -286,7 +286,7 @@ def test_tied_weights_must_agree_wherever_they_come(policy: Policy) -> None:
 
 
 class Trap:
-    """What a pickle can do."""
+    """A pickle that runs code."""
 
     def __reduce__(self) -> Any:
         return print, ("a pickle has run code",)
@@ -298,7 +298,7 @@ def test_a_handle_runs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SharedMemoryError, match=r"builtins\.print is no part of a handle"):
             buffers.open(pickled(trap))
     assert capsys.readouterr().out == ""
-    # what torch makes of a GPU's buffer can be read; to open it needs the GPU
+    # torch's handle of a GPU buffer can be parsed, but opening it needs the GPU
     handle = (torch.Tensor, torch.Size([3]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0, b"handle", 3)
     with pytest.raises(SharedMemoryError, match="for the memory of GPU-1"):
         buffers.open(pickled({"GPU-1": handle}))

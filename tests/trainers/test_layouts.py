@@ -1,4 +1,4 @@
-"""Where servers keep weights: hand-made layouts of vLLM, whole and in slices, are proven; a wrong one is not."""
+"""Servers' weight layouts: hand-made layouts of vLLM, whole and in slices, are proven; a wrong one is not."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def split(weight: Tensor, rank: int, count: int, dim: int = 0) -> Tensor:
 
 
 def check(state: Weights, checksums: dict[str, str]) -> None:
-    """It is proven, and if any one number of the trainer's were another, it would not be."""
+    """Assert that the layout is proven, and that it would not be if any one of the trainer's numbers differed."""
     Content(state).check(checksums)
     for name, weight in state.items():
         other = weight.clone()
@@ -51,7 +51,8 @@ def test_projections_are_stacked_by_the_server_or_the_checkpoint() -> None:
 
 
 def test_tensor_parallel_workers_have_slices() -> None:
-    """Of each stacked projection, by rows or columns; with fewer heads of keys than workers, some have the same."""
+    """Slices of each stacked projection by rows or columns; with fewer key heads than workers, some have the same
+    slice."""
     for count, kv_heads in ((2, 2), (4, 2)):
         state = attention(kv_heads=kv_heads)
         mlp = {f"{MLP}.gate_up_proj.weight": torch.randn(32, HIDDEN), f"{MLP}.norm.weight": torch.randn(HIDDEN)}
@@ -72,7 +73,7 @@ def test_tensor_parallel_workers_have_slices() -> None:
             }
             checksums |= served(worker, f"dp0:pp0:pcp0:tp{rank}:")
         check({**state, **mlp, **vocabulary}, checksums)
-        # a checkpoint that stacks them itself
+        # a checkpoint with stacked projections
         check({**stacked(state), **mlp, **vocabulary}, checksums)
 
 

@@ -1,4 +1,5 @@
-"""Losses by hand and by float64 autograd; tests/trainers/test_trl.py compares them with TRL's."""
+"""Losses compared with hand-computed values and float64 autograd; tests/trainers/test_trl.py compares them with
+TRL's."""
 
 import math
 import random
@@ -32,7 +33,7 @@ def double(*values: float) -> Tensor:
 
 
 def of_ratios(config: LossConfig, ratios: Tensor, advantage: Tensor, sequence: Tensor = ONE_ROW) -> Any:
-    """`PolicyLoss` where the policy's probabilities are `ratios` times the proximal ones, which are exp(-1)."""
+    """Evaluate `PolicyLoss` with policy probabilities of `ratios` times the proximal ones, which are exp(-1)."""
     proximal = torch.full_like(ratios, -1.0)
     return PolicyLoss(config)(
         logprob=proximal + ratios.log(), proximal=proximal, advantage=advantage, sequence=sequence[: len(ratios)]
@@ -48,7 +49,7 @@ def test_clipping_by_hand() -> None:
 
 
 def test_dual_clip_by_hand() -> None:
-    """A ratio counts at most 3 where the advantage is negative, and clip_high bounds it where it is positive."""
+    """A ratio counts as at most 3 if the advantage is negative, and clip_high bounds it if it is positive."""
     config = LossConfig(options={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})
     terms, clipped = of_ratios(config, double(5, 5, 2, 0.5), double(-2, 2, -2, -2))
     assert terms.tolist() == pytest.approx([6.0, -2.6, 4.0, 1.6])
@@ -118,7 +119,7 @@ def test_on_policy_all_have_the_policy_gradient(settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize("settings", [s for s in POLICIES if s["policy"] != "cispo"])
 def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
     """float64 finite differences of the sum over tokens, off policy, with one advantage per sequence (for gspo, whose
-    gradient passes each token by itself)."""
+    gradient flows through each token separately)."""
     torch.manual_seed(0)
     sequence = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     proximal = -3 * torch.rand(8, dtype=torch.float64)
@@ -131,13 +132,13 @@ def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
         lambda x: PolicyLoss(config)(logprob=x, proximal=proximal, advantage=advantage, sequence=sequence)[0].sum(),
         logprob,
     )
-    # what is clipped does not move
+    # clipped terms have no gradient
     (gradient,) = torch.autograd.grad(terms.sum(), logprob)
     assert torch.equal(gradient == 0, clipped)
 
 
 def test_clipped_weights_are_held_fast() -> None:
-    """cispo: the gradient is -min(r, 1.2) A: the weight's own is not in it."""
+    """cispo: the gradient is -min(r, 1.2) A, without a gradient of the weight."""
     torch.manual_seed(0)
     proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
@@ -179,7 +180,7 @@ def test_sequences_keep_to_themselves(settings: dict[str, Any]) -> None:
 
 
 def mismatch(correction: str, **bounds: float) -> MismatchConfig:
-    """The correction with those of the bounds that it has."""
+    """Return the correction with the bounds that it supports."""
     kind = MismatchConfig.options_type(correction)
     assert kind is not None
     options = {name: bound for name, bound in bounds.items() if name in kind.model_fields}
@@ -224,7 +225,7 @@ def test_mismatch_of_sequences_by_hand(correction: Any, weights: list[float]) ->
 
 
 def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
-    """The server found a token impossible, or all but impossible."""
+    """The server gave a token probability 0, or almost 0."""
     log_ratio = torch.tensor([float("inf"), 1e4, -1e4, 0.0])
     for correction, weights in [("token_truncate", [2, 2, 0, 1]), ("token_mask", [0, 0, 0, 1])]:
         config = MismatchConfig(correction=correction)
@@ -242,7 +243,7 @@ def test_distances_by_hand() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_distances_estimate_what_their_docstring_says(estimator: Any) -> None:
-    """Over a whole vocabulary, weighed by the policy: the mean of the values, and of the gradients."""
+    """The mean of the values, and of the gradients, over a whole vocabulary, weighted by the policy."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
@@ -286,7 +287,7 @@ def test_value_gradients(clip: float | None) -> None:
     terms.sum().backward()
     torch.testing.assert_close(start.grad, old - target)
     assert not clipped.any()
-    # nor is what rounding tells apart within the bound
+    # nor are differences by rounding within the bound
     before, after, target = 0.09 * torch.rand(1000), -0.09 * torch.rand(1000), 0.1 * torch.randn(1000)
     assert not value_loss(after, before, target, clip)[1].any()
 
@@ -306,7 +307,7 @@ def test_mismatch_kl_by_hand() -> None:
 
 
 def two_outcomes(logprob: Tensor, behaviour: Tensor) -> Tensor:
-    """KL(policy || behaviour) over {the sampled token, another}, as it is defined."""
+    """Return KL(policy || behaviour) over {the sampled token, another} by its definition."""
     p, q = logprob.exp(), behaviour.exp()
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
@@ -340,19 +341,19 @@ def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree
     same = policy == behaviour
     assert (distance[same] == 0).all()
     assert (gradient[same] == 0).all()
-    # log-probabilities in float32 of tokens that are all but certain differ by this much from one kernel to another
+    # float32 log-probabilities of almost certain tokens differ by this much between kernels
     noise = behaviour_kl(torch.tensor([-1e-7, -4e-5], dtype=dtype), torch.tensor([-3e-7, -4.1e-5], dtype=dtype))
     assert noise.abs().max() < 1e-6
 
 
 def test_a_lost_certainty_pulls_harder_than_a_shifted_choice() -> None:
-    """What the term is for: one token of the format that stands at 0.95 in place of 0.99995 weighs more than a choice
-    among four that has moved by a tenth, whose advantage of about 1 it must not drown."""
+    """The purpose of the term: a format token at 0.95 instead of 0.99995 weighs more than a choice among four that has
+    moved by a tenth, and whose advantage of about 1 it must not drown."""
 
     def pull(now: float, sampled: float) -> float:
         logprob = double(math.log(now)).requires_grad_()
         (gradient,) = torch.autograd.grad(behaviour_kl(logprob, double(math.log(sampled))).sum(), logprob)
-        # in the token's log-odds, in which every advantage A pulls by A (1 - p)
+        # in the token's log-odds, where an advantage A has the gradient A (1 - p)
         return -gradient.item() * (1 - now)
 
     assert pull(0.95, 0.99995) == pytest.approx(0.95 * 0.05 * math.log(0.99995 / 0.00005 * 0.05 / 0.95))
@@ -371,7 +372,8 @@ def test_negative_log_likelihood() -> None:
 def test_what_stands_at_masked_positions_changes_nothing(
     make_row: Callable[..., Row], settings: dict[str, Any], batching: Any
 ) -> None:
-    """NaN, infinite and huge numbers where no token was sampled: terms and weights of all tokens stay bit-equal."""
+    """NaN, infinite and huge numbers where no token was sampled: terms and weights of all tokens stay bit for bit
+    equal."""
 
     def numbers(poison: float | None) -> list[Tensor]:
         rng = random.Random(3)

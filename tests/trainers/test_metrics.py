@@ -1,4 +1,4 @@
-"""The table of metrics, and what is computed from groups."""
+"""The table of metrics, and the metrics computed from groups."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
             "reward_std": (2 / 3) ** 0.5,
             "success": 2 / 3,
             "turns": 4.0,
-            "groups/equal_rewards": 0.5,  # of the second group, one chain has a reward
+            "groups/equal_rewards": 0.5,  # in the second group, only one chain has a reward
             "outcome/completed": 0.75,
             "outcome/timeout": 0.25,
             "staleness/mean": 3.0,
@@ -36,7 +36,7 @@ def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
 
 
 def test_what_new_weights_make_servers_compute_again(make_groups: Callable[..., list[Group]]) -> None:
-    """Within a turn and between two turns: all before the change, once per change."""
+    """Within a turn and between two turns: everything before the change, once per change."""
     (group,) = make_groups(1, 2)
     changed, kept = (chain.rows for chain in group.trajectories)
     within = [Span("v0", 10, 14), Span("v1", 14, 20)]

@@ -1,4 +1,4 @@
-"""The mismatch by role and by age, by hand."""
+"""The mismatch by role and by age, compared with hand-computed values."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_by_role_and_by_age() -> None:
         "mismatch/age/2": pytest.approx(0.5),
         "mismatch/age/0": pytest.approx((0.25 + 1.0) / 2),
     }
-    # over all rows, not over the means of rows
+    # mean over all rows' tokens, not over row means
     other = row_of("fff")
     found = mismatch_by_kind([trained, training_row(other)], [row, other], [[-1.5, -2.25, -2.0], [-1.0, -2.0, -3.0]])
     assert found == {

@@ -48,7 +48,7 @@ def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
 
 @contextmanager
 def receiver(policy: Policy, folder: Path, fault: str = "") -> Iterator[ServerControl]:
-    """A receiving process that holds other weights than the policy."""
+    """Run a receiving process with other weights than the policy's."""
     file = folder / "other.safetensors"
     save_file({name: torch.zeros_like(value) for name, value in policy.gather().items()}, file)
     with receiving(file, fault) as server:
@@ -57,7 +57,7 @@ def receiver(policy: Policy, folder: Path, fault: str = "") -> Iterator[ServerCo
 
 @contextmanager
 def receiving(file: Path, fault: str = "") -> Iterator[ServerControl]:
-    """A receiving process with the weights of a file."""
+    """Run a receiving process with the weights of a file."""
     command = [sys.executable, str(RECEIVER), str(file), fault]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -87,7 +87,7 @@ def test_weights_arrive_in_every_server(policy: Policy, tmp_path: Path, count: i
             order = [call.partition("?")[0] for call in calls if not call.startswith("buffer")]
             update = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
             update += ["/reset_prefix_cache", "/resume", "/weight_checker"]
-            # the first proof needs to know how the server keeps its weights, before they pass by
+            # the first proof needs the server's weight layout before the weights are sent
             assert order == ["/init_weight_transfer_engine", "/weight_checker", *update, *update]
             assert len(calls) - len(order) == 2 * buffers
         assert sync.restore(servers[0].url) == report
@@ -95,7 +95,7 @@ def test_weights_arrive_in_every_server(policy: Policy, tmp_path: Path, count: i
 
 
 def test_a_server_that_refuses_stops_the_run_at_once(policy: Policy, tmp_path: Path) -> None:
-    """Though the broadcast goes on waiting for it."""
+    """Although the broadcast still waits for it."""
     with receiver(policy, tmp_path, "refuses") as server:
         sync = NcclSync([server], open_group=GlooGroup, buffer_bytes=20_000)
         with pytest.raises(SyncError, match=r"/update_weights answered 400: .*out of memory"):
@@ -122,7 +122,7 @@ def test_a_server_that_was_started_again_cannot_join_again(policy: Policy, tmp_p
 
 
 def test_packing_cuts_after_the_weight_that_goes_beyond_the_buffer() -> None:
-    """Vllm's rule: a buffer is sent once it holds more than its size, so a large weight travels whole."""
+    """vLLM's rule: a buffer is sent once it exceeds its size, so a large weight is sent whole."""
     state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(100), "d": torch.ones(1, dtype=torch.bfloat16)}
     assert [buffer.numel() for buffer in packed(state.items(), 32)] == [16 + 16 + 400, 2]
     assert [buffer.numel() for buffer in packed(state.items(), 31)] == [32, 400, 2]

@@ -1,6 +1,6 @@
-"""Offload: everything of a learner leaves its memory and comes back, and training does not notice.
+"""Offload: all of a learner leaves the device's memory and returns, and training is unaffected.
 
-The device is the CPU too, from which offload copies as it would from a GPU.
+The device is the CPU, too; offload copies from it as from a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
 
 
 def kept(learner: Learner) -> Iterator[tuple[str, Tensor]]:
-    """What training has made: trained weights and the optimiser's state, by name."""
+    """Yield the results of training by name: trained weights and the optimiser's state."""
     for name, weight in learner.model.named_parameters():
         if weight.requires_grad:
             yield name, weight
@@ -85,7 +85,7 @@ def test_training_does_not_notice(
 
 
 def memory(learner: Learner) -> dict[str, StorageWeakRef]:
-    """The memory that a learner's tensors lie in."""
+    """Return the memory of a learner's tensors."""
     found: dict[str, StorageWeakRef] = {}
     for number, network in enumerate(learner.networks):
         for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
@@ -116,7 +116,7 @@ def test_the_devices_memory_is_given_back(
     offloaded = dict(addresses(learner))
     offload.to_device()
     device = memory(learner)
-    # the copies of what does not change stay in the host's memory, and are not made again
+    # copies of frozen tensors stay in host memory, and are not repeated
     step(learner, recipe, make_groups(2, 3, seed=1))
     offload.to_host()
     assert [key for key, storage in device.items() if not storage.expired()] == []
@@ -130,7 +130,7 @@ def addresses(learner: Learner) -> Iterator[tuple[str, int]]:
 
 
 def test_what_lies_in_one_memory_stays_together(make_recipe: Make, accelerator: Accelerator) -> None:
-    """Tied weights, and views of one tensor, change together in both places."""
+    """Tied weights, and views of one tensor, change together on both sides."""
     learner = Learner(make_recipe(), accelerator)
     network = learner.policy.network
     embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
@@ -164,13 +164,13 @@ def test_an_offloaded_learner_can_be_saved(
     there = save_checkpoint(tmp_path / "there", 1, learner, tokenizer, {})
     for name in ("model.safetensors", "config.json"):
         assert (here / name).read_bytes() == (there / name).read_bytes()
-    # no file carries more than its tensors
+    # no file contains more than its tensors
     shards = [path / "training_state" / "__0_0.distcp" for path in (here, there)]
     assert shards[0].stat().st_size == shards[1].stat().st_size
     offload.to_device()
     resumed = Learner(recipe, accelerator)
     load_state(there, resumed)
-    # what was loaded is offloaded like what was trained
+    # loaded tensors are offloaded like trained ones
     offload_too = Offload(resumed)
     offload_too.to_host()
     offload_too.to_device()
@@ -180,7 +180,7 @@ def test_an_offloaded_learner_can_be_saved(
 
 
 def test_memory_that_cannot_be_page_locked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure that is passed over would be raised by the next kernel, in its name."""
+    """The next kernel would raise an ignored failure as its own."""
     errors = IntEnum("errors", {"success": 0, "memory_allocation": 2})
     cudart = SimpleNamespace(
         cudaError=errors, cudaGetErrorString=lambda error: error.name, cudaHostRegister=lambda *_: 2

@@ -1,4 +1,4 @@
-"""Optimisers and schedules against torch's and the libraries' own, on the same weights and gradients."""
+"""Optimisers and schedules compared with torch's and the libraries' own, on the same weights and gradients."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ Make = Callable[..., TrainRecipe]
 
 
 def updated(policy: Policy, optimizer: torch.optim.Optimizer, steps: int = 2) -> dict[str, Tensor]:
-    """The weights after steps with gradients that depend on the weight's name and the step alone."""
+    """Return the weights after steps with gradients that depend only on the weight's name and the step."""
     trainable = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     for step in range(steps):
         for number, weight in enumerate(trainable.values()):
@@ -37,7 +37,7 @@ def config(name: str, **settings: Any) -> TrainConfig:
 
 
 def references(name: str, decays: list[nn.Parameter], others: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same by hand: norms do not decay."""
+    """Create the reference optimiser directly: norms do not decay."""
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
@@ -87,7 +87,7 @@ def test_muon_takes_an_adapters_factors(make_recipe: Make) -> None:
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "sgd"])
 def test_state_is_taken_and_put_back(make_recipe: Make, name: str) -> None:
-    """As checkpoints do it: training goes on as if it had not been interrupted."""
+    """As in checkpoints: training continues as if it had not been interrupted."""
     options = StateDictOptions(full_state_dict=True)
     policy = load_policy(make_recipe())
     optimizer = make_optimizer(policy, config(name))
@@ -122,7 +122,7 @@ def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
         elif "self_attn" in name or ".norm" in name:
             expected = (0.01, 0.3)
         assert settings[id(weight)] == expected, name
-    assert optimizer.param_groups[0]["lr"] == 0.01, "the one that is logged is the recipe's"
+    assert optimizer.param_groups[0]["lr"] == 0.01, "the logged one is the recipe's"
 
 
 def test_the_critics_weights_get_its_learning_rate(make_recipe: Make) -> None:
@@ -184,7 +184,7 @@ def test_schedules(make_recipe: Make, settings: dict[str, Any], expected: list[f
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 1, 4, 12])
 def test_schedules_are_those_of_transformers_but_for_the_first_step(name: str, warmup: int) -> None:
-    """Theirs warms up from a rate of 0, one step behind ours; after it they agree."""
+    """Theirs warms up from a rate of 0, one step behind ours; afterwards they agree."""
     decay = min(5, 12 - warmup) if name == "wsd" else 0
     train = TrainConfig(steps=12, learning_rate=0.01, schedule=name, warmup_steps=warmup, decay_steps=decay)
     names = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}

@@ -1,4 +1,4 @@
-"""The policy against plain transformers and peft."""
+"""The policy compared with plain transformers and peft."""
 
 from collections.abc import Callable
 from functools import partial
@@ -42,12 +42,12 @@ TARGETS = torch.tensor([3, 4, 9, 14, 23])
 
 
 def score(policy: Policy, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies at TARGETS."""
+    """Return log-probabilities and entropies at TARGETS."""
     return policy(IDS, TARGETS - 1, IDS.flatten()[TARGETS], temperature=temperature)
 
 
 def reference(network: torch.nn.Module, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The same from all logits of a plain transformers model."""
+    """Return the same from all logits of a plain transformers model."""
     distribution = torch.distributions.Categorical(logits=network(IDS).logits.flatten(0, 1)[TARGETS - 1] / temperature)
     return distribution.log_prob(IDS.flatten()[TARGETS]), distribution.entropy()
 
@@ -158,7 +158,7 @@ def test_entropy_has_a_gradient_only_when_asked(make_recipe: Make, monkeypatch: 
 
 
 def tree() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and ends of a line: a trunk of 5, one branch of 4 after it, another of 3."""
+    """Return ids, positions and ends of a line: a trunk of 5, then branches of 4 and 3."""
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7]])
     return IDS[1:], positions, torch.tensor([[12] * 5 + [9] * 4 + [12] * 3])
 
@@ -166,7 +166,8 @@ def tree() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.processes
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("flex_attention", marks=pytest.mark.long)])
 def test_every_attention_sees_a_token_s_own_rows(make_recipe: Make, attention: str) -> None:
-    """flex_attention has no backward pass on a CPU, and no float64: its forward pass is called as the policy's own."""
+    """flex_attention has no backward pass on a CPU, and no float64: its forward pass is called like the policy's
+    own."""
     policy = load_policy(make_recipe())
     same = partial(torch.testing.assert_close, atol=1e-4, rtol=0)
     if attention == "sdpa":
@@ -193,7 +194,7 @@ def test_flash_attention_finds_packed_rows_by_their_positions(make_recipe: Make)
     ends = torch.tensor([[6] * 6 + [11] * 5 + [12]])
     with torch.no_grad():
         expected = policy.hidden(IDS[:1], positions, ends)
-        # by its public method, transformers looks for the kernels
+        # its public method makes transformers look for the kernels
         policy.network.config._attn_implementation = "flash_attention_by_sdpa"
         assert_equal(policy.hidden(IDS[:1], positions, ends), expected)
 
@@ -245,7 +246,7 @@ def test_a_network_that_ignores_who_sees_whom_is_found_out(make_recipe: Make, mo
 def test_attention_that_takes_no_tree(make_recipe: Make, attention: Any) -> None:
     network = load_policy(make_recipe()).network
     assert resolve_batching(network, TrainConfig(steps=1, attention=attention)) == "padded"
-    with pytest.raises(ValueError, match=rf"train.attention={attention} takes no tree rows"):
+    with pytest.raises(ValueError, match=rf"train.attention={attention} does not support tree rows"):
         resolve_batching(network, TrainConfig(steps=1, attention=attention, batching="tree"))
 
 
@@ -260,8 +261,8 @@ def test_flash_attention_takes_packed_rows(make_recipe: Make) -> None:
 def test_options_change_no_gradient(
     make_recipe: Make, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None
 ) -> None:
-    """But what the backward pass keeps: less of layers, and nothing where it is offloaded."""
-    # inductor takes half a minute: it is tried in tests/gpu
+    """Only the tensors kept for the backward pass change: fewer per layer, and none if they are offloaded."""
+    # inductor takes half a minute: tests/gpu covers it
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     kept: dict[str, int] = {}
     found: dict[str, dict[str, Tensor]] = {}

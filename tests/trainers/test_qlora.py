@@ -1,4 +1,4 @@
-"""QLoRA on the CPU, where bitsandbytes computes too: an adapter on the dequantised base is what it must equal."""
+"""QLoRA on the CPU, which bitsandbytes supports, too: it must equal an adapter on the dequantised base."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ TARGETS = torch.tensor([3, 4, 9, 14, 23])
 
 @pytest.fixture(scope="module")
 def wide_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose rows hold whole blocks of 64 weights, as those of real ones do."""
+    """A model whose rows have whole blocks of 64 weights, like real models'."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
@@ -49,7 +49,7 @@ def score(policy: Policy) -> Tensor:
 
 
 def dequantised(recipe: TrainRecipe, folder: Path) -> TrainRecipe:
-    """The same recipe, on the 4-bit base written out in its own precision."""
+    """Return the same recipe, with the 4-bit base saved dequantised in its own precision."""
     assert recipe.model.lora is not None
     load_network(recipe).dequantize().save_pretrained(folder)
     lora = recipe.model.lora.model_copy(update={"quantization": None})
@@ -77,7 +77,8 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 def test_equals_an_adapter_on_its_dequantised_base(
     make_recipe: Make, wide_folder: Path, tmp_path: Path, dtype: Any, train: dict[str, Any]
 ) -> None:
-    """Gradients after passes without any: on some CPUs bitsandbytes then computes by another kernel, which has none."""
+    """Compare gradients after passes without gradients: on some CPUs, bitsandbytes then uses another kernel, which has
+    none."""
     recipe = make_recipe(lora=NF4, **train)
     recipe.model.path, recipe.model.dtype = str(wide_folder), dtype
     policy = with_an_adapter_that_acts(load_policy(recipe))
@@ -112,7 +113,7 @@ def test_the_base_takes_four_bits_and_its_rounding_shows(make_recipe: Make) -> N
 def test_two_processes_equal_one(
     make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Under DDP, which copies rank 0's weights to the others: 4-bit ones must arrive as they are."""
+    """Under DDP, which copies rank 0's weights to the others: 4-bit weights must arrive unchanged."""
     course = {"steps": 2, "batch_size": 3, "updates_per_batch": 2, "learning_rate": 1e-3, "token_budget": 70}
     one, two = (make_recipe(lora=NF4, **course, **how) for how in ({}, {"strategy": "ddp", "processes": 2}))
     groups = tmp_path / "groups.jsonl"
@@ -135,7 +136,7 @@ def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
 ) -> None:
-    """Steps of PPO with a reference, so that two adapters and none act on one 4-bit base; resumed, and exported."""
+    """Run steps of PPO with a reference, so that two adapters, or none, act on one 4-bit base; resume and export."""
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
     distance = {"kl": {"coefficient": 0.1}}
     recipe = make_recipe(lora={**NF4, "dropout": 0.2}, algorithm="ppo", loss=distance, **course)

@@ -1,4 +1,4 @@
-"""The reference against plain transformers, and against the policy at its start."""
+"""The reference compared with plain transformers, and with the initial policy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ MakeRecipe = Callable[..., TrainRecipe]
 
 
 def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, Reference]:
-    """A model, with or without a critic, and its reference; in float64 where the recipe does not ask for bfloat16."""
+    """A model, with or without a critic, and its reference; in float64 unless the recipe sets bfloat16."""
     policy = load_policy(recipe)
     if recipe.model.dtype == "float32":
         in_float64(policy)
@@ -36,7 +36,7 @@ def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = Fal
 
 
 def train(model: nn.Module) -> None:
-    """Changes whatever is trained."""
+    """Change all trained weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -90,7 +90,7 @@ def test_full_reference_has_the_models_dtype_and_is_not_trained(
     frozen: Any = reference._frozen
     assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
-    # positions are turned by angles of full precision
+    # rotary angles have full precision
     assert {buffer.dtype for buffer in frozen.buffers()} == {torch.float32}
     scores = reference.logprobs(model, *INPUTS)
     assert scores.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""How ranks connect: what is private on one machine, and the warning where it cannot be."""
+"""Connections of ranks: private on one machine, and a warning where that is impossible."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_ranks_of_one_launcher_share_a_file_in_a_private_folder(
     launch.setenv("RANK", "1")
     assert file_of(init_method([])) == file
     assert not caplog.records
-    # of this launcher, and of one that has ended
+    # files of this launcher, and of one that has ended
     stale = file.with_name("999999999-1-0")
     for made in (file, stale):
         made.touch()
@@ -79,7 +79,7 @@ def test_several_machines_are_warned_once_with_the_reason(
         assert init_method([]) is None
     (record,) = caplog.records
     assert "10.0.0.1:29500" in record.message
-    assert "whoever reaches these ports can run code as you" in record.message
+    assert "anyone who reaches these ports can run code as you" in record.message
     assert "docs/multi-node.md" in record.message
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 

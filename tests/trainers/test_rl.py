@@ -1,4 +1,4 @@
-"""The loop on saved groups, and against a live source with a recorded order of events."""
+"""The loop on saved groups, and with a live source with a recorded order of events."""
 
 import json
 import re
@@ -35,7 +35,7 @@ MakeGroups = Callable[..., list[Group]]
 
 
 def save(groups: list[Group], path: Path) -> Path:
-    """A trajectories file."""
+    """Write a trajectories file."""
     write_groups(path, groups)
     return path
 
@@ -43,7 +43,7 @@ def save(groups: list[Group], path: Path) -> Path:
 def run(
     recipe: TrainRecipe, groups: list[Group], folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[TrainResult, list[dict[str, Any]]]:
-    """Training from saved groups; returns the result and what was logged."""
+    """Train from saved groups; return the result and the logged records."""
     logged: list[dict[str, Any]] = []
     source = SavedGroups(save(groups, folder / "groups.jsonl"), recipe.train.steps * recipe.train.batch_size)
     accelerator = Accelerator(cpu=True)
@@ -69,7 +69,7 @@ def test_from_saved_groups(
 
 
 class Evaluated(SavedGroups):
-    """Saved groups, and evaluations whose success is given."""
+    """Saved groups, and evaluations with a given success."""
 
     def __init__(self, path: Path, needed: int, success: list[float]) -> None:
         super().__init__(path, needed)
@@ -93,7 +93,7 @@ def test_the_best_checkpoint_by_evaluation_is_kept(
     recipe = make_recipe(steps=6, batch_size=1, checkpoint_every=every)
     recipe.eval.every = 2
     path = save(make_groups(6, 4), tmp_path / "groups.jsonl")
-    # before the first step it is no checkpoint's
+    # before the first step it belongs to no checkpoint
     source = Evaluated(path, 6, [0.95, 0.5, 0.9, 0.2])
     checkpoints = Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train)
     train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(lambda metrics: None, source=source))
@@ -102,12 +102,12 @@ def test_the_best_checkpoint_by_evaluation_is_kept(
     best = find_best(found, recipe.train.keep_best)
     assert best is not None
     assert (best.step, best.metric, best.value) == (4, "eval/sampled/success", 0.9)
-    # a run that goes on from it knows what to beat
+    # a resumed run keeps the best value
     assert Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train, resume=best.path).train_state.best == 0.9
 
 
 def unlisted(names: set[str]) -> set[str]:
-    """Names that no entry of the table of metrics describes."""
+    """Return the names that no entry of the table of metrics describes."""
     patterns = [re.compile(re.sub(r"<\w+>", ".+", metric.name)) for metric in METRICS]
     return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
 
@@ -123,7 +123,7 @@ def test_too_few_saved_groups_are_refused(make_groups: MakeGroups, tmp_path: Pat
 def test_learns_what_is_rewarded(
     make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """On-policy in spirit: of two continuations of one prompt, the rewarded one becomes likelier."""
+    """Of two continuations of one prompt, the rewarded one becomes likelier."""
     good, bad = [11, 12, 13], [21, 22, 23]
 
     def group(number: int) -> Group:
@@ -169,10 +169,10 @@ def test_values_that_are_not_finite_stop_the_run(
 
 
 class LiveSource:
-    """Single-turn chains, sampled anew from a server for each batch; rewards even tokens.
+    """Single-turn chains, sampled from a server for each batch; rewards even tokens.
 
-    Each is sampled from a seed of its own: now and then, four chains drawn at random have one reward and teach nothing.
-    """
+    Each has its own seed: with random draws, all four chains would sometimes have the same reward, which gives no
+    gradient."""
 
     def __init__(self, server: ServerControl, temperature: float, checkpoints: Path) -> None:
         self.server = server
@@ -265,7 +265,7 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
         *("batch", f"published {names[3]}", "noted 3 2 2", "evaluated"),
         *("batch", f"published {names[4]}", "noted 4 2 2", "evaluated"),
     ]
-    # while training goes on, and at the latest at its end
+    # during training, at the latest at its end
     assert source.acknowledged == [f"v{version}-{number}" for version in range(4) for number in range(2)]
     assert (result.before, result.after) == ({"eval/version": 0.0}, {"eval/version": 4.0})
     if isinstance(sync, LoraSync):
@@ -274,7 +274,7 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
 
 
 class LateSource(LiveSource):
-    """Delivers what the first weights sampled again and again."""
+    """A source that repeatedly delivers samples of the first weights."""
 
     def next_batch(self, groups: int) -> list[Group]:
         self.first = getattr(self, "first", None) or super().next_batch(groups)
@@ -290,7 +290,7 @@ def test_a_token_that_is_too_old_is_refused(
     tmp_path: Path,
     k: int,
 ) -> None:
-    """The worker never delivers such a group; if it did, it would not be trained."""
+    """The worker never delivers such a group; if it did, the group would not be trained."""
     recipe = make_recipe(steps=4, batch_size=2)
     recipe.rollout.max_staleness = k
     sync, logged = FileSync([server], tmp_path / "file"), []

@@ -1,8 +1,8 @@
-"""Sabotaged syncs against real servers, at a learning rate of 1e-6: each is caught, and the step is stated.
+"""Sabotaged syncs with real servers, at a learning rate of 1e-6: each is caught at a stated step.
 
-Version 0 are the first weights, step k brings version k. The trainer learns from the same rows at every step, so its
-weights drift steadily. Proofs of content catch at the first version that is not what was sent; what they cannot see
-the canary catches once the drift is three times the noise.
+Version 0 is the first weights, step k brings version k. The trainer learns from the same rows at every step, so its
+weights drift steadily. Proofs of content fail at the first version that differs from the sent one; the canary catches
+the other faults once the drift is three times the noise.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def serve(model: Path, dtype: str) -> Any:
 
 @pytest.fixture(scope="module", params=DTYPES)
 def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[str, str]]:
-    """A server's precision and address."""
+    """The precision and the address of a server."""
     with serve(model, request.param) as url:
         yield request.param, url
 
@@ -95,8 +95,8 @@ def test_stale_weights(served: tuple[str, str], start: Start, tmp_path: Path) ->
 
 @pytest.mark.processes
 def test_a_stale_replica(served: tuple[str, str], model: Path, start: Start, tmp_path: Path) -> None:
-    """The server that is proven is not the one that generates, which has the version's name and the first weights: the
-    canary alone can see it. Float32: step 1. Bfloat16: step 27, the first that is provable."""
+    """The proven server is not the one that generates, which has the version's name but the first weights: only the
+    canary can detect it. Float32: step 1. Bfloat16: step 27, the first that is provable."""
     dtype, url = served
     with (
         serve(model, dtype) as replica,
@@ -108,9 +108,9 @@ def test_a_stale_replica(served: tuple[str, str], model: Path, start: Start, tmp
 
 
 def test_a_prefix_cache_that_is_left(served: tuple[str, str], start: Start) -> None:
-    """The weights are right, and generation goes on from what the first ones have computed: invisible to content.
-    Float32: at step 1, by the gap between cached and fresh scores. Bfloat16: at step 27, where the drift is first
-    provable; a slope of 0.16 is what the stale keys and values leave of it."""
+    """The weights are right, but generation uses the first weights' cache: proofs of content cannot detect it. Float32:
+    at step 1, by the gap between cached and fresh scores. Bfloat16: at step 27, where the drift is first provable; the
+    stale keys and values reduce the slope to 0.16."""
     dtype, url = served
     with sabotage.sabotaged(url, sabotage.cache_left) as proxy:
         run = start(dtype, proxy)
@@ -151,8 +151,8 @@ def test_a_name_that_already_holds_other_weights(served: tuple[str, str], start:
 
 @pytest.mark.parametrize("fault", ["old bytes", "not applied"])
 def test_an_adapter_that_is_listed_and_not_used(served: tuple[str, str], start: Start, fault: str) -> None:
-    """Name, path and digest are right, and the server computes with the first adapter or with none: the canary alone
-    can see it. Float32: at step 2, since an adapter that begins at zero moves less than the weights. Bfloat16: at step
+    """Name, path and digest are right, but the server computes with the first adapter or with none: only the canary can
+    detect it. Float32: at step 2, since an adapter that begins at zero moves less than full weights. Bfloat16: at step
     4, with 1e-4, a usual learning rate for an adapter."""
     dtype, url = served
     start(dtype, url).push_base()  # other tests have replaced it

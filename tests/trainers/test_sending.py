@@ -1,4 +1,4 @@
-"""Sharded weights that go to servers while they are gathered: no process holds all of them."""
+"""Sharded weights that are sent to servers while they are gathered: no process holds all of them."""
 
 import json
 import math
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.extended
 def test_three_ranks_send_what_none_of_them_holds(tmp_path: Path) -> None:
-    # sent in half of the bytes that the file has
+    # sent with half of the file's bytes
     size = save_network(tmp_path / "model", 24, 256) / 2
     network = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     state = {name: value for name, value in network.state_dict().items() if name != "lm_head.weight"}
@@ -85,7 +85,7 @@ def test_a_weight_is_held_until_the_layouts_that_need_it_are_digested() -> None:
     assert read.keys() == state.keys()
     content.check(served)
     assert all(value.is_meta for value in content.state.values())
-    # a layout that no server had before cannot be computed any more
+    # a layout that no server had before can no longer be computed
     apart = {name: weight_digest(value) for name, value in state.items()}
     with pytest.raises(Exception, match=r"in another layout than before the update: .* resume the run"):
         content.check(apart)

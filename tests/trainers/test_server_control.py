@@ -1,4 +1,4 @@
-"""Control of inference servers: what is asked of them at the start, and what happens while none answers."""
+"""Control of inference servers: checks at the start, and waiting while none answers."""
 
 import socket
 import time
@@ -39,7 +39,7 @@ def test_a_missing_route_names_the_switch_that_turns_it_on(server: ServerControl
 
 
 class Sleeper:
-    """A sync whose only server answers from the third question on."""
+    """A sync whose only server answers from the third request on."""
 
     def __init__(self, answers_from: int) -> None:
         self.answers_from = answers_from
@@ -55,7 +55,7 @@ class Sleeper:
         return REPORT
 
     def close(self) -> None:
-        """Nothing was written."""
+        """Do nothing: nothing was written."""
 
 
 @pytest.mark.slow

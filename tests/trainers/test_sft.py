@@ -1,4 +1,4 @@
-"""The SFT loop: weighted likelihood by hand, epochs, and learning."""
+"""The SFT loop: hand-computed weighted likelihood, epochs, and learning."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ Make = Callable[..., TrainRecipe]
 def run(
     recipe: TrainRecipe, rows: list[Row], folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Trains; returns the last checkpoint and what was logged."""
+    """Train; return the last checkpoint and the logged records."""
     logged: list[dict[str, Any]] = []
     checkpoints = Checkpoints(folder, tokenizer, recipe.train)
     result = train_sft(recipe, Accelerator(cpu=True), checkpoints, rows=rows, log=logged.append)
@@ -120,7 +120,7 @@ def test_rows_that_teach_nothing_are_refused(
 
 
 def test_conversations_become_weighted_rows(tmp_path: Path) -> None:
-    """A Qwen-style template over bytes: what is trained are the assistant's turns and what a weight asks for."""
+    """A Qwen-style template over bytes: the assistant's turns, and messages with a weight, are trained."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     base = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     base.pre_tokenizer, base.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -145,5 +145,5 @@ def test_conversations_become_weighted_rows(tmp_path: Path) -> None:
     assert "Bye" in tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == 0.5])
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
-    with pytest.raises(ValueError, match=r"data\.path: row 1: 'tools' is not in the OpenAI shape"):
+    with pytest.raises(ValueError, match=r"data\.path: row 1: 'tools' is not in the OpenAI format"):
         conversation_rows([{"messages": messages, "tools": [{"name": "move"}]}], renderer)

@@ -1,4 +1,4 @@
-"""Weights under fsdp2: only rank 0 loads them, and two ranks compute what one process computes."""
+"""Weights under fsdp2: only rank 0 loads them, and two ranks give the results of one process."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 
 def save_network(folder: Path, layers: int, width: int) -> float:
-    """Saves a network with tied embeddings in float32; returns its size in MB."""
+    """Save a network with tied embeddings in float32; return its size in MB."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=32 * width,
@@ -50,7 +50,7 @@ def recipe(folder: Path, strategy: str, dtype: str = "float32") -> dict[str, Any
 
 
 def two_ranks(folder: Path, recipes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What each of two ranks finds for each recipe."""
+    """Return the results of each of two ranks for each recipe."""
     log = folder / "ranks.log"
     ranks = start_ranks("tests.trainers.launched_loading", json.dumps(recipes), str(folder), log=log, strategy="fsdp2")
     assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
@@ -69,9 +69,9 @@ def test_a_rank_never_holds_the_weights_that_others_keep(
     found = two_ranks(tmp_path, [recipe(tmp_path / "model", "fsdp2")])
     first, second = (rank[0] for rank in found)
     print(f"{size:.0f} MB of weights; peaks: {first['peak']:.0f} and {second['peak']:.0f} MB")
-    # its half, and one weight at a time; the largest is the embedding
+    # its half, plus one weight at a time; the largest is the embedding
     assert 0.5 * size < second["peak"] < 0.9 * size + 40
-    # rank 0 reads the file and keeps the whole network until the other has its share
+    # rank 0 reads the file and keeps the whole network until the other rank has its shard
     assert first["peak"] < 2.1 * size + 40
     expected = loss_and_gradients(
         Learner(TrainRecipe.model_validate(recipe(tmp_path / "model", "single")), accelerator)
@@ -83,11 +83,11 @@ def test_a_rank_never_holds_the_weights_that_others_keep(
 def test_what_depends_on_weights_is_decided_by_rank_0(
     tmp_path: Path, model_folder: Path, accelerator: Accelerator
 ) -> None:
-    """Whether embeddings are tied, whether the head can be used, and the values of buffers."""
+    """Tying of embeddings, usability of the head, and the values of buffers."""
     differing = tmp_path / "differing"
     Qwen3ForCausalLM.from_pretrained(model_folder).save_pretrained(differing)
     weights = load_file(differing / "model.safetensors")
-    # the configuration ties them, and the checkpoint has two that differ
+    # the configuration ties them, but the checkpoint has two different ones
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).clone()
     save_file(weights, differing / "model.safetensors", metadata={"format": "pt"})
     scaled = GraniteConfig(
@@ -129,7 +129,7 @@ def test_bfloat16_is_as_exact_as_autocast(tmp_path: Path, accelerator: Accelerat
         found[dtype] = loss_and_gradients(Learner(single, accelerator))
     assert first["used"] == second["used"] == {torch.bfloat16}
     assert found["bfloat16"]["used"] == {torch.float32}
-    # shares of weights and gradients are in float32
+    # shards of weights and gradients are in float32
     assert {gradient.dtype for gradient in first["gradients"].values()} == {torch.float32}
     autocast, sharded = (_errors(found[name], found["float32"]) for name in ("bfloat16", "fsdp2"))
     print(f"errors of loss and gradient: autocast {autocast}, fsdp2 {sharded}")
@@ -142,7 +142,7 @@ def test_bfloat16_is_as_exact_as_autocast(tmp_path: Path, accelerator: Accelerat
 
 
 def _errors(given: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
-    """Of the loss and of the gradient, as shares of their lengths."""
+    """Return the relative errors of the loss and of the gradient."""
 
     def flat(found: dict[str, Any]) -> Tensor:
         return torch.cat([found["gradients"][name].flatten() for name in sorted(expected["gradients"])])

@@ -1,4 +1,4 @@
-"""A signal ends a run between two steps: waits are cut short, work is not."""
+"""A signal ends a run between two steps: it interrupts waits, but not work."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ Signalled = Callable[..., tuple[str, int]]
 
 
 Seconds = dict[int, float]
-"""By step; none for those that it does not name."""
+"""Seconds by step; 0 for steps that are not listed."""
 
 
 def loop(folder: Path, accelerator: Accelerator, waits: Seconds, works: Seconds) -> str:
-    """Three steps; leaves a file at each event."""
+    """Run three steps; write a file at each event."""
     stop = Stop()
     stop.listen(accelerator, (folder / "heard").touch)
     for step in range(3):
@@ -45,7 +45,7 @@ def loop(folder: Path, accelerator: Accelerator, waits: Seconds, works: Seconds)
 
 @pytest.fixture
 def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
-    """What the loop, in a process of its own, tells after a signal at an event, and its exit status."""
+    """Return the loop's result in a separate process after a signal at an event, and its exit status."""
 
     def run(event: str, number: signal.Signals, waits: Seconds, works: Seconds, times: int = 1) -> tuple[str, int]:
         child = os.fork()

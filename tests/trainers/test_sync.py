@@ -1,4 +1,4 @@
-"""Weight sync against the embedded engine, over HTTP: new weights arrive, and what did not arrive is found."""
+"""Weight sync with the embedded engine, over HTTP: new weights arrive, and missing weights are detected."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ PROMPT = [5, 9, 12, 3, 7]
 
 
 def sampled(server: ServerControl, model: str) -> tuple[list[int], list[float], list[str]]:
-    """Eight greedy tokens, their log-probabilities, and the versions that sampled them."""
+    """Return eight greedy tokens, their log-probabilities, and the versions that sampled them."""
     params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": params, "model": model}
     choice: dict[str, Any] = server.post("/inference/v1/generate", body)["choices"][0]
@@ -43,7 +43,7 @@ def sampled(server: ServerControl, model: str) -> tuple[list[int], list[float], 
 
 
 def scored(policy: Policy, tokens: list[int]) -> list[float]:
-    """The trainer's log-probabilities of the same tokens."""
+    """Return the trainer's log-probabilities of the same tokens."""
     ids = torch.tensor([PROMPT + tokens])
     sources = torch.arange(len(PROMPT) - 1, ids.shape[1] - 1)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def scored(policy: Policy, tokens: list[int]) -> list[float]:
 
 
 def disturb(policy: Policy, seed: int) -> None:
-    """Moves the trainable weights, as an update would."""
+    """Change the trainable weights, as an update would."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -69,7 +69,7 @@ def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: Se
         tokens, logprobs, versions = sampled(server, report.model)
         assert versions == [str(version)]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
-        # the last version's file stays, for a server that is started again; the one before is deleted meanwhile
+        # the last version's file stays, for a restarted server; the previous one is deleted meanwhile
         deadline = time.monotonic() + 20
         while (found := [child.name for child in tmp_path.iterdir()]) != [str(version)]:
             assert time.monotonic() < deadline, found
@@ -94,14 +94,14 @@ def test_adapters_arrive_and_old_ones_go(
         assert versions == [report.label]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
         disturb(policy, version)
-    # a folder carries the digest of its weights, so that no path is used twice
+    # a folder's name contains the digest of its weights, so that no path is used twice
     folders = sorted((tmp_path / "lora").iterdir())
     digests = [file_digest(folder / "adapter_model.safetensors")[:16] for folder in folders]
     assert [folder.name for folder in folders] == [f"quick-4-v1-{digests[0]}", f"quick-4-v2-{digests[1]}"]
     served = [card["id"] for card in server.get("/v1/models")["data"]]
     assert served == ["policy", "quick-4-v1", "quick-4-v2"]
 
-    # the same version again is another adapter
+    # a second push of the same version is another adapter
     assert sync.push(2, policy, policy.gather()).model == "quick-4-v2-2"
     served = [card["id"] for card in server.get("/v1/models")["data"]]
     assert served == ["policy", "quick-4-v2", "quick-4-v2-2"]
@@ -138,7 +138,7 @@ def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainR
 
 
 def test_a_server_chooses_the_digest() -> None:
-    """On a GPU, and in vLLM's environment, it is another one than on a CPU."""
+    """On a GPU, and in vLLM's environment, it differs from a CPU's."""
     state = {"model.norm.weight": torch.randn(3), "lm_head.weight": torch.randn(64, 3)}
     for function in ("xxh3", "fold"):
         right = {name: weight_digest(value, function) for name, value in state.items()}
@@ -177,7 +177,7 @@ def test_nothing_is_left_of_a_version_that_did_not_arrive(
         sync.push(0, policy, policy.gather())
     assert list(tmp_path.iterdir()) == []
     sync.push(0, policy, policy.gather())
-    # somebody makes room
+    # disk space is freed
     shutil.rmtree(tmp_path / "0")
     with pytest.raises(SyncError, match=r"cannot get version 0: .* was removed"):
         sync.restore(server.url)
@@ -227,7 +227,7 @@ def test_a_server_that_was_skipped_may_have_a_layout_of_its_own(tmp_path: Path) 
 
     def push(version: int) -> None:
         state = {f"q.{part}_proj.weight": torch.randn(4, 8) for part in "qkv"}
-        # in another precision than the policy's own: only digests are kept
+        # in another precision than the policy's: only digests are kept
         sync.push(version, policy, Weights(state.items(), torch.bfloat16))
 
     push(0)
@@ -253,7 +253,7 @@ def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -
 def test_a_server_that_is_started_again_gets_the_last_version_back(
     make_recipe: Callable[..., TrainRecipe], model_folder: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    """The server is killed and another one is started at its port; a second server goes on meanwhile."""
+    """The server is killed and another one is started at its port; a second server continues meanwhile."""
     policy = load_policy(make_recipe(lora))
     rows = canary_rows(range(VOCABULARY), longest=63)
     flags = ["--max-model-len", "64"]
@@ -266,7 +266,7 @@ def test_a_server_that_is_started_again_gets_the_last_version_back(
             canary.prove(sync.push(0, policy, policy.gather()), canary.trainer_scores(policy))
             disturb(policy, 1)
             canary.prove(sync.push(1, policy, policy.gather()), canary.trainer_scores(policy))
-        # the other goes on alone
+        # the other server continues alone
         disturb(policy, 2)
         metrics = canary.prove(sync.push(2, policy, policy.gather()), canary.trainer_scores(policy))
         assert metrics["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3)
@@ -279,7 +279,7 @@ def test_a_server_that_is_started_again_gets_the_last_version_back(
             canary.prove_again(report, servers[1].url)
             assert report.version == 2
             assert sampled(servers[1], report.model) == sampled(servers[0], report.model) != before
-            # a server that holds it is left alone
+            # a server that has the version is left unchanged
             with patch.object(ServerControl, "post", autospec=True, side_effect=ServerControl.post) as posts:
                 sync.restore(servers[1].url)
             assert {call.args[1] for call in posts.call_args_list} <= {"/weight_checker"}

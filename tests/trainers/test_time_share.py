@@ -1,6 +1,6 @@
-"""Taking turns on one device: what a server is asked in which order, and what of it may go wrong.
+"""Alternating use of one device: the order of requests to the server, and their failures.
 
-Between trainer and embedded engine stands a proxy that records, and that behaves as servers have been seen to.
+A proxy between trainer and embedded engine records requests, and imitates faults observed in real servers.
 """
 
 import asyncio
@@ -50,21 +50,21 @@ GENERATE = "/inference/v1/generate"
 
 
 class Recorder:
-    """A proxy on a free loopback port. It does not count GETs, but for /is_sleeping.
+    """A proxy on a free loopback port. It does not record GETs, except for /is_sleeping.
 
-    `answers` are given in place of the server's, by path. `loses` is what becomes of adapters: those that were loaded
-    before the server slept last, or all, are listed on, and what asks for them gets the base (vLLM #53888).
+    `answers` replace the server's responses, by path. `loses` selects lost adapters: those loaded before the server's
+    last sleep, or all, are still listed, but requests for them get the base model (vLLM #53888).
     """
 
     def __init__(self, upstream: str, api_key_env: str | None = None) -> None:
         self.api_key_env = api_key_env
         self.calls: list[str] = []
         self.bodies: list[tuple[bytes, bytes]] = []
-        """Of the requests for turns, and of their answers."""
+        """Bodies of the requests for turns, and of their responses."""
         self.answers: dict[str, tuple[int, str]] = {}
         self.loses: Literal["nothing", "what has slept", "all"] = "nothing"
         self.held: set[str] = set()
-        """Adapters that were loaded since the server slept last."""
+        """Adapters loaded since the server's last sleep."""
         self.upstream = upstream
         self.noting = threading.Lock()
         recorder = self
@@ -120,14 +120,15 @@ class Recorder:
             self.held.add(body["lora_name"])
 
     def robbed(self, body: bytes) -> bytes:
-        """What a server makes of a request for an adapter that it has lost."""
+        """Rewrite a request for a lost adapter as the server would handle it."""
         asked = json.loads(body)
         lost = self.loses == "all" or (self.loses == "what has slept" and asked["model"] not in self.held)
         return json.dumps({**asked, "model": "policy"}).encode() if lost else body
 
 
 class Chains(LiveSource):
-    """As chains do, it calls the tokens of an adapter by its name: a server may name the base's weights."""
+    """Chains that label an adapter's tokens with its name, as real chains do: a server may report the base's
+    version."""
 
     def _group(self, number: int) -> Group:
         group = super()._group(number)
@@ -139,7 +140,7 @@ class Chains(LiveSource):
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an engine of the model."""
+    """The address of an embedded engine with the model."""
     flags = ("--dtype", "float32", "--max-model-len", "1024")
     process, url = start_engine(model_folder, *flags, log=tmp_path_factory.mktemp("engine") / "engine.log")
     yield url
@@ -148,7 +149,7 @@ def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @contextmanager
 def recording(upstream: str, api_key_env: str | None = None) -> Iterator[Recorder]:
-    """A proxy before a server, which is awake, and without adapters, afterwards."""
+    """Run a proxy in front of a server; afterwards, wake the server and remove its adapters."""
     made = Recorder(upstream, api_key_env)
     thread = threading.Thread(target=made.server.serve_forever, args=(0.05,))
     thread.start()
@@ -172,11 +173,11 @@ def recorder(engine: str) -> Iterator[Recorder]:
 
 @pytest.fixture
 def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """`train(lora=None)`: two steps through the proxy; see `take_turns`."""
+    """`train(lora=None)`: run two steps through the proxy; see `take_turns`."""
 
     def run(lora: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         if lora:
-            # another test may have left its own full weights on the server
+            # another test may have left its full weights on the server
             base = load_policy(make_recipe(), "cpu")
             FileSync([ServerControl(recorder.url)], tmp_path / "base").push(0, base, base.gather())
         return take_turns(make_recipe, lora, recorder, tmp_path, monkeypatch)
@@ -191,7 +192,7 @@ def take_turns(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[dict[str, Any]]:
-    """Two steps through the proxy, the trainer's moves among its calls; returns what was logged of each version."""
+    """Run two steps through the proxy, which also records the trainer's moves; return the log of each version."""
     for name in ("to_host", "to_device"):
         monkeypatch.setattr(Offload, name, noted(recorder, getattr(Offload, name), f"trainer: {name}"))
     monkeypatch.setattr(TimeShare, "share", noted(recorder, TimeShare.share, "trainer: made"))
@@ -238,7 +239,7 @@ def test_full_weights_are_updated_in_turns(train: Train, recorder: Recorder) -> 
     logged = train()
     # it proves that it still has its weights before it sleeps
     turn = ["canary", *SLEEP, "trainer: to_device", "trainer: to_host", *UPDATE]
-    # neither paused nor resumed: vLLM would go on without its cache
+    # neither paused nor resumed: vLLM would continue without its cache
     assert recorder.calls == [*SLEEP, "trainer: made", "trainer: to_host", *UPDATE, "turn", *turn, "turn", *turn]
     check_metrics(logged)
 
@@ -270,7 +271,7 @@ def check_metrics(logged: list[dict[str, Any]]) -> None:
 
 
 def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
-    """It is listed from the path that was sent, and the base computes."""
+    """It is listed with the path that was sent, but the base model computes."""
     recorder.loses = "all"
     with pytest.raises(SyncError, match=r"version 1 \(run-1-v1\): .* moved by 0.* it serves other weights"):
         train({"rank": 4})
@@ -293,7 +294,7 @@ def test_a_refusal_stops_the_run(
     recorder.answers[path] = answer
     with pytest.raises(SyncError, match=rf"^placement\.mode: time_share: .*{words}"):
         train({"rank": 4})
-    # neither the canary nor a chain met a server whose weights nobody had proven
+    # neither the canary nor a chain used a server with unproven weights
     assert not {"canary", "turn"} & set(recorder.calls)
     assert ("trainer: made" in recorder.calls) == (path == "/wake_up"), "the trainer takes no memory that is in use"
 
@@ -325,12 +326,12 @@ def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch:
     free = [10 * 2**30, 10 * 2**30 + 5]
     monkeypatch.setattr(time_share, "free_memory", lambda device: free.pop(0))
     turns = TimeShare(ServerControl(recorder.url), torch.device("cpu"), retry_seconds=10.0)
-    with pytest.raises(SyncError, match="has freed 5 bytes of cpu: start it on the trainer's GPU"), turns.training():
+    with pytest.raises(SyncError, match="freed only 5 bytes of cpu: start it on the trainer's GPU"), turns.training():
         pytest.fail("the trainer's turn")
 
 
 async def cut_by_sleep(recorder: Recorder, tokens: int) -> None:
-    """A turn of so many tokens through the proxy, cut by sleep and asked for again by the client itself."""
+    """Request a turn of `tokens` tokens through the proxy; sleep interrupts it, and the client retries."""
     server = ServerControl(recorder.url)
     sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
     async with InferenceClient(recorder.url, retry_seconds=2.0) as client:
@@ -338,15 +339,15 @@ async def cut_by_sleep(recorder: Recorder, tokens: int) -> None:
         await busy(recorder.upstream, api_key_env=recorder.api_key_env)
         await asyncio.to_thread(server.sleep)
         await until(lambda: len(recorder.calls) > 2)
-        await asyncio.sleep(2.5)  # longer than a server that is awake may give no token
+        await asyncio.sleep(2.5)  # longer than an awake server may take for a token
         assert recorder.calls[:2] == ["turn", SLEEP[0]]
-        assert set(recorder.calls[2:]) == {"/is_sleeping"}, "a server that sleeps gets no turn"
+        assert set(recorder.calls[2:]) == {"/is_sleeping"}, "a sleeping server gets no turn"
         assert not asking.done()
         for part in ("weights", "kv_cache"):
             await asyncio.to_thread(server.wake_up, part)
         again = await asking
         whole = await client.generate([5, 9, 12], "policy", sampling)
-    # on a busy machine further answers may be late, and asked for again
+    # on a busy machine, later responses may be late and requested again
     (first, cut), (second, _), *_ = recorder.bodies
     assert json.loads(cut)["choices"][0]["finish_reason"] == "abort"
     assert 0 < len(json.loads(cut)["choices"][0]["token_ids"]) < tokens

@@ -1,4 +1,5 @@
-"""Token trees: every token sees exactly its row's prefix, is computed once, and gradients are those of padded rows."""
+"""Token trees: every token attends exactly to its row's prefix and is computed once, with the gradients of padded
+rows."""
 
 import random
 from typing import Any
@@ -23,7 +24,7 @@ BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
 
 def training(ids: list[int], targets: list[int], tag: float = 1.0) -> TrainingRow:
-    """A row whose tokens all have the advantage `tag`."""
+    """Return a row whose tokens all have the advantage `tag`."""
     values = {"behaviour": -1.0, "advantage": tag, "weight": 1.0, "mixed": 0.0}
     return TrainingRow(ids, targets, {name: [value] * len(targets) for name, value in values.items()})
 
@@ -33,7 +34,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def group(rng: random.Random, prompt: int, answers: list[int]) -> list[TrainingRow]:
-    """Answers to one prompt."""
+    """Return answers to one prompt."""
     start = tokens(rng, prompt)
     return [
         training(start + tokens(rng, length), list(range(prompt, prompt + length)), rng.gauss(0, 1))
@@ -42,7 +43,7 @@ def group(rng: random.Random, prompt: int, answers: list[int]) -> list[TrainingR
 
 
 def rows_per_turn(rng: random.Random, turns: int, prompt: int = 20) -> list[TrainingRow]:
-    """A chain that was stored as one row per turn: all that came before, and the turn as what is trained."""
+    """Return a chain stored as one row per turn: the whole history, and the turn, which is trained."""
     rows, ids = [], tokens(rng, prompt)
     for _ in range(turns):
         start = len(ids)
@@ -57,14 +58,14 @@ def input_ids(rows: list[TrainingRow]) -> list[np.ndarray]:
 
 
 def sight(part: MicroBatch) -> torch.Tensor:
-    """Whether a token (second dimension) sees another (third) of its line (first)."""
+    """Return whether a token (second dimension) attends to another (third) of its line (first)."""
     place = torch.arange(part.ids.shape[1])
     before = place[:, None] >= place
     return before.expand(len(part.ids), -1, -1) if part.ends is None else before & (place[:, None] < part.ends[:, None])
 
 
 def _words(drawn: list[int]) -> list[int]:
-    """Of eight tokens each: what is shared must be worth a branch."""
+    """Return words of eight tokens each, so that sharing them is worth a branch."""
     return [8 * word + place for word in drawn for place in range(8)]
 
 
@@ -84,7 +85,8 @@ ROWS = st.lists(
 def test_a_target_is_predicted_from_its_prefix(
     drawn: list[tuple[list[int], list[int]]], budget: int, processes: int, batching: Batching
 ) -> None:
-    """What the source of each target sees is the row up to there, at positions 0, 1, ...; nothing is lost or double."""
+    """The source of each target attends to the row up to there, at positions 0, 1, ...; nothing is lost or
+    duplicated."""
     rows = [training(ids, targets, tag) for tag, (ids, targets) in enumerate(drawn)]
     batches = make_batches(rows, batching, budget, processes)
     assert len({len(batch.micro_batches) for batch in batches}) == 1
@@ -144,7 +146,7 @@ def test_a_row_per_turn_becomes_one_plain_line() -> None:
 
 
 def test_what_shares_too_little_is_padded() -> None:
-    """One token in common costs more than it saves: the rows' attention could no longer be plainly causal."""
+    """One shared token costs more than it saves: the rows' attention would no longer be plain causal attention."""
     rng = random.Random(0)
     rows = [training([1, *tokens(rng, 200 + 10 * number)], [150, 190 + 10 * number]) for number in range(12)]
     padded, tree = (make_batches(rows, batching, 2000)[0].micro_batches for batching in ("padded", "tree"))
@@ -208,7 +210,7 @@ def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
 
 
 def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
-    """Of the mean over tokens of advantage x log-probability."""
+    """Return the gradient of the mean over tokens of advantage x log-probability."""
     policy.zero_grad()
     for part in batch.micro_batches:
         logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.ends)
@@ -217,7 +219,7 @@ def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
 
 
 def distance(policy: Policy, rows: list[TrainingRow], batching: Batching, budget: int = 16384) -> float:
-    """|gradient - padded gradient| / |padded gradient|, in the 2-norm over all weights."""
+    """Return |gradient - padded gradient| / |padded gradient|, in the 2-norm over all weights."""
     expected = gradient(policy, make_batches(rows, "padded", 16384)[0])
     found = gradient(policy, make_batches(rows, batching, budget)[0])
     return float((found - expected).norm() / expected.norm())
@@ -248,7 +250,7 @@ def test_merged_turns_have_the_gradient_of_a_row_per_turn(policy: Policy, turns:
 @pytest.mark.parametrize("budget", [1, 200, 700, 16384])
 @pytest.mark.parametrize("batching", ["packed", "tree"])
 def test_all_shapes_together(family: str, budget: int, batching: Batching) -> None:
-    """Groups, long branches, chains that fork after each turn, prefixes of others and equal rows together."""
+    """Group, long branches, chains that fork after each turn, prefixes of others, and equal rows in one batch."""
     rng = random.Random(budget)
     rows = group(rng, 40, [3, 9, 14, 1, 20]) + group(rng, 30, [300, 270, 260]) + rows_per_turn(rng, 5)
     for turn in rows_per_turn(rng, 4):

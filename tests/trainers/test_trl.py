@@ -1,5 +1,5 @@
-"""A whole update's numbers, from groups to loss and gradient, against TRL's GRPOTrainer: advantages, importance weights
-and loss there, Credit, batches and update_policy here, on the same log-probabilities."""
+"""A whole update, from groups to loss and gradient, compared with TRL's GRPOTrainer on the same log-probabilities:
+TRL's advantages, importance weights and loss, and our Credit, batches and update_policy."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,7 @@ MAX_TOTAL_TOKENS = 50
 
 @dataclass
 class Case:
-    """The same loss in both tongues."""
+    """The same loss in TRL's settings and in ours."""
 
     name: str
     trl: dict[str, Any]
@@ -128,7 +128,7 @@ def test_loss_and_gradient_equal_trl(
     scored = oracle.score(correction, low, high)
     theirs = oracle.loss(scored)
     their_gradients = torch.autograd.grad(theirs, (current, entropy), allow_unused=True, retain_graph=True)
-    # the case is what it says: a bound or a mask stops some tokens, and not all
+    # the case is effective: a bound or a mask stops some tokens, but not all
     stopped = chains.at_sampled(their_gradients[0]) == 0
     assert 0 < stopped.sum() < sum(chains.lengths) or case.name in UNBOUNDED
 
@@ -161,7 +161,7 @@ POLICIES = {case.loss.get("policy", "clip"): case for case in CASES if case.name
 def test_every_policy_with_every_correction(
     model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe], policy: str, correction: str
 ) -> None:
-    """Value and gradient are TRL's, but for gspo with a correction by token. Each token's weight then is part of its
+    """Value and gradient are TRL's, except for gspo with a correction by token. Each token's weight then is part of its
     own advantage (GSPO, equations 13 and 14), where TRL gives each token of a row the gradient of their mean: the
     values, and the gradients' sums over a row, are still the same."""
     chains, case, (low, high) = Chains.random(12), POLICIES[policy], CORRECTIONS[correction]
@@ -193,7 +193,7 @@ def test_every_policy_with_every_correction(
 def test_k2_has_the_gradient_of_trls_corrected_k3(
     model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe]
 ) -> None:
-    """TRL multiplies k3 by the ratio, whose gradient counts too: on the policy that is k2's gradient."""
+    """TRL multiplies k3 by the ratio, whose gradient also counts: on-policy, this is k2's gradient."""
     chains = Chains.random(12)
     current = chains.logprobs["current"] = chains.logprobs["proximal"].clone().requires_grad_()
     oracle = make_oracle(GrpoOracle, model_folder, tmp_path, chains, GROUP_SIZE, loss_type="dapo", beta=0.3)
@@ -206,7 +206,7 @@ def test_k2_has_the_gradient_of_trls_corrected_k3(
 
 
 def our_loss(chains: Chains, recipe: TrainRecipe) -> Tensor:
-    """The loss of the second update on the chains, whose first was made on the policy."""
+    """Return the loss of the second update on the chains; the first was on-policy."""
     trajectories = [_trajectory(chains, number) for number in range(len(chains.masks))]
     groups = [
         Group(str(start), {}, trajectories[start : start + GROUP_SIZE])
@@ -226,8 +226,8 @@ def our_loss(chains: Chains, recipe: TrainRecipe) -> Tensor:
 
 
 class RecordedLearner:
-    """Where a learner would run its model, the log-probabilities of `chains`: proximal in the first update, current in
-    the second. It keeps the losses, and changes nothing."""
+    """A learner that returns the log-probabilities of `chains` instead of running a model: proximal in the first
+    update, current in the second. It records the losses, and changes nothing."""
 
     has_critic = False
 
@@ -237,7 +237,7 @@ class RecordedLearner:
         self.losses: list[Tensor] = []
 
     def update(self, batch: Batch, loss: Loss, value_loss: None) -> Update:
-        """The loss of all micro-batches, as Learner.update adds it up on one process."""
+        """Add up the loss of all micro-batches, like Learner.update on one process."""
         logprobs = self._logprobs[len(self.losses)]
         made: list[Terms] = []
         for index, part in enumerate(batch.micro_batches):
@@ -252,7 +252,7 @@ def _by_chain(chains: Chains, table: Tensor) -> list[Tensor]:
 
 
 def _trajectory(chains: Chains, number: int) -> Trajectory:
-    """A chain of one row; what stands at its tool tokens is no number."""
+    """Return a chain of one row, with NaN at its tool tokens."""
     row = Row()
     row.append_context([3, 4])
     tokens = iter(zip(chains.token_ids[number], chains.logprobs["behaviour"][number].tolist(), strict=False))
@@ -275,8 +275,8 @@ def test_updates_of_a_model_equal_trl(
     make_row: Callable[..., Row],
     accelerator: Accelerator,
 ) -> None:
-    """Two updates on one batch, with all of either side's own code: loss and norm of the gradient, before and after
-    the optimiser moved the weights and some ratios were clipped."""
+    """Two updates on one batch, with each side's own code throughout: loss and gradient norm, before and after the
+    optimiser changed the weights and some ratios were clipped."""
     rng = random.Random(1)
     rows = [make_row(rng, turns=3) for _ in range(6)]
     advantages = [rng.gauss(0.0, 1.0) for _ in rows]
@@ -314,7 +314,7 @@ def test_updates_of_a_model_equal_trl(
 
 
 def _trl_inputs(rows: list[Row], advantages: list[float]) -> dict[str, Any]:
-    """Rows in TRL's layout: prompts padded on the left, completions on the right, tool tokens masked."""
+    """Return rows in TRL's layout: prompts padded on the left, completions on the right, tool tokens masked."""
     prompts = [row.token_ids[: row.mask.index(1)] for row in rows]
     completions = [row.token_ids[row.mask.index(1) :] for row in rows]
     masks = [row.mask[row.mask.index(1) :] for row in rows]

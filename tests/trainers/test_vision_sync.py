@@ -1,4 +1,4 @@
-"""A trained vision tower on the embedded engine: synced and proven, and an image seen before is seen anew."""
+"""A trained vision tower on the embedded engine: synced and proven, and a cached image is encoded again."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""TRL's trainers on recorded chains: their own code for advantages, importance weights and loss, unmodified, with the
-log-probabilities, entropies and rewards that a test gives in place of a model's and a reward function's."""
+"""TRL's trainers on recorded chains: TRL's unmodified code for advantages, importance weights and loss, with a test's
+log-probabilities, entropies and rewards instead of a model's and a reward function's."""
 
 import random
 from collections.abc import Callable
@@ -21,26 +21,26 @@ ROLES = ("behaviour", "proximal", "current", "reference")
 
 @dataclass
 class Chains:
-    """Chains without their prompts, and numbers for every position, which mean something at sampled ones only."""
+    """Chains without their prompts, and numbers for every position, which are meaningful only at sampled ones."""
 
     token_ids: list[list[int]]
     masks: list[list[int]]
-    """1 where a token was sampled, 0 at a tool's."""
+    """1 for sampled tokens, 0 for tool tokens."""
     rewards: list[float | None]
     logprobs: dict[str, Table]
-    """By role: of the server; of the trainer before the update, now, and of the reference."""
+    """Log-probabilities by role: the server's, the trainer's before the update and now, and the reference's."""
     entropy: Table
 
     @classmethod
     def random(cls, count: int, spread: float = 0.3, seed: int = 0) -> "Chains":
-        """Ragged chains of several turns, whose log-probabilities differ between roles by about `spread`."""
+        """Return ragged chains of several turns, whose log-probabilities differ between roles by about `spread`."""
         rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
         masks = [[1] * rng.randint(1, 4) for _ in range(count)]
         for mask in masks:
             for _ in range(rng.randint(0, 3)):
                 mask += [0] * rng.randint(1, 3) + [1] * rng.randint(1, 4)
         shape = (count, max(map(len, masks)))
-        # in single precision, as TRL takes a server's
+        # in single precision, like the server's in TRL
         behaviour = (-1 - 3 * torch.rand(shape, generator=draw)).double()
         others = {
             role: behaviour + spread * torch.randn(shape, dtype=torch.float64, generator=draw) for role in ROLES[1:]
@@ -55,16 +55,16 @@ class Chains:
 
     @property
     def lengths(self) -> list[int]:
-        """Sampled tokens of each chain."""
+        """Return the number of sampled tokens of each chain."""
         return [sum(mask) for mask in self.masks]
 
     def at_sampled(self, table: Table) -> Float[Tensor, "targets"]:
-        """The numbers at sampled tokens, chain by chain."""
+        """Return the numbers at sampled tokens, chain by chain."""
         return torch.cat([table[i, : len(mask)][torch.tensor(mask) > 0] for i, mask in enumerate(self.masks)])
 
 
 class _Recorded:
-    """Answers from `chains` where a trainer would generate, score or run its model."""
+    """A mixin that answers from `chains` where a trainer would generate, score or run its model."""
 
     chains: Chains
     with_tools: bool
@@ -75,7 +75,7 @@ class _Recorded:
         if not self.with_tools:
             return prompt_ids, self.chains.token_ids, texts
         behaviour = self.chains.logprobs["behaviour"]
-        # what the server says of tokens that it did not sample is nothing
+        # a server reports nothing about tokens that it did not sample
         sampled = [
             [value if kept else float("nan") for value, kept in zip(row.tolist(), mask, strict=False)]
             for row, mask in zip(behaviour, self.chains.masks, strict=True)
@@ -99,14 +99,15 @@ class GrpoOracle(_Recorded, GRPOTrainer):
     with_tools = True
 
     def score(self, mismatch: str | None = None, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-        """What the loss takes: advantages, log-probabilities before the update, importance weights if asked for."""
+        """Return the inputs of the loss: advantages, log-probabilities before the update, importance weights if
+        requested."""
         self.use_vllm = self.vllm_importance_sampling_correction = mismatch is not None
         self.vllm_importance_sampling_mode = mismatch
         self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max = low, high
         return _score(self)
 
     def loss(self, scored: dict[str, Any]) -> Float[Tensor, ""]:
-        """The loss with the current log-probabilities."""
+        """Return the loss with the current log-probabilities."""
         self.current_gradient_accumulation_steps = 1
         self.model.train()
         return self._compute_loss(self.model, scored)
@@ -118,7 +119,7 @@ class RlooOracle(_Recorded, RLOOTrainer):
     with_tools = False
 
     def score(self) -> dict[str, Any]:
-        """Advantages among others."""
+        """Return advantages, among others."""
         return _score(self)
 
 
@@ -128,14 +129,15 @@ def _score(trainer: Any) -> dict[str, Any]:
 
 
 def make_oracle(kind: type, folder: Path, output: Path, chains: Chains, group_size: int, **settings: Any) -> Any:
-    """An oracle for `chains`; `settings` are TRL's, by their names."""
+    """Create an oracle for `chains`; `settings` are TRL's, by their names."""
     oracle = make_trainer(kind, folder, output, len(chains.masks), group_size, **settings)
     oracle.chains = chains
     return oracle
 
 
 def make_trainer(kind: type, folder: Path, output: Path, rows: int, group_size: int, **settings: Any) -> Any:
-    """One of TRL's trainers for the model in `folder`, on the CPU, all `rows` of a step in one micro-batch."""
+    """Create one of TRL's trainers for the model in `folder`, on the CPU, with all `rows` of a step in one
+    micro-batch."""
     config: Callable[..., Any] = RLOOConfig if issubclass(kind, RLOOTrainer) else GRPOConfig
     return kind(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),

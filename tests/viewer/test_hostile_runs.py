@@ -361,7 +361,7 @@ def test_what_a_tokenizer_would_add_to_texts_takes_no_memory(parts: dict[str, An
     shown = client.get("/api/trajectory", params=place).json()["tokenizer"]
     told = str([shown.problems for shown in follower.runs])
     assert shown is not any(name in parts for name in ("decoder", "added_tokens"))
-    assert ("tokenizer.json is no tokenizer: it" in told) is not shown
+    assert ("tokenizer.json is not a tokenizer: it" in told) is not shown
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "kB"
 
 
@@ -402,7 +402,7 @@ def test_an_export_names_no_folder_of_the_machine(tmp_path: Path) -> None:
         file.write(_said({"role": "user", "content": "x"}, workspaces=[str(tmp_path / "kept")]) + "\n")
     export([run.path], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "tokenizer.json is no tokenizer" in page
+    assert "tokenizer.json is not a tokenizer" in page
     assert str(tmp_path) not in page
 
 

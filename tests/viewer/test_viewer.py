@@ -184,7 +184,7 @@ def test_every_metric_of_a_run_has_a_chart_with_its_meaning(quickstart_run: Path
     assert [chart["key"] for chart in made["others"]] == ["chains", "version"]
     assert [chart["key"] for chart in shown if not chart["meaning"]] == []
     # what rollout itself measures of chains is explained, and nothing of it taken for the task's own
-    assert "The task's own figures" not in [section["title"] for section in made["sections"]]
+    assert "Task metrics" not in [section["title"] for section in made["sections"]]
 
 
 # ---- list
@@ -706,7 +706,7 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     # an exported file has all of it too, and says that something is missing
     said = export([whole.path], tmp_path / "page.html")
     assert "5 of 5 trajectories" in said
-    assert said.endswith(f"; the page names {len(state['problems'])} files or lines that cannot be read")
+    assert said.endswith(f"; the page lists {len(state['problems'])} unreadable files or lines")
     whole.recipe.write_bytes(b"stages: 5\n")
     follower.read_all()
     run.recipe.write_bytes(b"\xff")
@@ -830,7 +830,7 @@ def test_html_in_what_tools_say_is_shown_as_text_and_never_run(viewer: str, page
     page.locator(".tokens span.sampled").first.hover()
     assert NASTY in page.locator("#tip").inner_text()
     page.get_by_label("colour tokens by").select_option("advantage")
-    assert "credit.jsonl says of this trajectory does not fit it" in page.locator(".missing").inner_text()
+    assert "credit.jsonl does not fit this trajectory" in page.locator(".missing").inner_text()
     page.goto(f"{viewer}#/trajectories?outcome=timeout")
     page.locator("tbody tr", has_text=NASTY).wait_for()
     # a line that is no group is told, and the others of its file are shown
@@ -1066,7 +1066,7 @@ def test_errors_are_one_line_that_says_what_to_do(
         (str(run.logs),): "has no recipe.yaml; fix: name the `output` folder of a run",
         (str(task), "--export", str(tmp_path / "page.html")): "but nothing that a run has written; fix: name the",
         (str(run.path), "--port", port): f"--port {port}: Address already in use; fix: --port 0 takes a free one",
-        (str(run.path), "--export", str(tmp_path / "no" / "file.html")): "is no folder; fix: make it first",
+        (str(run.path), "--export", str(tmp_path / "no" / "file.html")): "is not a folder; fix: create it first",
     }.items():
         assert main(arguments) == 2
         told = capsys.readouterr().err

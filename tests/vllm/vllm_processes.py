@@ -75,8 +75,8 @@ def test_kill_leaves_no_process(recipe: Path, victim: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("server.max_model_len=9000", "server.max_model_len=9000 is more than the model takes"),
-        ("model.path=nobody/nothing", "the model is neither a folder here nor can it be fetched"),
+        ("server.max_model_len=9000", "server.max_model_len=9000 is more than the model supports"),
+        ("model.path=nobody/nothing", "the model is no local folder, and cannot be fetched"),
     ],
 )
 def test_a_failed_start_is_explained_in_one_line(

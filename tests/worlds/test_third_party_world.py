@@ -62,7 +62,7 @@ RECIPE = "tools: [garden]\ndata: {plots: {file: plots.txt}}\n"
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder for Python's path in which pip has installed the wheel."""
+    """A folder for Python's path into which pip has installed the wheel."""
     info = "gardens-1.0.dist-info"
     points = "[agentfactory.worlds]\ngarden = garden:Garden\n[agentfactory.sources]\nplots = garden:Plots\n"
     files = {
@@ -108,7 +108,7 @@ def test_a_recipe_names_a_world_of_another_package(
     assert "0 are dry" in agentfactory("tools", "call", str(recipe), "water").stdout
     assert agentfactory("beds", str(tmp_path / "task" / "plots.txt")).stdout == "3\n"
     assert "count the beds of a garden" in agentfactory("--help").stdout
-    # whatever its rows raise is named
+    # the message gives any error that its rows raise
     (tmp_path / "task" / "plots.txt").write_text("one")
     told = agentfactory("tools", "check", str(recipe)).stderr
     assert "data.plots: Plots.rows failed: ValueError: " in told
@@ -178,6 +178,6 @@ def test_a_command_that_cannot_be_added_leaves_the_others(
     done = agentfactory("index", "serve", str(tmp_path / "none"))
     assert done.returncode == 2
     assert done.stderr.startswith(f"agentfactory: the command {name} cannot be loaded: beds: {told}\n")
-    # said once, before the error of the command itself
+    # reported once, before the command's own error
     assert done.stderr.count("cannot be loaded") == 1
     assert "none" in done.stderr

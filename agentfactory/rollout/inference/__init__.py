@@ -1,1 +1,1 @@
-"""Inference servers: their client and connections, and the servers themselves."""
+"""Inference servers and their client."""

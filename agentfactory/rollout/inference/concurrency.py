@@ -1,4 +1,4 @@
-"""The number of chains alive at a time: a limit that can change, and its control by the server's load."""
+"""A resizable limit on the number of live chains, and its controller, driven by the server's load."""
 
 import asyncio
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Places:
         self._excess = 0
 
     def resize(self, limit: int) -> None:
-        """Allow `limit` holders. If there are more, places that become free are not given out until the number falls
-        below it."""
+        """Allow `limit` holders. If more places are held, released places stay unused until the number falls below
+        `limit`."""
         grown, self.limit = limit - self.limit, limit
         if grown < 0:
             self._excess -= grown
@@ -43,25 +43,25 @@ class Places:
 
 
 FULL_CACHE = 0.9
-"""Share of the server's cache above which it soon evicts the blocks of some requests to serve others."""
+"""KV cache usage above which the server will soon evict some requests' blocks to serve others."""
 
 
 @dataclass
 class ConcurrencyControl:
-    """Controls the number of chains alive by additive increase, multiplicative decrease (Chiu and Jain, 1989).
+    """Additive-increase, multiplicative-decrease control of the number of live chains (Chiu and Jain, 1989).
 
-    Chains spend much of their time in tools, so it takes more of them than the server decodes at a time to keep it
-    busy. While requests wait in the server or its cache is nearly full, the limit falls by a fifth; otherwise, while
-    every place is taken, it rises by `step`. `limit` never falls below `step`.
+    Chains spend much of their time in tools, so keeping the server busy takes more chains than it decodes at a time.
+    While requests wait in the server or its cache is nearly full, the limit falls by a fifth. Otherwise, while every
+    place is taken, the limit rises by `step`. It never falls below `step`.
     """
 
     limit: int
     step: int
 
     def observe(self, load: Load, alive: int) -> int:
-        """Return the new limit after one measurement of the server, with `alive` chains at that time."""
+        """Return the new limit after one load measurement, taken with `alive` live chains."""
         if load.waiting > 0 or load.cache > FULL_CACHE:
-            # lower from the actual number: from a limit far above it, many measurements would have no effect
+            # start from the actual number: lowering a limit far above it would have no effect for many measurements
             self.limit = max(self.step, min(self.limit, alive) * 4 // 5)
         elif alive >= self.limit:
             self.limit += self.step

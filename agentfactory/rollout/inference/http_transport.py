@@ -1,4 +1,4 @@
-"""HTTP to inference servers: one pool of connections, queries about a server's state, and the meaning of refusals."""
+"""HTTP to inference servers: a connection pool, queries of a server's state, and the errors of refused requests."""
 
 import json
 import os
@@ -11,34 +11,34 @@ from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.server_keys import find_key, key_folder
 
-# vLLM closes idle connections after 5 s; if it closes one while we write, the server would look dead
+# vLLM closes idle connections after 5 s; a connection closed while we write would make the server look dead
 _IDLE_SECONDS = 4.0
 _CONNECT_SECONDS = 30.0
 _STATE_SECONDS = 30.0
-"""Time for an answer on a server's state; a stopped process takes connections and never answers."""
+"""Timeout of state queries, in seconds. A stopped process accepts connections and never answers."""
 
 
 class InferenceError(Exception):
-    """The server refused or failed one request."""
+    """A request that the server refused or failed."""
 
 
 class ContextOverflowError(InferenceError):
-    """The prompt does not fit the server's context length."""
+    """A prompt that exceeds the server's context length."""
 
 
 class ServerUnreachableError(Exception):
-    """No server answers, or one lacks a required route: no chain can continue."""
+    """A failure that stops all chains: no server answers, or one lacks a required route."""
 
 
 class LostError(Exception):
-    """The connection failed during a request."""
+    """A connection that failed during a request."""
 
 
 def authorization(url: str, api_key_env: str | None) -> dict[str, str]:
-    """Return the HTTP header with the key of the server at `url`: the environment variable `api_key_env`, or if it is
-    None, the key that a server of this user has left on this machine. Empty if there is none.
+    """Return the HTTP header with the key of the server at `url`; empty if there is no key.
 
-    Raises SettingError, a ValueError, if the variable is named but not set.
+    The key comes from the environment variable `api_key_env`; if that is None, from the key file that this user's
+    server has written on this machine. Raises SettingError, a ValueError, if the variable is named but not set.
     """
     if api_key_env is None:
         key = find_key(url)
@@ -48,26 +48,26 @@ def authorization(url: str, api_key_env: str | None) -> dict[str, str]:
 
 
 def lacking_key(url: str, api_key_env: str | None) -> str:
-    """Say why the server at `url` refused a request for lack of its key, and the fix."""
+    """Return why the server at `url` rejected the key or its absence, and the fix."""
     if api_key_env is not None:
         return f"it refuses the key in {api_key_env}; fix: server.api_key_env must name the variable with its key"
     return (
-        f"it takes requests only with its key, and {key_folder()} has none for its address; fix: name the environment "
-        "variable that holds it as server.api_key_env"
+        f"it requires its key, and {key_folder()} has none for its address; fix: set server.api_key_env to the name of "
+        "the environment variable that holds the key"
     )
 
 
 class Connection:
     """Connections to the servers; use it as an async context manager. Requests raise LostError.
 
-    We measured before choosing aiohttp: it takes 125 us of CPU per turn (512 tokens in, 64 out), of which 48 are JSON,
-    from 16 to 256 chains. httpx2 takes 420 to 900, and bare asyncio streams take 80.
+    It uses aiohttp, which takes 125 us of CPU per turn (512 tokens in, 64 out), 48 of them for JSON, with 16 to 256
+    chains. httpx2 takes 420 to 900 us, and bare asyncio streams take 80 us.
     """
 
     def __init__(self, api_key_env: str | None = None):
         self._api_key_env = api_key_env
         self._keys: dict[str, dict[str, str]] = {}
-        """URL -> header. Looking a key up for each request would take 2 % of the worker's time."""
+        """URL -> header. A key lookup per request would take 2 % of the worker's time."""
         if api_key_env is not None:
             authorization("", api_key_env)
 
@@ -90,8 +90,8 @@ class Connection:
         seconds: float | None = None,
         replica: int | None = None,
     ) -> tuple[int, str]:
-        """Make a request that may take `seconds` (None: any time); return the answer's status and text. `replica` is
-        the one that shall answer; None leaves the choice to the server."""
+        """Send a request with a timeout of `seconds` (None: no timeout); return the response's status and text.
+        `replica` is the rank that must answer; None leaves the choice to the server."""
         status, text, _ = await self.exchange(method, url, body, seconds=seconds, replica=replica)
         return status, text
 
@@ -104,7 +104,7 @@ class Connection:
         seconds: float | None = None,
         replica: int | None = None,
     ) -> tuple[int, str, Mapping[str, str]]:
-        """Make a request; return the answer's status, text and headers."""
+        """Send a request; return the response's status, text and headers."""
         chosen = {} if replica is None else {REPLICA_HEADER: str(replica)}
         if not with_key:
             return await self._send(method, url, body, chosen, seconds)
@@ -113,7 +113,7 @@ class Connection:
             self._keys[url] = authorization(url, self._api_key_env)
         answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
         if answer[0] == 401 and known:
-            # a server that was started again has another key
+            # a restarted server has another key
             self._keys[url] = authorization(url, self._api_key_env)
             answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
         return answer
@@ -139,8 +139,8 @@ class Connection:
         return lacking_key(url, self._api_key_env)
 
     async def is_guarded(self, url: str) -> bool:
-        """Return whether the server asks for a key, also on routes that change its weights: vLLM's own key does not
-        protect these."""
+        """Return whether the server requires a key, even on routes that change its weights. vLLM's own key does not
+        protect these routes."""
         for route in ("/v1/models", "/is_paused"):
             status, _, _ = await self.exchange("GET", url + route, with_key=False, seconds=_STATE_SECONDS)
             if status == 200:
@@ -160,7 +160,7 @@ class Connection:
         return parse_loads(text)
 
     async def weight_version(self, url: str) -> str:
-        """Return the label of the server's base weights; empty if it has none."""
+        """Return the version label of the server's base weights; empty if there is none."""
         status, text = await self.request("GET", url + "/weight_info", seconds=_STATE_SECONDS)
         return str(_object(text).get("weight_version")) if status == 200 else ""
 
@@ -174,13 +174,13 @@ class Connection:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return a JSON object. Raises LostError for anything else, such as the error page of a proxy."""
+    """Parse a JSON object. Raises LostError for anything else, such as a proxy's error page."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise LostError(f"it answered with no JSON: {text[:200]}") from error
+        raise LostError(f"its response is not JSON: {text[:200]}") from error
     if not isinstance(found, dict):
-        raise LostError(f"it answered with no JSON object: {text[:200]}")
+        raise LostError(f"its response is not a JSON object: {text[:200]}")
     return found
 
 
@@ -192,15 +192,15 @@ _OVERFLOW = (
 
 
 def refusal(status: int, text: str) -> InferenceError:
-    """Return the error that a refused request raises."""
+    """Return the exception for a refused request."""
     if status in (400, 500) and any(words in text.lower() for words in _OVERFLOW):
         return ContextOverflowError(text)
     return InferenceError(f"the server answered {status}: {text[:500]}")
 
 
 def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
-    """Return the problem with the server at `url`, and the fix; None if all routes in `needed` are among `described`,
-    the routes in its /openapi.json."""
+    """Return the problem with the server at `url` and the fix. Return None if `described`, the routes in its
+    /openapi.json, include all of `needed`."""
     missing = [route for route in needed if route not in described]
     if not missing:
         return None
@@ -211,7 +211,7 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
     }
     ways = []
     for route in missing:
-        # a route for neither generation nor adapters, and not of OpenAI's API, is a development route
+        # routes outside generation, adapters and OpenAI's API are development routes
         way = next((way for start, way in switches.items() if route.startswith(start)), "VLLM_SERVER_DEV_MODE=1")
         if route not in ("/health", "/v1/models") and way not in ways:
             ways.append(way)

@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 GENERATE = "/inference/v1/generate"
 NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
 LOAD_SECONDS = 10.0
-"""Time for a server's metrics."""
+"""Timeout of a request for metrics."""
 _PAGE = "docs/servers.md"
 _ROUNDING = 1e-3
-"""How far above 0 half precision may round a log-probability."""
+"""Largest positive log-probability that rounding in half precision may cause."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One turn: its ids, their log-probabilities after temperature, and the weights that sampled them.
+    """One turn: its token ids, their log-probabilities after temperature, and the weights that sampled them.
 
-    `cut` is true if a token limit ended the turn, not the model. `mask` is 1 for a sampled token and 0 for an inserted
-    one, such as a forced beginning: an inserted token is context, with log-probability 0.
+    `cut` is true if a token limit ended the turn, not the model. `mask` is 1 for sampled tokens and 0 for inserted
+    ones, such as a forced beginning. Inserted tokens are context, with log-probability 0.
     """
 
     token_ids: list[int]
@@ -67,16 +67,16 @@ class Completion:
 
 
 class EncodedIds:
-    """The JSON of a row's ids, which grows with the row: encoding 16 thousand ids at each turn would take 0.2 ms."""
+    """An incremental JSON encoder of a row's ids. Encoding all of 16 thousand ids at each turn would take 0.2 ms."""
 
     def __init__(self) -> None:
         self._json = bytearray()
         self._count = 0
 
     def of(self, ids: Sequence[int]) -> bytearray:
-        """Return the JSON of `ids` without its brackets. `ids` begin with those of the last call."""
+        """Return the JSON of `ids` without brackets. `ids` must begin with the ids of the last call."""
         if len(ids) < self._count:
-            raise ValueError(f"the row had {self._count} tokens, and now has {len(ids)}")
+            raise ValueError(f"the row must not shrink: it had {self._count} tokens, and now has {len(ids)}")
         if new := ids[self._count :]:
             self._json += b"," * (self._count > 0) + msgspec.json.encode(new)[1:-1]
             self._count = len(ids)
@@ -84,10 +84,10 @@ class EncodedIds:
 
 
 class InferenceClient:
-    """Sends turns to the servers; use it as an async context manager.
+    """A client that sends turns to the servers; use it as an async context manager.
 
-    `Connection` makes the requests, `Router` chooses the replica, `Recovery` brings back a server that is lost or has
-    other weights than the published ones, and `StallWatch` notices one that gives no token.
+    `Connection` sends the requests, `Router` chooses the replica, `Recovery` brings back a server that is lost or has
+    weights other than the published ones, and `StallWatch` detects one that produces no tokens.
     """
 
     def __init__(self, urls: str | Sequence[str], api_key_env: str | None = None, retry_seconds: float = 300.0):
@@ -99,7 +99,7 @@ class InferenceClient:
         self._recovery = Recovery(self._connection, self._router, retry_seconds)
         self._stalls = StallWatch(self._connection, retry_seconds)
         self._sent: dict[tuple[str, int | None], SentImages] = {}
-        """Server and replica -> the images that it has."""
+        """Server and replica -> images that it holds."""
 
     async def __aenter__(self) -> Self:
         await self._connection.__aenter__()
@@ -111,13 +111,13 @@ class InferenceClient:
         await self._connection.__aexit__(*exception)
 
     def restore_by(self, restore: Callable[[str], Awaitable[bool]]) -> None:
-        """Let `restore` load the current weights into a server that lacks them; it returns false if the server went
-        away meanwhile."""
+        """Set the callback that loads the current weights into a server that lacks them. It returns False if the server
+        has gone meanwhile."""
         self._recovery.restore = restore
 
     def published(self, published: Published) -> None:
-        """Note which weights are live: turns requested from now on come from these weights or newer ones, and tokens
-        that a server samples from others are discarded."""
+        """Note which weights are live. Turns requested from now on must come from these weights or newer ones; tokens
+        sampled from older ones are discarded."""
         self._recovery.published = published
 
     async def models(self, url: str) -> list[dict[str, Any]]:
@@ -125,7 +125,8 @@ class InferenceClient:
         return await self._connection.models(url)
 
     async def check_routes(self) -> None:
-        """Check that each server's description has the routes that rollouts need. Raises ServerUnreachableError."""
+        """Check that each server's OpenAPI description has the routes that rollouts need. Raises
+        ServerUnreachableError."""
         for url in self.urls:
             try:
                 status, text = await self._connection.request("GET", url + "/openapi.json")
@@ -142,19 +143,19 @@ class InferenceClient:
                     card["id"] for card in await self._connection.models(url) if not card.get("parent")
                 }
                 if not await self._connection.is_guarded(url):
-                    text = f"server {url} takes requests without a key: whoever reaches it can change its weights"
+                    text = f"server {url} accepts requests without a key: anyone who reaches it can change its weights"
                     tell(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
                 await self._count_replicas(url)
             except LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
             except ValueError as error:
-                raise ServerUnreachableError(f"server {url} describes itself in no JSON: {error}") from error
+                raise ServerUnreachableError(f"server {url} answered invalid JSON to /openapi.json: {error}") from error
 
     async def _count_replicas(self, url: str) -> None:
         try:
             await self._recovery.count_replicas(url)
         except ValueError as error:
-            text = f"server {url} does not report its load ({error}): a stalled one goes unnoticed, and so do replicas"
+            text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
             tell(logger, f"{url} reports no load", f"{text}; start it without --disable-log-stats", see=_PAGE)
 
     async def generate(
@@ -167,14 +168,14 @@ class InferenceClient:
         images: "RequestImages | None" = None,
         encoded: EncodedIds | None = None,
     ) -> Completion:
-        """Sample one turn of `chain` after `token_ids` with the weights called `model`; requests with different
-        `cache_salt` share no cache. `images` are those in `token_ids`; `encoded` is what earlier requests with the
-        beginning of `token_ids` have encoded.
+        """Sample one turn of `chain` after `token_ids` with the weights called `model`.
 
-        If an answer is lost, the turn is sampled again from the same ids, on another server if necessary. If a paused
-        or sleeping server refuses or aborts the request, the client waits until the server continues. Raises
-        ContextOverflowError or InferenceError for a refused request, ServerUnreachableError if no server has answered
-        for `retry_seconds`. A server that gives no token for as long counts as lost.
+        Requests with different `cache_salt` share no cache. `images` are the images in `token_ids`; `encoded` has the
+        JSON of earlier requests, whose ids `token_ids` begin with. If a response is lost, the turn is sampled again
+        from the same ids, on another server if necessary. If a paused or sleeping server refuses or aborts the request,
+        the client waits until the server resumes. Raises ContextOverflowError or InferenceError for a refused request,
+        ServerUnreachableError if no server has answered for `retry_seconds`. A server that produces no token for
+        `retry_seconds` counts as lost.
         """
         request: dict[str, Any] = {"model": model, "sampling_params": {"logprobs": 0, **sampling}}
         if cache_salt is not None:
@@ -204,7 +205,7 @@ class InferenceClient:
                 self._router.ended(replica)
             if lost is not None:
                 self._recovery.lose(url, lost)
-                # a server that is healthy but drops every turn counts as back at once
+                # a healthy server that drops every turn counts as back immediately
                 await self._wait_to_retry(retries, url, lost)
                 continue
             completion = None
@@ -237,7 +238,7 @@ class InferenceClient:
                 if status == 401:
                     raise InferenceError(f"the server answered 401: {self._connection.lacking_key(url)}")
                 refused = refusal(status, text)
-                # a server that was started again, or has seen many images since, has forgotten some
+                # a restarted server, or one that received many images since, no longer holds some
                 if images is None or isinstance(refused, ContextOverflowError) or all(p["url"] for p in parts):
                     raise refused
                 self._sent_to(url, replica.rank).forget(images.spans)
@@ -250,16 +251,16 @@ class InferenceClient:
         return self._sent.setdefault((url, rank), SentImages())
 
     async def load(self) -> Load:
-        """Return the combined load of the servers that are serving. Raises InferenceError if one does not report it."""
+        """Return the combined load of the serving servers. Raises InferenceError if one does not report its load."""
         loads = []
         for url, state in self._router.states.items():
             if state is ServerState.SERVING:
                 try:
                     loads += await self._connection.loads(url, LOAD_SECONDS)
                 except (LostError, ValueError) as error:
-                    raise InferenceError(f"the load of {url}: {error}") from error
+                    raise InferenceError(f"cannot read the load of {url}: {error}") from error
         if not loads:
-            raise InferenceError("no server serves")
+            raise InferenceError("no server is serving")
         return combined(loads)
 
     async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
@@ -275,10 +276,10 @@ class InferenceClient:
 
 
 def _paths(text: str) -> list[str]:
-    """Return the routes in a server's description of itself. Raises ValueError for anything else."""
+    """Return the routes in a server's OpenAPI description. Raises ValueError for anything else."""
     described = json.loads(text)
     if not isinstance(described, dict) or not isinstance(described.get("paths", {}), dict):
-        raise ValueError(f"no description: {text[:200]}")
+        raise ValueError(f"not an OpenAPI description: {text[:200]}")
     return list(described.get("paths", {}))
 
 
@@ -286,12 +287,12 @@ def _decoded(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        # a server written in Python may send NaN, which is refused by name
+        # a server written in Python may send NaN; the check of log-probabilities names it in its error
         return json.loads(text)
 
 
 def _completion(text: str) -> Completion | None:
-    """Return the turn in a server's answer; None if the server aborted it. Raises InferenceError for an answer that
+    """Parse the turn in a server's response; None if the server aborted it. Raises InferenceError for a response that
     cannot be trained on."""
     try:
         choice = _decoded(text)["choices"][0]
@@ -302,22 +303,22 @@ def _completion(text: str) -> Completion | None:
         # vLLM returns no span for a turn without tokens
         versions = [Span(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
         count = len(token_ids)
-        reason = choice.get("stop_reason")  # of a stop token, it is the token
+        reason = choice.get("stop_reason")  # for a stop token, its id
         stop = reason if isinstance(reason, str) else None
     except json.JSONDecodeError as error:
-        raise InferenceError(f"the server's answer is no JSON: {error}: {text[:200]}") from error
+        raise InferenceError(f"the server's response is not JSON: {error}: {text[:200]}") from error
     except (KeyError, TypeError, IndexError) as error:
-        raise InferenceError(f"the server's answer is no completion ({error!r}): {text[:200]}") from error
+        raise InferenceError(f"the server's response is not a completion ({error!r}): {text[:200]}") from error
     if count != len(logprobs):
         raise InferenceError(f"the server sent {count} tokens with {len(logprobs)} log-probabilities")
     for token, logprob in zip(token_ids, logprobs, strict=True):
         if type(token) is not int or token < 0:
             raise InferenceError(f"the server sent {token!r} as a token id")
-        # one such number would make every weight of the policy NaN
+        # one such value would make every weight of the policy NaN
         if type(logprob) not in (int, float) or not -math.inf < logprob <= _ROUNDING:
             raise InferenceError(f"the server sent {logprob!r} as the log-probability of token {token}")
     for span in versions:
         edges = (0, span.start, span.end, count)
         if type(span.version) is not str or any(type(edge) is not int for edge in edges) or sorted(edges) != [*edges]:
-            raise InferenceError(f"the server sent {span} as the weights of {count} tokens")
+            raise InferenceError(f"the server sent {span} as the weight version of {count} tokens")
     return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count, stop)

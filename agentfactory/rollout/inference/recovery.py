@@ -1,4 +1,4 @@
-"""Recovery: gives requests to servers, and brings back a server that is lost or lost its weights."""
+"""Assignment of requests to servers, and recovery of servers that are lost or have lost their weights."""
 
 import asyncio
 import logging
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Gives requests to the replicas of the servers that have the published weights, and brings the others back."""
+    """An assigner of requests to servers with the published weights, which recovers the other servers."""
 
     def __init__(self, connection: Connection, router: Router, retry_seconds: float):
         """`take` raises ServerUnreachableError when no server has answered for `retry_seconds`."""
         self.restore: Callable[[str], Awaitable[bool]] | None = None
-        """Loads the current weights into a server that lacks them; returns false if it went away meanwhile. None if no
-        weights are published."""
+        """Callback that loads the current weights into a server that lacks them, and returns False if the server has
+        gone meanwhile. None if no weights are published."""
         self.base_models: set[str] = set()
         """Names of base weights; any other model is an adapter."""
         self.published: Published | None = None
-        """The weights that were published last; None if none are published."""
+        """The last published weights; None if there are none."""
         self._connection = connection
         self._router = router
         self._limit = retry_seconds
@@ -37,7 +37,7 @@ class Recovery:
         self._closed = False
 
     async def close(self) -> None:
-        """Stop waiting for servers; connections that end from now on are not lost."""
+        """Stop waiting for servers. Connections that end from now on no longer count as lost."""
         self._closed = True
         for task in self._returning:
             task.cancel()
@@ -48,18 +48,19 @@ class Recovery:
         return self.published is not None and model == self.published.model
 
     def is_current(self, versions: Sequence[Span], model: str, oldest: Published | None) -> bool:
-        """Return whether the base weights of a turn are `oldest` or newer ones of the same run. Turns with an adapter
-        always pass, because each version of an adapter has its own name."""
+        """Return whether the base weights of a turn are `oldest` or newer ones of the same run. Always True for turns
+        with an adapter, because each version of an adapter has its own name."""
         if oldest is None or model not in self.base_models:
             return True
         return all(_is_at_least(span.version, oldest) for span in versions)
 
     async def count_replicas(self, url: str) -> None:
-        """Learn how many replicas answer at `url`. Raises ValueError if the server does not report them."""
+        """Query how many replicas answer at `url`. Raises ValueError if the server does not report them."""
         self._router.has_replicas(url, len(await self._connection.loads(url)))
 
     async def take(self, chain: str, prompt: Sequence[int], avoid: set[str]) -> Replica:
-        """Return the replica for a request; wait while no server is serving. Raises ServerUnreachableError."""
+        """Return the replica for a request; wait while no server is serving. Raises ServerUnreachableError if the wait
+        exceeds the limit."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -80,8 +81,8 @@ class Recovery:
                 continue
 
     async def held_back(self, url: str) -> bool:
-        """Wait while the server is paused or asleep; return whether it was. The caller sends no turn meanwhile: vLLM
-        would queue it, with an adapter that it may lose while it sleeps."""
+        """Wait while the server is paused or asleep; return whether it was. The caller must not send a turn meanwhile:
+        vLLM would queue it, with an adapter that it may lose during sleep."""
         tries = 0
         try:
             while await self._connection.holds_requests(url):
@@ -100,9 +101,9 @@ class Recovery:
             self._bring_back(url)
 
     def distrust(self, url: str, problem: str) -> None:
-        """Note that `url` answers with other weights than the published ones, and start to bring it back."""
+        """Note that `url` answers with weights other than the published ones, and start to bring it back."""
         if self._router.states[url] is ServerState.SERVING:
-            logger.warning("server %s lost its weights: %s; asking for them", url, problem)
+            logger.warning("server %s lost its weights: %s; requesting them", url, problem)
             self._router.answers(url)
             self._bring_back(url)
 
@@ -115,12 +116,12 @@ class Recovery:
     def _returned(self, task: asyncio.Task[None]) -> None:
         self._returning.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            # raised by all requests that wait for a server
+            # all requests that wait for a server raise it
             self._failure = task.exception()
             self._changed.set()
 
     async def _return(self, url: str) -> None:
-        """Poll until the server answers; let requests through again once it has proven that it has the weights."""
+        """Poll until the server answers, and mark it as serving once it has proven its weights."""
         tries = 0
         while True:
             tries += 1
@@ -128,7 +129,7 @@ class Recovery:
                 if await self._connection.is_healthy(url):
                     self._router.answers(url)
                     self._changed.set()
-                    with suppress(ValueError):  # the client has told of it
+                    with suppress(ValueError):  # the client has reported it
                         await self.count_replicas(url)
                     if await self._has_weights(url) or self.restore is None or await self.restore(url):
                         break
@@ -151,8 +152,8 @@ class Recovery:
 
 
 def _is_at_least(label: str, oldest: Published) -> bool:
-    """Return whether base weights called `label` are `oldest` or a newer version, which may serve before it is
-    published. A label ends with its version, and those of a run begin the same."""
+    """Return whether the base weights called `label` are `oldest` or a newer version, which a server may use before it
+    is published. A label ends with its version; all labels of a run share a prefix."""
     prefix = oldest.label.removesuffix(str(oldest.version))
     number = label.removeprefix(prefix)
     return label.startswith(prefix) and number.isdecimal() and int(number) >= oldest.version

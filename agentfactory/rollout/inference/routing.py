@@ -1,4 +1,4 @@
-"""Routing of requests to replicas of servers: a pure state machine, without a clock or I/O."""
+"""Routing of requests to server replicas: a pure state machine, without a clock or I/O."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Sequence
@@ -6,34 +6,35 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 REMEMBERED = 1 << 15
-"""Number of chains, and of prompts, to remember the replica for; forgetting one costs a prefill, not a token."""
+"""Number of chains, and of prompts, whose replica is remembered. Forgetting one costs a prefill, but loses no
+tokens."""
 
 
 class ServerState(StrEnum):
-    """Whether a server gets requests."""
+    """The state of a server; only SERVING ones get requests."""
 
     SERVING = "serving"
     DOWN = "down"
     """Nothing answers at its address."""
     UNPROVEN = "unproven"
-    """It answers, but has not proven yet that it has the current weights."""
+    """The server answers, but has not yet proven that it has the current weights."""
 
 
 class Replica(NamedTuple):
-    """One copy of the model, with a cache of its own."""
+    """One copy of the model, with its own KV cache."""
 
     url: str
     """Address of its server."""
     rank: int | None = None
-    """Its number among the replicas behind the address; None if it is alone there."""
+    """The data parallel rank among the replicas behind the address; None for a single replica."""
 
 
 class Router:
-    """Chooses replicas by their cache and load.
+    """A router that chooses replicas by prefix cache and load.
 
-    A chain's turns go to the replica that has its prefix. A new chain goes to a replica that has its prompt, unless
-    that replica has a far higher load. Everything else goes to the replica with the lowest load, in requests; among
-    equals, to the one that was given the fewest chains, since most of a chain's time may pass in tools.
+    A chain's turns go to the replica that has its prefix cached. A new chain goes to a replica that has its prompt
+    cached, unless that replica has a far higher load. Everything else goes to the replica with the fewest requests.
+    Ties go to the replica with the fewest assigned chains, since chains may spend most of their time in tools.
     """
 
     def __init__(self, urls: Collection[str]):
@@ -81,7 +82,7 @@ class Router:
         return chosen
 
     def started(self, replica: Replica) -> None:
-        """Note that a request is on its way to `replica`."""
+        """Note that a request was sent to `replica`."""
         self.load[replica] += 1
 
     def ended(self, replica: Replica) -> None:
@@ -93,13 +94,13 @@ class Router:
         self.last_success = now
 
     def lost(self, url: str, now: float) -> None:
-        """Note that the connection to `url` failed: it gets no requests until it is proven."""
+        """Note that the connection to `url` failed. The server gets no requests until it has proven its weights."""
         self.states[url] = ServerState.DOWN
         if self.silent_since is None and set(self.states.values()) == {ServerState.DOWN}:
             self.silent_since = now
 
     def answers(self, url: str) -> None:
-        """Note that `url` answers, or turned out to have other weights than the current ones."""
+        """Note that `url` answers but may not have the current weights."""
         self.states[url] = ServerState.UNPROVEN
         self.silent_since = None
 

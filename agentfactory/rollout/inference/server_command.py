@@ -1,5 +1,4 @@
-"""Starts an inference server: builds the engine's command line, and reads its log for progress and for a one-line
-error."""
+"""The command line of an inference server, and the parsing of its log into progress and one-line errors."""
 
 import re
 import socket
@@ -19,11 +18,11 @@ def server_command(
     weight_transfer: str | None = None,
     sleeps: bool = False,
 ) -> list[str]:
-    """Return the command that serves `recipe.model` (or `server.model` instead), and prints `ready URL` once it
+    """Return the command that serves `server.model`, by default `recipe.model`. It prints `ready URL` once the server
     answers.
 
-    `adapters` are loaded at the start, by name; `weight_transfer` is the backend for full weights. `sleeps`: the server
-    will be sent to sleep, for which vLLM keeps its memory in separate pools.
+    `adapters` (name -> folder) are loaded at startup; `weight_transfer` is the backend for full weights. `sleeps`
+    enables sleep mode, for which vLLM keeps its memory in separate pools.
     """
     server, adapters = recipe.server, adapters or {}
     module = (
@@ -47,8 +46,8 @@ def server_command(
 
 
 def missing_from(python: str | None) -> str | None:
-    """Return what `python` (None: the current one) lacks to run vLLM: "vllm", "agentfactory", or None. Imports
-    neither."""
+    """Return the package that `python` (None: the current one) lacks to run vLLM: "vllm", "agentfactory", or None if it
+    has both. Imports neither."""
     code = (
         "from importlib.util import find_spec\n"
         "print('vllm' if not find_spec('vllm') else '' if find_spec('agentfactory') else 'agentfactory')"
@@ -58,12 +57,12 @@ def missing_from(python: str | None) -> str | None:
 
 
 def ready_url(log: Sequence[str]) -> str | None:
-    """Return the server's address once it answers."""
+    """Return the server's URL from its log; None until it answers."""
     return next((line.split()[1] for line in log if line.startswith("ready http")), None)
 
 
 def address_fault(recipe: RolloutRecipe) -> SettingError | None:
-    """Return why a server started here could not listen; None if it could."""
+    """Return the error if a server started here could not listen; None if it could."""
     host, port = recipe.server.host, recipe.server.port
     if (problem := _listening_problem(host, port)) is None:
         return None
@@ -72,25 +71,25 @@ def address_fault(recipe: RolloutRecipe) -> SettingError | None:
 
 
 def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
-    """Return why programs elsewhere, as agents, could not ask for their tasks here; None if they could, or there are
-    none."""
+    """Return the error if external agents could not fetch tasks because the port is unavailable; None if they could, or
+    if there are none."""
     agent = recipe.rollout.agent
     if agent is None or agent.outside is None:
         return None
     if (problem := _listening_problem("127.0.0.1", agent.outside.port)) is None:
         return None
-    return SettingError("rollout.agent.options.port", problem, "name a free port, and tell the programs")
+    return SettingError("rollout.agent.options.port", problem, "name a free port, and give it to the external agents")
 
 
 def chat_fault(port: int) -> SettingError | None:
-    """Return why chat requests could not be answered at this port; None if they could."""
+    """Return the error if the chat endpoint could not listen on this port; None if it could."""
     if (problem := _listening_problem("127.0.0.1", port)) is None:
         return None
     return SettingError("--chat", problem, "name a free port, or none")
 
 
 def _listening_problem(host: str, port: int) -> str | None:
-    if not 0 <= port <= 65535:  # getaddrinfo would take another one
+    if not 0 <= port <= 65535:  # getaddrinfo would wrap it to another port
         return f"nothing can listen on {host}:{port}: ports are numbers up to 65535"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -112,7 +111,7 @@ _STAGES = (
 
 
 def stage(log: Sequence[str]) -> str:
-    """Return what a starting server is doing."""
+    """Return the startup stage that the log has reached."""
     return next(name for name, mark in reversed(_STAGES) if any(mark in line for line in log) or not mark)
 
 
@@ -126,14 +125,14 @@ _FAILURES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"operator torchvision::nms does not exist",
-        "torchvision is built for another torch, and vLLM imports it; fix: install torch's own build of it, which a "
-        "model that sees needs (without a GPU: docs/servers.md, Images); for a model of text it is enough to pip "
-        "uninstall torchvision torchaudio torchcodec",
+        "torchvision is built for another torch version, and vLLM imports it; fix: for a vision-language model, "
+        "install the build that matches torch (without a GPU: docs/servers.md, Images); for a text model, it is enough "
+        "to pip uninstall torchvision torchaudio torchcodec",
     ),
     (
         r"No module named 'torchvision'|requires the Torchvision library",
-        "torchvision is not installed where vLLM is, and a model that sees needs it; fix: install torch's own build of "
-        "it (without a GPU: docs/servers.md, Images)",
+        "torchvision is not installed where vLLM is, and vision-language models need it; fix: install the build that "
+        "matches torch (without a GPU: docs/servers.md, Images)",
     ),
     (
         r"vLLM cannot be imported by (\S+): (.*)",
@@ -146,17 +145,17 @@ _FAILURES: tuple[tuple[str, str], ...] = (
     (
         r"Invalid weight transfer backend: (\w+)",
         "vLLM does not know the weight-transfer backend {0}, which AgentFactory adds as a plugin; fix: install "
-        "AgentFactory where vLLM is (`pip install --no-deps .`), and let VLLM_PLUGINS be unset or hold agentfactory",
+        "AgentFactory where vLLM is (`pip install --no-deps .`), and leave VLLM_PLUGINS unset or include agentfactory",
     ),
     (
         r"max_model_len \((\d+)\) is greater than the derived max_model_len \(([^)]*)\)",
-        "server.max_model_len={0} is more than the model takes ({1}); fix: lower it",
+        "server.max_model_len={0} is more than the model supports ({1}); fix: lower it",
     ),
     (
         r"max seq len \((\d+)\), \(?([\d.]+ \w+) KV cache is needed, which is larger than the available KV cache "
         r"memory \(([\d.]+ \w+)\)",
-        "a chain of server.max_model_len={0} tokens needs {1} of cache, and there are {2}; fix: lower it, or give more "
-        "memory: server.options.gpu_memory_utilization",
+        "a chain of server.max_model_len={0} tokens needs {1} of cache, and there are {2}; fix: lower it, or raise "
+        "server.options.gpu_memory_utilization",
     ),
     (r"No available memory for the cache blocks", f"the weights leave no memory for the cache; {_MEMORY}"),
     (r"(?:Available|Free) memory on (.*?) on startup is less than desired", f"too little memory on {{0}}; {_MEMORY}"),
@@ -165,15 +164,15 @@ _FAILURES: tuple[tuple[str, str], ...] = (
         r"(?:Repo id must be|Cannot find an appropriate cached snapshot|is not a local folder and is not a valid model|"
         r"Repository Not Found|We couldn't connect to|Invalid repository ID|"
         r"does not appear to have a file named config)",
-        "the model is neither a folder here nor can it be fetched from the hub; fix: name another model.path",
+        "the model is no local folder, and cannot be fetched from the hub; fix: name another model.path",
     ),
     (r"((?:Worker|Engine core) proc\w* \S+) died unexpectedly", f"vLLM's {{0}} was killed: out of memory?; {_MEMORY}"),
     (
         r"Unknown quantization method: bitsandbytes",
-        "bitsandbytes is no more part of vLLM; fix: pip install vllm-bnb-plugin where vLLM is, or use "
+        "vLLM no longer includes bitsandbytes; fix: pip install vllm-bnb-plugin where vLLM is, or use "
         "server.quantization=fp8",
     ),
-    (r"(Unknown quantization method: \w+)", "{0}; fix: name one that vLLM has as server.quantization, such as fp8"),
+    (r"(Unknown quantization method: \w+)", "{0}; fix: set server.quantization to a method that vLLM has, such as fp8"),
     (r"(Model architectures .*? are not supported)", "{0}; fix: choose a model that vLLM can serve"),
 )
 _ERROR = re.compile(r"(\w+(?:Error|Exception): .+)")
@@ -181,12 +180,12 @@ _FOLLOWS = re.compile(r"Engine core initialization failed|WorkerProc initializat
 
 
 def explain(log: Sequence[str]) -> str | None:
-    """Explain in one line, with the fix, why a server ended; if the error is unknown, return vLLM's own first error."""
+    """Return one line with the reason why a server ended and the fix; for an unknown error, vLLM's own first error."""
     for pattern, message in _FAILURES:
         for line in log:
             if found := re.search(pattern, line):
                 return message.format(*found.groups())
-    # a warning may quote an error that was survived
+    # a warning may quote an error that was not fatal
     lines = (line for line in log if " WARNING " not in line and not _FOLLOWS.search(line))
     errors = (found[1] for line in lines if (found := _ERROR.search(line)))
     return next(errors, None)

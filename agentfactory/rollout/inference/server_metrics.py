@@ -1,18 +1,17 @@
-"""What inference servers report on their page of metrics, in vLLM's names: the load of each replica."""
+"""The load of each replica, parsed from and written to a metrics page with vLLM's metric names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 METRICS_ROUTE = "/metrics"
 REPLICA_HEADER = "X-data-parallel-rank"
-"""Header of a request that names the replica to answer it, by its position in the server's page. Without it, vLLM
-chooses the least loaded one."""
+"""Request header with the rank of the replica that must answer. Without it, vLLM chooses the least loaded replica."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one replica reports: waiting and running requests, the share of its cache in use, and the tokens since its
-    start: of prompts, of prompts as far as they were in its cache, and of answers."""
+    """The load of one replica: waiting and running requests, the share of its KV cache in use, and token counts since
+    its start: prompt tokens, generated tokens, and prompt tokens found in the prefix cache."""
 
     waiting: float
     running: float
@@ -33,8 +32,8 @@ _FIELDS = {
 
 
 def parse_loads(text: str) -> list[Load]:
-    """Read the load of each replica behind an address from a Prometheus page in vLLM's format, in the order of their
-    ranks. Raises ValueError if one of the metrics is missing."""
+    """Parse the load of each replica behind an address, in order of rank, from a Prometheus page in vLLM's format.
+    Raises ValueError if a metric is missing."""
     values: dict[str, dict[int, float]] = {name: {} for name in _FIELDS.values()}
     for line in text.splitlines():
         name, _, rest = line.partition("{")
@@ -51,7 +50,7 @@ def parse_loads(text: str) -> list[Load]:
 
 
 def combined(loads: Sequence[Load]) -> Load:
-    """Return the load of several replicas: the sums, and the fullest of the caches."""
+    """Return the combined load of several replicas: sums, and the maximum for the cache."""
     sums = {field: sum(getattr(load, field) for load in loads) for field in _FIELDS}
     return Load(**{**sums, "cache": max(load.cache for load in loads)})
 

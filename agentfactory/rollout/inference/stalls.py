@@ -1,4 +1,4 @@
-"""Notices servers that take requests and give no token: stopped, wedged, or paused and never resumed."""
+"""Detection of servers that accept requests but produce no tokens: stopped, wedged, or paused and never resumed."""
 
 import asyncio
 import logging
@@ -16,20 +16,20 @@ from agentfactory.tools.calls.run_notices import tell
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""Time between two looks at servers that owe an answer."""
+"""Seconds between two checks of servers with pending requests."""
 STALL_SECONDS = 20.0
-"""Time without a token after which a person is told."""
+"""Seconds without a token after which the user is informed."""
 _HELD = "and it is paused or asleep"
 
 
 @dataclass
 class Stall:
-    """What one replica does for the requests that it has. A pure state machine."""
+    """The progress of one replica on its pending requests. A pure state machine."""
 
     deadlines: list[asyncio.Timeout] = field(default_factory=list)
-    """One per request that waits for its answer."""
+    """One per pending request."""
     told: float | None = None
-    """Time since which nothing came, if a person was told; None otherwise."""
+    """Start of the stall that the user was informed of; None if there is none."""
     _since: float = 0.0
     _tokens: float | None = None
 
@@ -45,22 +45,22 @@ class Stall:
         self._since = now
 
     def count(self, tokens: float, now: float) -> None:
-        """Note how many tokens the replica has computed since it was started."""
+        """Note the number of tokens that the replica has computed since its start."""
         if self._tokens not in (None, tokens):
             self._since = now
         self._tokens = tokens
 
     def seconds(self, now: float) -> float:
-        """Return for how long the replica has given no token although it has requests."""
+        """Return the seconds since the last progress; 0 without pending requests."""
         return now - self._since if self.deadlines else 0.0
 
 
 class StallWatch:
-    """Watches the requests to all replicas. Some answers take long: a replica that computes tokens is not stalled."""
+    """A watchdog of the requests to all replicas. A replica that computes tokens is not stalled, however slow."""
 
     def __init__(self, connection: Connection, limit: float) -> None:
-        """A request to a replica that has computed nothing for `limit` seconds, and is neither paused nor asleep, is
-        lost."""
+        """After `limit` seconds without progress, give up the requests to a replica that is neither paused nor
+        asleep."""
         self._connection = connection
         self._limit = limit
         self._stalls: defaultdict[str, dict[Replica, Stall]] = defaultdict(dict)
@@ -68,7 +68,7 @@ class StallWatch:
 
     @asynccontextmanager
     async def request(self, replica: Replica) -> AsyncIterator[None]:
-        """Watch one request to `replica`, which is sent within the context. Raises LostError."""
+        """Watch one request to `replica`, sent within the context. Raises LostError if the replica stalls."""
         if self._task is None:
             self._task = asyncio.create_task(self._watch())
         stall = self._stalls[replica.url].setdefault(replica, Stall())
@@ -105,7 +105,7 @@ class StallWatch:
             self._judge(replica, stall, reason)
 
     def _judge(self, replica: Replica, stall: Stall, reason: str | None) -> None:
-        """Tell a person if nothing comes, and give its requests up once that has lasted."""
+        """Inform the user of a stall, and give up the replica's requests once it has lasted `limit` seconds."""
         name = f"server {replica.url}" + ("" if replica.rank is None else f", replica {replica.rank},")
         now = time.monotonic()
         quiet = stall.seconds(now)
@@ -125,8 +125,8 @@ class StallWatch:
                 deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _ask(self, url: str) -> tuple[list[Load], str | None]:
-        """Return the load of each replica, and why they may give no token; None if the server does not report how many
-        tokens it has computed."""
+        """Return the load of each replica, and the likely reason for a stall; None if the server does not report its
+        token counts."""
         try:
             loads = await self._connection.loads(url, LOOK_SECONDS)
             return loads, _HELD if await self._connection.holds_requests(url) else "and it computes none"

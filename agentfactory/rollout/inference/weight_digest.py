@@ -1,6 +1,6 @@
-"""Fast digests of a weight, equal on every device: servers and trainer compare their weights by them.
+"""Fast, device-independent digests of weights, by which servers and trainer compare their weights.
 
-Imports nothing of AgentFactory: it also runs in vLLM's processes.
+The module imports nothing from AgentFactory, because it also runs in vLLM's processes.
 """
 
 import hashlib
@@ -13,37 +13,37 @@ import torch
 from torch import Tensor
 
 UNKNOWN = "unknown"
-"""Begins what a server reports for a weight that its kernels have reordered: nobody can compare it."""
+"""Prefix of a server's report for a weight that its kernels have reordered, which cannot be compared."""
 
 _LANES = ((2**17, 0x2C1B3C6D), (2**12, 0x297A2D39))
-"""Per round: the number of columns, and the odd multiplier of its polynomial."""
+"""Per round: the number of columns, and the odd multiplier of the polynomial."""
 _ROWS_AT_ONCE = 128
 """Rows per kernel on a GPU, where each launch costs as much as reading a megabyte."""
 _MOST_THREADS = 4
 _WORDS_FOR_THREADS = 2**20
-"""Size of a weight that is worth starting them, for fold."""
+"""Size, in words, from which `fold` uses threads."""
 _BLOCK = 2**22
 _BLOCKS_FOR_THREADS = 4
-"""The same for xxh3."""
+"""Number of blocks from which `xxh3` uses threads."""
 _TAIL = 2**16
-"""Bytes at the end that are compared with zero at once."""
+"""Bytes at the end that are compared with zero per step."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def weight_digest(weight: Tensor, function: str | None = None) -> str:
-    """Returns "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The hex digits depend only
+    """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The hex digits depend only
     on the bytes in row-major order, without zeros at the end.
 
-    `function` is "xxh3" or "fold"; by default, the faster one where the weight lies: xxh3 on a CPU, fold on a GPU. Each
-    gives equal digits for equal bytes on every device. Raises ValueError for another name.
+    `function` is "xxh3" or "fold"; by default, the faster one for the weight's device: xxh3 on a CPU, fold on a GPU.
+    Each gives equal digits for equal bytes on every device. Raises ValueError for another name.
 
-    They find what goes wrong by accident: older weights, torn or exchanged parts, another order, rounding, signs. They
-    do not resist someone who constructs weights for a given digest.
+    Both detect accidental faults: older weights, torn or swapped parts, another order, rounding, signs. Neither is
+    cryptographic: an attacker can construct weights for a given digest.
     """
     function = function or ("xxh3" if weight.device.type == "cpu" else "fold")
     if function not in FUNCTIONS:
-        raise ValueError(f"a weight's digest is by {' or '.join(FUNCTIONS)}, not by {function!r}")
+        raise ValueError(f"the digest function must be {' or '.join(FUNCTIONS)}, got {function!r}")
     data = weight.detach().contiguous().view(-1).view(torch.uint8)
     hexadecimal = FUNCTIONS[function](data)
     dtype, shape = str(weight.dtype).removeprefix("torch."), "x".join(map(str, weight.shape))
@@ -51,9 +51,9 @@ def weight_digest(weight: Tensor, function: str | None = None) -> str:
 
 
 def _xxh3(data: Tensor) -> str:
-    """Returns the XXH3 (128 bits) of the XXH3s of blocks of 4 MiB. It takes as long as reading the memory, and misses
-    no change that happens by accident."""
-    # vLLM's own environment may be without it
+    """Return the XXH3 (128 bits) of the XXH3s of blocks of 4 MiB. It takes as long as reading the memory, and misses
+    practically no accidental change."""
+    # vLLM's environment may lack it
     import xxhash
 
     content = _without_zeros(data.cpu().numpy()).data
@@ -67,7 +67,7 @@ def _xxh3(data: Tensor) -> str:
 
 
 def _without_zeros(content: Bytes) -> Bytes:
-    """Returns it without zeros at the end."""
+    """Return `content` without trailing zeros."""
     end = len(content)
     while end > 0 and not content[max(end - _TAIL, 0) : end].any():
         end -= _TAIL
@@ -77,8 +77,8 @@ def _without_zeros(content: Bytes) -> Bytes:
 
 
 def _folded(data: Tensor) -> str:
-    """Returns a digest that integer arithmetic computes on the weight's own device, exact on each; a CPU needs twice as
-    long as for a copy.
+    """Return a digest computed by integer arithmetic on the weight's own device, with the same result on each. A CPU
+    takes twice as long as for a copy.
 
     The bytes are read as 32-bit words w[0], w[1], ... in rows of 131,072. Each column is folded into the polynomial
     sum(m(w[row]) * M**row) modulo 2**32, where m(w) = w + (w >> 16) brings the sign into the middle of the word. The
@@ -96,11 +96,11 @@ def _folded(data: Tensor) -> str:
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], str]] = {"xxh3": _xxh3, "fold": _folded}
-"""The functions that `weight_digest` can compute, of bytes."""
+"""Digest functions of bytes, by name."""
 
 
 def _words(data: Tensor) -> Tensor:
-    """Returns bytes as 32-bit words, filled with zeros at the end."""
+    """Return bytes as 32-bit words, padded with zeros."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     # a slice of a larger buffer may begin between two words
@@ -108,7 +108,7 @@ def _words(data: Tensor) -> Tensor:
 
 
 def _fold(words: Tensor, lanes: int, multiplier: int) -> Tensor:
-    """Returns the polynomials of the columns, at most `lanes` words. Zeros after the last word change none."""
+    """Return the polynomials of the columns, at most `lanes` words. Trailing zeros change none."""
     whole = len(words) // lanes
     rest = words[whole * lanes :]
     folded = torch.zeros(lanes if whole else len(rest), dtype=torch.int32, device=words.device)
@@ -123,8 +123,8 @@ def _fold(words: Tensor, lanes: int, multiplier: int) -> Tensor:
 
 
 def _fold_in_cache(words: Tensor, lanes: int, multiplier: int) -> Tensor:
-    """Returns the same as `_fold`, from a CPU: everything but the row stays in its cache. By numpy and our own threads,
-    since torch would start its threads for every row, which takes longer than the row."""
+    """Return the same as `_fold`, on a CPU. Everything but the row stays in the CPU's cache. It uses numpy and its own
+    threads: torch would start threads for every row, which takes longer than the row."""
     numbers = words.numpy()
     folded = np.zeros(min(lanes, len(numbers)), np.int32)
 
@@ -149,7 +149,7 @@ def _fold_in_cache(words: Tensor, lanes: int, multiplier: int) -> Tensor:
 
 
 def memory_threads() -> int:
-    """Returns how many threads should read a CPU's memory at once: it is not faster for more than a few."""
+    """Return the number of threads that should read memory in parallel; more than a few are no faster."""
     return min(torch.get_num_threads(), _MOST_THREADS)
 
 

@@ -1,4 +1,4 @@
-"""The age of tokens: versions behind the labels of spans, and counts of what the bound on age has cancelled."""
+"""Staleness of tokens: the versions behind span labels, and counts of chains cancelled by the staleness bound."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from agentfactory.rollout.trajectory import Group, Trajectory
 
 @dataclass(frozen=True)
 class Published:
-    """The newest live weights: their version, the model that requests name, and the servers' label in spans."""
+    """The newest live weights: their version, the model name in requests, and the label in spans."""
 
     version: int
     model: str
@@ -17,7 +17,7 @@ class Published:
 
 @dataclass
 class WeightVersions:
-    """Maps a span's label to a version."""
+    """A mapping of span labels to policy versions."""
 
     numbers: dict[str, int] = field(default_factory=dict)
     """Label -> version, for all published weights."""
@@ -27,18 +27,18 @@ class WeightVersions:
         self.numbers[published.label] = published.version
 
     def number(self, label: str) -> int:
-        """Return the version called `label`. Raises ValueError for a label that was not published."""
+        """Return the version of `label`. Raises ValueError for a label that was not published."""
         if label not in self.numbers:
             raise ValueError(f"the server sampled with weights called {label!r}, which this run never published")
         return self.numbers[label]
 
     def age(self, label: str, version: int) -> int:
-        """Return how many versions older than `version` the weights called `label` are. Raises ValueError as `number`
+        """Return the staleness of the weights called `label` at `version`, in versions. Raises ValueError as `number`
         does."""
         return version - self.number(label)
 
     def ages(self, groups: list[Group], version: int) -> Counter[int]:
-        """Count the sampled tokens by how many versions older than `version` they are."""
+        """Count the sampled tokens by their staleness at `version`, in versions."""
         ages: Counter[int] = Counter()
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             for span in (span for row in trajectory.rows for span in row.versions):
@@ -48,7 +48,7 @@ class WeightVersions:
 
 @dataclass
 class Cancellations:
-    """Counts the chains that the bound on age has ended, by task (a position in the data) and length (tokens)."""
+    """Counts of the chains that the staleness bound has ended, by task (a position in the data) and length (tokens)."""
 
     groups: int = 0
     chains: int = 0
@@ -63,7 +63,7 @@ class Cancellations:
         self._trained.add(task)
 
     def ended(self, task: int, chains: list[Trajectory]) -> list[int]:
-        """Note that running `chains` of `task` were ended, and return their lengths."""
+        """Note that the running `chains` of `task` were ended, and return their lengths in tokens."""
         lengths = [sum(len(row.token_ids) for row in chain.rows) for chain in chains]
         self.chains += len(lengths)
         self.tokens += sum(lengths)
@@ -71,8 +71,8 @@ class Cancellations:
         return lengths
 
     def cancelled(self, task: int) -> bool:
-        """Note that a whole group of `task` was cancelled. Return whether this happened to every group of the task, and
-        at least twice."""
+        """Note that a whole group of `task` was cancelled. Return True if every group of the task was, and at least
+        two."""
         self.groups += 1
         self._cancelled[task] += 1
         return self._cancelled[task] >= 2 and task not in self._trained

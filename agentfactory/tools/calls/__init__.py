@@ -1,1 +1,1 @@
-"""Limits of calls, and their results: cut, filtered, retried, and reported to the person who trains."""
+"""Limits of calls, truncation and filtering of their results, and notices to the user."""

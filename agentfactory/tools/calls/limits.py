@@ -1,23 +1,23 @@
 """Limits on a chain's use of tools: checked before each call, while it runs, and on its result.
 
-The checks are made in the order of `config.Limit`, and the first limit that is reached counts; images count apart:
+Checks run in the order of `config.Limit`, and the first limit that is reached counts; images count separately:
 
 1. `calls_per_turn`: the call's place among those of its turn.
 2. `calls`: calls that the chain has made.
 3. `calls_per_tool`: calls of this tool.
 4. `cost`: the cost of these calls, including this one.
 5. `tool_seconds`: the time during which calls of the chain ran; concurrent calls count once. Checked before a call
-  begins, and again while it runs: the call is cut short when the time is over.
+  begins, and while it runs: the call is cancelled when the time is over.
 6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its turn; it is refused only if
   `limits.on_breach` has an entry for this limit.
 7. `seconds_per_call`: the connection to the server cancels the call.
 8. `result_bytes`: the result was cut in the middle when it arrived (`truncation`).
 9. `result_tokens`: the result is cut in the middle.
-10. `images`: in the place of images of the result that are too many, there is a text.
+10. `images`: each image of the result beyond the limit is replaced with a text.
 
-A call is checked when it may begin: immediately, or, with `parallel_calls`, when a call before it has ended. Calls of a
-turn begin in their order. A refused call does not count as made. Once a limit has stopped the chain, running calls are
-finished, and later ones are refused.
+A call is checked when it may begin: immediately, or, with `parallel_calls`, when an earlier call has ended. Calls of a
+turn begin in order. A refused call does not count as made. Once a limit has stopped the chain, running calls finish,
+and later ones are refused.
 
 `Rates` and `ChainAccount` are pure: no clock, no tasks. `ChainLimits` uses them to run calls.
 """
@@ -48,11 +48,10 @@ def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
 
 
 class Rates:
-    """Calls per second of each tool, of all chains of a process: for a rate n, at most floor(n) calls begin in any
+    """A rate limiter per tool, for all chains of a process: for a rate n, at most floor(n) calls begin in any
     floor(n) / n seconds (below 1: one in 1 / n seconds).
 
-    Calls get their start times in the order of asking, and keep them: a chain that is cancelled while it waits leaves a
-    gap.
+    Calls reserve start times in the order of their requests. A chain that is cancelled while it waits leaves a gap.
     """
 
     def __init__(self, per_second: dict[str, float]) -> None:
@@ -82,8 +81,8 @@ class ChainAccount:
     """The usage of one chain's limits.
 
     `breaches` counts breaches, `penalty` is their cost in reward, `stopped` is the limit that ends the chain. `cost` is
-    in the unit of `limits.cost_per_call`. `seconds` is the time during which calls ran; `waited` is the total time that
-    calls waited for `calls_per_second`.
+    in the unit of `limits.cost_per_call`. `seconds` is the time during which calls ran; `waited` is the total waiting
+    time of calls for `calls_per_second`.
     """
 
     def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
@@ -103,12 +102,13 @@ class ChainAccount:
         self._images = 0
         self._running = 0
         self._since = 0.0  # when the first of the running calls began
-        self._time_over = False  # a call was cut: a timer's clock may run ahead of sums of seconds by a rounding error
+        self._time_over = False  # a call was cancelled; the sum of seconds may lag behind the timer by a rounding error
 
     def admit(self, call: ToolCall, place: int, now: float) -> ToolResult | float:
         """Check a call, the `place`-th of its turn from 0, that may begin `now`.
 
-        Return the seconds that it has to wait first, and count it as made; or return what the model reads instead.
+        If it is admitted, count it as made and return the seconds that it must wait first. Otherwise return the result
+        for the model.
         """
         config, name = self.config, call.name
         if self.stopped is not None:
@@ -124,7 +124,7 @@ class ChainAccount:
         if most is not None and self._calls[name] >= most:
             reached = f"{_calls(most)} of {name} in this conversation"
             return self._refuse(Limit.CALLS_PER_TOOL, reached, f"Go on without {name}.")
-        # prices are added up as floats: 3 x 0.1 has to fit into 0.3
+        # prices are added up as floats: 3 x 0.1 must fit into 0.3
         if config.cost is not None and price and self.cost + price > config.cost * (1 + 1e-9):
             left = max(0.0, config.cost - self.cost)
             text = f"Not run: {name} costs {price:g}, and of the limit of {config.cost:g} only {left:g} is left."
@@ -141,7 +141,8 @@ class ChainAccount:
         return wait
 
     def readmit(self, now: float) -> ToolResult | None:
-        """Check a call that has waited until `now`; return what the model reads if it can no longer begin."""
+        """Check a call that has waited until `now`. Return the result for the model if it can no longer begin, else
+        None."""
         if self.stopped is not None:
             return self._refuse_late()
         return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER) if self._is_time_over(now) else None
@@ -161,7 +162,7 @@ class ChainAccount:
             self.seconds += now - self._since
 
     def settle(self, call: ToolCall, result: ToolResult) -> ToolResult:
-        """Return what the model reads for a call that ended normally, or by the time limit of one call."""
+        """Return the result for the model of a call that ended normally, or by the time limit of one call."""
         limit, most = self.config.seconds_per_call.get(call.name), self.config.result_tokens
         if result.error is CallError.TIMEOUT and limit is not None:
             text = f"Stopped: the limit of {limit:g} s for one call of {call.name} is reached."
@@ -176,12 +177,12 @@ class ChainAccount:
         return result if content is result.content else replace(result, content=content)
 
     def settle_message(self, message: Message) -> Message:
-        """Return what the model sees of a message that no call returned: its images count, too."""
+        """Apply the limit of images to a message that no call returned."""
         content = message.get("content")
         return {**message, "content": self._settle_images(content)} if isinstance(content, list) else message
 
     def _settle_images(self, content: Content) -> Content:
-        """Return what the model sees of a content: a text in the place of each image that is too many."""
+        """Return `content` with each image beyond the limit replaced with a text."""
         if isinstance(content, str):
             return content
         room = math.inf if self.config.images is None else self.config.images - self._images
@@ -196,13 +197,14 @@ class ChainAccount:
         return [told if place in left_out else part for place, part in enumerate(content)]
 
     def settle_cut(self, seconds: float) -> ToolResult:
-        """Return what the model reads for a call that was cut short after `seconds`, when `tool_seconds` were over."""
+        """Return the result for the model of a call that was cancelled after `seconds`, when `tool_seconds` were
+        over."""
         self._time_over = True
         text = f"Stopped: the limit of {self._all_seconds} is reached."
         return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics of limits, including zeros, so that means over chains are right."""
+        """Return all metrics of limits, including zeros, so that means over chains are correct."""
         breaches: dict[str, float] = {f"limits/{limit}": self.breaches[limit] for limit in Limit}
         return breaches | {"tool_seconds": self.seconds, "tool_cost": self.cost, "tool_wait_seconds": self.waited}
 
@@ -261,7 +263,7 @@ class ChainLimits(ChainAccount):
         finally:
             if not all(task.done() for task in tasks):
                 for task in tasks:
-                    if not task.cancelling():  # a second cancellation would interrupt how the call ends
+                    if not task.cancelling():  # a second cancellation would interrupt the call's clean-up
                         task.cancel()
                 await asyncio.wait(tasks)
 

@@ -1,4 +1,4 @@
-"""Converts what a tool returns to an MCP result, and an MCP result of any server to what the model sees."""
+"""Conversion of a tool's return value to an MCP result, and of any server's MCP result to content for the model."""
 
 import base64
 import inspect
@@ -38,13 +38,13 @@ _BLOCKS = (TextContent, ImageContent, AudioContent, ResourceLink, EmbeddedResour
 
 
 def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
-    """Convert what a tool returned to an MCP result.
+    """Convert a tool's return value to an MCP result.
 
     Text stays unchanged, None becomes empty, and anything else that JSON can express (also dataclasses, pydantic
     models, dates, arrays) becomes JSON. A Pillow image becomes a PNG; an `Image` of the MCP SDK stays unchanged. A list
-    that contains an image becomes one part per item. In a dict with `observation`, the model sees only that, and the
-    other keys become the result's info. `finish(...)` around any of these ends the chain. Each text is cut to
-    `result_bytes` right away, before it is copied.
+    that contains an image becomes one part per item. Of a dict with `observation`, the model sees only that value, and
+    the other keys become the result's info. `finish(...)` around any of these ends the chain. Each text is cut to
+    `result_bytes` before it is copied.
 
     Raises:
         TypeError, ValueError: the value cannot be sent, such as an object of an unknown class.
@@ -62,7 +62,7 @@ def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
 
 
 def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
-    """Return the result with all its text cut to `result_bytes`; `result` itself if it fits. One with more than
+    """Return the result with all its text cut to `result_bytes`; `result` itself if it fits. A result with more than
     BINARY_BYTES of images, files and info becomes an error."""
     meta = result.meta or {}
     binary = sum(len(data) for block in result.content if isinstance(data := _binary(block), str))
@@ -77,7 +77,7 @@ def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
     if 4 * sum(map(len, texts)) <= result_bytes:
         return result
     text = "\n".join(texts)
-    # what was cut when it arrived says how long it was
+    # text that was cut on arrival has a marker with its full length
     before = left_out_of(text, passing(result_bytes)) or left_out_of(text, result_bytes)
     total = size_of(text) + (0 if before is None else before.missing)
     shorter = cut_bytes(text, result_bytes, total)
@@ -95,10 +95,10 @@ def failure(kind: CallError, text: str) -> CallToolResult:
 
 
 def content_of(result: CallToolResult) -> Content:
-    """Return what the model sees of a result: text, or, if there are images, text and image parts in their order.
+    """Return a result's content for the model: text, or, if there are images, text and image parts in order.
 
-    Content that a model cannot be shown (audio, other files, other kinds of images) becomes a visible marker. A result
-    with only structured content becomes its JSON.
+    Content that models cannot read (audio, other files, other kinds of images) becomes a visible marker. A result with
+    only structured content becomes its JSON.
     """
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -126,7 +126,7 @@ def _blocks(value: Any, most: int | None) -> list[ContentBlock]:
 def _text_block(text: str, most: int | None = None) -> TextContent:
     if most is not None:
         text = cut_bytes(text, most) or text
-    # lone surrogates cannot be sent over a pipe or a socket; replaced here, so that every transport gives the same text
+    # lone surrogates cannot be sent over a pipe or a socket; replacing them here gives every transport the same text
     return TextContent(type="text", text=text.encode("utf-8", "replace").decode("utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Bounds the messages of a server while they arrive, before a line of JSON is parsed into many times its size."""
+"""Size bounds on a server's messages on arrival, before a line of JSON is parsed into many times its size."""
 
 import json
 import re
@@ -7,17 +7,16 @@ from codecs import IncrementalDecoder, getincrementaldecoder
 from agentfactory.tools.calls.truncation import Middle
 
 BINARY_BYTES = 16 << 20
-"""Images, other files and the info of one result, in bytes of base64 or JSON."""
+"""Maximum size of the images, other files and info of one result, in bytes of base64 or JSON."""
 TOO_LARGE = -32050
-"""Code of the JSON-RPC error that takes the place of a message that cannot be cut."""
+"""Code of the JSON-RPC error that replaces a message that cannot be cut."""
 
 _LEAST_TEXT = 1 << 20
-"""Texts up to this length pass in any case: the list of a server's tools is a message too."""
+"""Texts up to this length always pass, because the list of a server's tools is a message too."""
 _STRUCTURE = 2
-"""JSON of small parts that a message may have, as a multiple of the longest text: parsed, it takes many times its
-size."""
+"""Maximum JSON of small parts in a message, as a multiple of the longest text: parsed, it takes many times its size."""
 _TEXTS = 16
-"""All that a message may have besides its binary parts, as a multiple of the longest text."""
+"""Maximum size of a message without its binary parts, as a multiple of the longest text."""
 _SHORT = 1024
 _ENDS = 512
 """Bytes of either end of a message that are kept to find its id."""
@@ -30,26 +29,26 @@ _ID_LAST = re.compile(_ID + rb'\s*(?:,\s*"jsonrpc"\s*:\s*"2.0"\s*)?\}\s*\Z')
 
 
 def passing(most: int) -> int:
-    """Return how many bytes of a text pass if results are cut to `most`."""
+    """Return the maximum bytes of a passing text if results are cut to `most`."""
     return max(most, _LEAST_TEXT)
 
 
 def id_of(message: bytes) -> int | str | None:
-    """Return the id of a JSON-RPC message that may be no JSON, from its ends; None if there is none."""
+    """Extract the id of a JSON-RPC message, which may be invalid JSON, from its ends; None if there is none."""
     found = _ID_FIRST.match(message[:_ENDS]) or _ID_LAST.search(message[-_ENDS:])
     return None if found is None else json.loads(found[1])
 
 
 class MessageFilter:
-    """Passes on JSON-RPC messages, with strings cut to `passing(most)` bytes as `truncation.cut_bytes` does.
+    """A filter of JSON-RPC messages that cuts strings to `passing(most)` bytes like `truncation.cut_bytes`.
 
     Strings under `data`, `blob` or `_meta` are not text: they stay whole, up to BINARY_BYTES together. A message that
-    is still too large (too much of these, or JSON of many small parts) becomes an error with its id. Messages of at
-    most `passing(most)` bytes pass unread.
+    is still too large (too much binary data, or JSON of many small parts) becomes an error with its id. Messages of at
+    most `passing(most)` bytes pass without being scanned.
 
     Args:
         most: `limits.result_bytes`.
-        lines: Whether each line is a message (stdio, event streams), or everything until `end` is one.
+        lines: True if each line is a message (stdio, event streams); False if everything until `end` is one.
     """
 
     def __init__(self, most: int, lines: bool = True) -> None:
@@ -59,7 +58,7 @@ class MessageFilter:
         self._scan: _Scan | None = None
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Take what arrived; return the messages that are complete, each with its line end."""
+        """Add a received chunk; return the messages that are complete, each with its line end."""
         if not self._lines:
             self._add(chunk)
             return []
@@ -72,7 +71,7 @@ class MessageFilter:
         return found
 
     def end(self) -> bytes:
-        """Return the message that no line end followed; empty if there is none."""
+        """Return the last message, which has no line end; empty if there is none."""
         return self._message()
 
     def _add(self, piece: bytes) -> None:
@@ -94,15 +93,15 @@ class MessageFilter:
 
 
 class _Scan:
-    """One long message."""
+    """The scan of one long message."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept = bytearray()
         self._first, self._last = b"", b""
-        self._carried = b""  # an escape of which the rest has not arrived
-        self._start: int | None = None  # where in _kept the string that is open began
-        self._middle: _OpenText | None = None  # it is a text that is too long
+        self._carried = b""  # the beginning of an escape whose rest has not arrived
+        self._start: int | None = None  # position in _kept of the open string's quote
+        self._middle: _OpenText | None = None  # set if the open string is a text that is too long
         self._key = b""  # the last string that was closed
         self._depth = 0
         self._meta: int | None = None  # the depth around `_meta`, while in it
@@ -127,7 +126,7 @@ class _Scan:
     def message(self) -> bytes:
         if not self._too_large:
             return bytes(self._kept + self._carried)
-        prefix = self._first[: max(0, self._first.find(b"{"))]  # that of an event stream
+        prefix = self._first[: max(0, self._first.find(b"{"))]  # the prefix of an event stream
         found = _ID_FIRST.match(self._first) or _ID_LAST.search(self._last)
         if found is None:
             return prefix + b'{"jsonrpc": "2.0", "method": "notifications/agentfactory/too_large"}'
@@ -176,7 +175,7 @@ class _Scan:
         if piece[position] != _QUOTE and len(piece) - position < len(rb"\u0000"):
             self._carried = piece[position:]
             return len(piece)
-        if piece[position] != _QUOTE:  # not JSON: whoever parses it says so
+        if piece[position] != _QUOTE:  # neither a string's end nor an escape
             self._too_large = "The result is not JSON."
             return len(piece)
         if self._middle is not None:
@@ -204,19 +203,19 @@ class _Scan:
 
 
 class _OpenText:
-    """A string of JSON that is cut while it arrives."""
+    """A JSON string that is cut while it arrives."""
 
     def __init__(self, most: int) -> None:
         self._middle = Middle(most)
         self._decoder: IncrementalDecoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, part: bytes) -> None:
-        """Add a part, which ends between two escapes."""
+        """Add a part, which must not end within an escape."""
         text: str = json.loads(f'"{self._decoder.decode(part)}"', strict=False)
         self._middle.add(text.encode("utf-8", "replace"))
 
     def json(self) -> bytes:
-        """Return it, cut, as JSON."""
+        """Return the cut string as JSON."""
         return json.dumps(self._middle.text(), ensure_ascii=False).encode()
 
 

@@ -1,5 +1,5 @@
-"""Cuts results that are longer than `limits.result_bytes` or `limits.result_tokens` in the middle, with a marker that
-the model sees."""
+"""Truncation of results longer than `limits.result_bytes` or `limits.result_tokens`: cut in the middle, with a marker
+that the model sees."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Cut = Callable[[str, int], str | None]
 
 
 class LeftOut(NamedTuple):
-    """What a text lacks that was cut: `size` of its `total` bytes, and `missing`, by how many bytes it became
+    """The cut part of a text: `size` of its `total` bytes, and `missing`, the bytes by which the text became
     shorter."""
 
     size: int
@@ -37,7 +37,7 @@ def truncated(content: Content, most: int, cut: Cut | None) -> Content | None:
 
 def cut_bytes(text: str, most: int, total: int | None = None) -> str | None:
     """Return the first and the last bytes of `text`, `most` together, with `[... N of M bytes left out ...]` between
-    them; None if it fits. Bytes are those of UTF-8. `total` is M if the text was cut before."""
+    them; None if it fits. Bytes are UTF-8. `total` is M if the text was cut before."""
     if len(text) <= most // 4 or size_of(text) <= most:
         return None
     half, total = most // 2, size_of(text) if total is None else total
@@ -46,14 +46,14 @@ def cut_bytes(text: str, most: int, total: int | None = None) -> str | None:
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of `text`, without a copy of it."""
+    """Return the UTF-8 size of `text` in bytes, without copying it."""
     if text.isascii():
         return len(text)
     return sum(len(text[start : start + _PIECE].encode("utf-8", "replace")) for start in range(0, len(text), _PIECE))
 
 
 def left_out_of(text: str, most: int) -> LeftOut | None:
-    """Return what `text` lacks if it is longer than `most` bytes because `cut_bytes` put a marker in."""
+    """Return the part that `cut_bytes` left out, if `text` is longer than `most` bytes because of its marker."""
     if len(text) <= most // 4:
         return None
     marker = _MARKER.search(text, 0, most // 2 + _MARKER_LENGTH)
@@ -64,7 +64,7 @@ def left_out_of(text: str, most: int) -> LeftOut | None:
 
 
 class Middle:
-    """Cuts a text that arrives in pieces as `cut_bytes` does: keeps `most` bytes of it."""
+    """A text that arrives in pieces and is cut like `cut_bytes`, to `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._head, self._tail = bytearray(), bytearray()
@@ -88,7 +88,7 @@ class Middle:
 
 
 def _joined(head: bytes | bytearray, tail: bytes | bytearray, total: int) -> str:
-    """Join both ends of a text of `total` bytes. A letter that the cut went through is left out too."""
+    """Join both ends of a text of `total` bytes, without characters that were cut in two."""
     before, after = head.decode("utf-8", "ignore"), tail.decode("utf-8", "ignore")
     left_out = total - size_of(before) - size_of(after)
     return f"{before}\n[... {left_out} of {total} bytes left out ...]\n{after}"

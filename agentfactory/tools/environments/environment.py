@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Environment:
-    """Base of stateful worlds. A chain has an instance exclusively; the next chain gets it after `release`.
+    """Base of stateful worlds. An instance serves one chain at a time; the next chain gets it after `release`.
 
     A subclass marks the methods that the model may call with `@tool`, and overrides the methods below as needed. The
     signatures of all methods, and the constructor's parameters (`options` in a recipe), are up to the subclass. Methods
@@ -15,23 +15,23 @@ class Environment:
     the constructor runs in a thread. Calls to one instance never overlap.
 
     Put expensive work that is the same for every task in the constructor, and the work for one task in `reset`. An
-    instance whose `reset` or `release` failed is replaced. A class that overrides neither method cannot forget a chain,
-    so each chain gets a new instance.
+    instance whose `reset` or `release` failed is replaced. If a class overrides neither method, its state cannot be
+    reset, so each chain gets a new instance.
     """
 
     sandboxed: ClassVar[bool] = False
-    """True: it runs code in sandboxes, and `doctor` checks that one starts."""
+    """True if it runs code in sandboxes; `doctor` then checks that one starts."""
 
     @classmethod
     def check_machine(cls, *args: Any, **options: Any) -> None:
-        """Raise SettingError if the machine lacks what every instance needs, such as a program, and say how to install
-        it; or if one of the constructor's `options` cannot work, with its name as the error's `field`. Called when a
-        recipe is loaded, before anything starts. Declare the options that you need, or `**options` for all of them."""
+        """Raise SettingError if the machine lacks a requirement of every instance, such as a program (say how to
+        install it), or if a constructor option is invalid (put its name into the error's `field`). Called when a recipe
+        is loaded, before anything starts. Declare the options that you need, or `**options` for all of them."""
 
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.
 
-        Returns what opens the chain: a text, an image or anything else that a tool may return, or None.
+        Returns the chain's opening: a text, an image or anything else that a tool may return, or None.
         """
         return None
 
@@ -44,18 +44,18 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} has no reward(): define one, or give the recipe `rewards:`")
 
     def anchor(self) -> Any:
-        """Return what identifies the state that the chain is in, such as a position: a text, a number, or lists, tuples
-        and dicts of them. None: this state is to be compared with no other.
+        """Return an identifier of the chain's current state, such as a position: a text, a number, or lists, tuples and
+        dicts of them. None: compare this state with no other.
 
-        Turns of a task's chains that begin at equal anchors are compared with each other by the estimator `gigpo`.
-        Called after `reset` and after each tool; a plain method, which must not block.
+        The estimator `gigpo` compares turns of a task's chains that begin at equal anchors. Called after `reset` and
+        after each tool; must be a plain method that does not block.
         """
         return None
 
     def take_images(self, images: list[str]) -> Any:
-        """Take the images that other tools have shown in the chain, as `data:` addresses in their order. Return a list
-        with what the model reads before each of them, which may be empty. Called after each turn, if the class defines
-        this method and there are any."""
+        """Take the new images from the chain's other tools, as `data:` URLs in their order. Return a list with the text
+        to insert before each image, which may be empty. Called after each turn with images, if the class defines this
+        method."""
         raise NotImplementedError
 
     def release(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +67,8 @@ class Environment:
         return True
 
     def gauges(self) -> dict[str, float]:
-        """Return numbers to be logged, by name, in addition to those of the pool: of what all instances of a process
-        share, such as the hits of a cache since the start. Any instance is asked. Numbers of workers are added up."""
+        """Return numbers to log, by name, in addition to the pool's. They describe what all instances of a process
+        share, such as cache hits since the start: one instance is called, and the numbers of workers are summed."""
         return {}
 
     def close(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,17 +77,17 @@ class Environment:
 
 
 def gives_anchors(environment: type[Environment]) -> bool:
-    """Return whether the class says in which state a chain is."""
+    """Return whether the class defines `anchor`."""
     return environment.anchor is not Environment.anchor
 
 
 def takes_images(environment: type[Environment]) -> bool:
-    """Return whether the class wants the images of other tools."""
+    """Return whether the class defines `take_images`."""
     return environment.take_images is not Environment.take_images
 
 
 def check_machine_for(environment: type[Environment], options: dict[str, Any]) -> None:
-    """Call the class's `check_machine` with those of the options that it declares."""
+    """Call the class's `check_machine` with the options that it declares."""
     parameters = inspect.signature(environment.check_machine).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     declared = options.keys() if takes_all else options.keys() & {parameter.name for parameter in parameters}
@@ -108,16 +108,16 @@ def reset_schema(environment: type[Environment]) -> dict[str, Any]:
 
 
 ANCHOR_KEY = "agentfactory/anchor"
-"""Key in a result's `_meta`: the anchor of the state after the call, any JSON; false if it has none (null would not
-reach the other side). A result without the key leaves the anchor as it was."""
+"""Key in a result's `_meta`: the anchor of the state after the call, any JSON; false if it has none (null would be
+dropped on the way). A result without the key leaves the anchor unchanged."""
 
 _LONGEST = 80
-"""Characters of an anchor that trajectories keep; a longer one becomes a digest."""
+"""Maximum characters of an anchor in trajectories; a longer one becomes a digest."""
 
 
 def anchor_text(anchor: Any) -> str | None:
-    """Return an anchor as text: a text stays as it is, anything else becomes its JSON; a long text becomes a digest.
-    None stays None. Equal anchors give equal texts.
+    """Return an anchor as text: text is unchanged, anything else becomes JSON, and long text becomes a digest. None
+    stays None. Equal anchors give equal texts.
 
     Raises TypeError or ValueError if JSON cannot hold it, such as a set, whose order is not fixed.
     """
@@ -125,7 +125,7 @@ def anchor_text(anchor: Any) -> str | None:
         return None
     text = anchor if isinstance(anchor, str) else json.dumps(anchor, sort_keys=True, ensure_ascii=False, default=_plain)
     if len(text) <= _LONGEST:
-        # as a file in UTF-8 can hold it
+        # lone surrogates cannot be written to a file in UTF-8
         return text.encode("utf-8", "replace").decode()
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

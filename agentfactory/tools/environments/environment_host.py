@@ -21,11 +21,11 @@ from agentfactory.tools.user_code.extension import check_types
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-"""How long a server that ends waits for its instances to close."""
+"""Time limit for closing all instances when the server ends."""
 
 
 Then = Callable[[Any, Environment], Any]
-"""Converts what a method of an instance returned, before another call of the instance begins."""
+"""Converts a method's return value before the instance's next call begins."""
 
 
 class NoState(Exception):
@@ -39,7 +39,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(eq=False)
 class _Instance:
-    """One environment; the lock prevents its calls from overlapping, even if a caller gave up a call."""
+    """One environment; the lock prevents its calls from overlapping, even if a caller abandoned a call."""
 
     environment: Environment
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -69,7 +69,7 @@ class _Chain:
     """The state of a chain: it has no lease while it waits for one."""
 
     touched: float
-    """When one of its calls last began or ended, in the loop's time."""
+    """Loop time at which one of its calls last began or ended."""
     lease: Lease[_Instance] | None = None
     broken: bool = False
 
@@ -126,9 +126,9 @@ class EnvironmentHost:
                     await pool.close()
 
     async def reset(self, key: str, task: dict[str, Any], then: Then) -> Any:
-        """Lease an instance to the chain `key`, replacing one that it has, and begin `task` on it.
+        """Lease an instance to the chain `key`, after releasing its previous one, and begin `task` on it.
 
-        Returns the result of `then` for reset's answer and the instance.
+        Returns `then(reset's result, environment)`.
 
         Raises:
             ToolInfrastructureError: no instance became free in time.
@@ -159,16 +159,16 @@ class EnvironmentHost:
         return opening
 
     async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Then) -> Any:
-        """Call a method of the chain's instance; return the result of `then` for its result and the instance.
+        """Call a method of the chain's instance; return `then(the method's result, environment)`.
 
         Raises:
             NoState: the chain has no instance.
-            ToolInfrastructureError: raised by the method to say that the instance is no longer usable.
+            ToolInfrastructureError: the method reports that the instance is no longer usable.
             Exception: anything else that the method or `then` raised.
         """
         chain = self._chains.get(key)
         if chain is None or chain.lease is None:
-            idle = f", or it called nothing for {self._idle_seconds:g} s" if self._idle_seconds else ""
+            idle = f", or it made no call for {self._idle_seconds:g} s" if self._idle_seconds else ""
             raise NoState(f"{self._name} holds no state of this chain: reset was not called{idle}")
         instance = chain.lease.value
         chain.touched = _now()
@@ -181,7 +181,7 @@ class EnvironmentHost:
             chain.touched = _now()
 
     async def release(self, key: str) -> None:
-        """Take the chain's instance back, if it has one. It serves others as soon as no call is running."""
+        """Release the chain's instance, if it has one. It serves other chains as soon as no call is running."""
         chain = self._chains.pop(key, None)
         if chain is not None and chain.lease is not None:
             await chain.lease.release(chain.broken)
@@ -203,7 +203,7 @@ class EnvironmentHost:
         if left > 0:
             asyncio.get_running_loop().call_later(left, self._expire_if_idle, key, chain, limit)
             return
-        logger.warning("%s: a chain called nothing for %g s: its instance serves others", self._name, limit)
+        logger.warning("%s: a chain made no call for %g s; its instance now serves others", self._name, limit)
         self._in_background(self.release(key))
 
     async def _make(self) -> _Instance:
@@ -243,7 +243,7 @@ class EnvironmentHost:
 
 
 def gives_reward(environment: type[Environment]) -> bool:
-    """Return whether the class judges its chains itself."""
+    """Return whether the class defines `reward`."""
     return _overrides(environment, "reward")
 
 
@@ -261,8 +261,8 @@ def _check_options(environment: type[Environment], options: dict[str, Any]) -> N
         raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
     if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
         raise TypeError(
-            f"options.{missing[0]}: {label} cannot be made without it; give it under `options:` (serve: --option), "
-            "or let reset() take it, if it is a field of the task"
+            f"options.{missing[0]}: {label} requires it; set it under `options:` (serve: --option), "
+            "or make it a parameter of reset() if it is a field of the task"
         )
     check_types(options, environment.__init__, "options")
 

@@ -1,8 +1,7 @@
 """Pools of instances, each of which serves one chain at a time.
 
-`pool_rules` decides; `Pool` carries out its steps. All work on an instance (creating, checking,
-resetting, retiring it) runs in tasks of the pool, never in those of chains, which only wait for a future: a chain may
-be cancelled at any moment without losing an instance or a place.
+`pool_rules` decides; `Pool` carries out its steps. All work on an instance (creating, checking, resetting, retiring it)
+runs in tasks of the pool. Chains only wait for a future, so cancelling a chain never loses an instance or a place.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CARE_SECONDS = 30.0
-"""How long a health check, a reset or a retirement may take; after that the instance counts as broken, or as gone."""
+"""Time limit of a health check, a reset or a retirement; after it the instance counts as broken, or as gone."""
 
 
 class Pool(Generic[T]):
@@ -56,8 +55,8 @@ class Pool(Generic[T]):
 
     @property
     def capacity(self) -> int | None:
-        """Maximum number of instances; None: one per chain. If it is set to fewer than there are, no further ones are
-        made until enough have ended."""
+        """Maximum number of instances; None: one per chain. If it is set below the current number, no instance is
+        created until enough have ended."""
         return self._ledger.capacity
 
     @capacity.setter
@@ -110,9 +109,8 @@ class Pool(Generic[T]):
             await asyncio.wait(self._tasks)
 
     def gauges(self) -> dict[str, float]:
-        """Return the number of instances that chains use or that are being reset, of idle ones, and of waiting chains;
-        and the counts since the start: made, recycled (replaced for their uses or age), broken (replaced for a
-        fault)."""
+        """Return `in_use` (instances leased or being reset), `idle`, `waiting` (chains), and counts since the start:
+        `made`, `recycled` (replaced for their uses or age), `broken` (replaced for a fault)."""
         ledger = self._ledger
         return {
             "in_use": float(len(ledger.held) + ledger.resetting),
@@ -180,7 +178,7 @@ class Pool(Generic[T]):
             if waiter is not None:
                 waiter.set_exception(self._reason(error, limit.expired()))
             elif not self._closed:
-                self._warn("making (ahead of its use)", error)
+                self._warn("creation in advance", error)
         else:
             self._give(instance, self._ledger.has_made(instance))
         self._advance()
@@ -188,10 +186,10 @@ class Pool(Generic[T]):
     def _reason(self, error: BaseException, expired: bool) -> BaseException:
         if expired:
             return ToolInfrastructureError(
-                f"{self.name}: making an instance took over {self._config.wait_seconds:g} s (pool.wait_seconds)"
+                f"{self.name}: creating an instance took over {self._config.wait_seconds:g} s (pool.wait_seconds)"
             )
         if isinstance(error, asyncio.CancelledError):  # not the waiter's own
-            return ToolInfrastructureError(f"{self.name}: making an instance was cancelled")
+            return ToolInfrastructureError(f"{self.name}: creating an instance was cancelled")
         return error
 
     async def _check(self, instance: Instance[T], healthy: Callable[[T], Awaitable[bool]]) -> None:
@@ -251,7 +249,7 @@ class Pool(Generic[T]):
         if capacity is not None and self._ledger.places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
         else:
-            reason = "making one takes longer; raise pool.wait_seconds, or have some made ahead by pool.warm"
+            reason = "creating one takes longer; raise pool.wait_seconds, or create some in advance by pool.warm"
         waiter.set_exception(
             ToolInfrastructureError(f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}")
         )
@@ -276,7 +274,7 @@ class Lease(Generic[T]):
             await self._pool._let_go(instance, broken)
 
     def give_back(self) -> None:
-        """Return an instance that was not used at all: it counts as idle, as before."""
+        """Return an unused instance, which is idle again."""
         instance, self._instance = self._instance, None
         if instance is not None:
             self._pool._put_back(instance)

@@ -22,7 +22,7 @@ class Instance(Generic[T]):
 
 
 class Act(StrEnum):
-    """An action that a ledger asks for."""
+    """An action that a ledger requests."""
 
     MAKE = "make"
     CHECK = "check"
@@ -39,9 +39,8 @@ class Step(NamedTuple, Generic[T]):
 class Ledger(Generic[T]):
     """Tracks waiters, holders and due steps.
 
-    Tell it what happened, then do what `steps` returns. Waiting is first come, first served: an instance that becomes
-    free goes to the waiter who has waited longest. Every existing instance takes a place of `capacity`, also while it
-    is created, checked, reset or retired.
+    Report each event to it, then execute the steps that `steps` returns. Waiters are served first come, first served.
+    Every instance takes a place of `capacity`, even while it is being created, checked, reset or retired.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -92,7 +91,7 @@ class Ledger(Generic[T]):
         return self._retire(instance)
 
     def has_let_go(self, instance: Instance[T], broken: bool, now: float) -> Step[T] | None:
-        """Note that its holder released an instance. Return its retirement; None if it is to be reset."""
+        """Note that its holder released an instance. Return its retirement; None if it should be reset."""
         self.held.discard(instance)
         if broken:
             self.broken += 1
@@ -136,7 +135,7 @@ class Ledger(Generic[T]):
 
     @property
     def places(self) -> int:
-        """Number of places of `capacity` that are taken."""
+        """Number of occupied places of `capacity`."""
         return len(self.idle) + len(self.held) + self.making + self.checking + self.resetting + self.retiring
 
     def _place(self, instance: Instance[T]) -> Future[Instance[T]] | None:

@@ -15,14 +15,14 @@ class _Use(Generic[T]):
 
 
 class Shared(Generic[T]):
-    """Objects by the settings that they were made with; each exists while somebody uses it."""
+    """Reference-counted objects, keyed by their settings."""
 
     def __init__(self) -> None:
         self._uses: dict[Hashable, _Use[T]] = {}
         self._lock = threading.Lock()
 
     def acquire(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object of `key`, made if nobody has it yet; give it back by `release`. Raises what `make` does."""
+        """Return the object of `key`, created on first use; pair with `release`. Raises what `make` raises."""
         with self._lock:
             if key not in self._uses:
                 self._uses[key] = _Use(make())
@@ -30,7 +30,7 @@ class Shared(Generic[T]):
             return self._uses[key].value
 
     def release(self, key: Hashable) -> T | None:
-        """Give the object of `key` back. Return it if this was the last use, so that the caller closes it."""
+        """End a use of the object of `key`. Return the object if this was its last use, so the caller can close it."""
         with self._lock:
             use = self._uses[key]
             use.users -= 1

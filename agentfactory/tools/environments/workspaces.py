@@ -1,5 +1,4 @@
-"""Folders of chains: `${chain}` in a server's `args`, `env` and `cwd`. A process has its folder from its start to its
-end."""
+"""Folders of chains: `${chain}` in a server's `args`, `env` and `cwd`. A folder exists as long as its process."""
 
 import asyncio
 import errno
@@ -32,15 +31,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _threads = ThreadPoolExecutor(4, "folders")
-"""For copies and removals, which take seconds if a folder has thousands of files: many chains that begin at once do not
-keep others from asyncio's own threads. More threads make them no faster, and the event loop slower."""
+"""For copies and removals, which take seconds for thousands of files: many chains that begin together must not exhaust
+asyncio's own threads. More threads make them no faster, and the event loop slower."""
 
 
 @dataclass(frozen=True)
 class ChainProgram:
-    """A program of which each process has a folder: a copy of `template`, if there is one.
+    """A program whose processes each have a folder, which starts as a copy of `template`, if set.
 
-    When the process has ended, its folder is removed, or moved into `kept`, to a place that is taken before.
+    When a process has ended, its folder is removed, or moved to a path reserved before in `kept`.
     """
 
     program: StdioServerParameters
@@ -48,8 +47,8 @@ class ChainProgram:
     kept: Path | None = None
 
     def place(self, chain: str) -> Path | None:
-        """Make the empty folder to which that of a chain will be moved, and return it; None if folders are not kept. If
-        it cannot be made, the person is told."""
+        """Create the empty folder to which the chain's folder will be moved, and return it. Return None if folders are
+        not kept, and also, with a notice to the user, if it cannot be created."""
         if self.kept is None:
             return None
         try:
@@ -61,8 +60,8 @@ class ChainProgram:
 
     @asynccontextmanager
     async def running(self, place: Callable[[], Path | None]) -> AsyncIterator[StdioServerParameters]:
-        """Make a folder and yield the command that refers to it. On exit it is moved to `place`, or removed if that is
-        None. Raises OSError if the template cannot be copied."""
+        """Create a folder and yield the command that refers to it. On exit move the folder to `place()`, or remove it
+        if that is None. Raises OSError if the template cannot be copied."""
         folder = make_folder()
         try:
             if self.template is not None:
@@ -92,12 +91,12 @@ async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def make_folder() -> Path:
-    """Make a folder for a chain. If this process ends without removing it, a small process does."""
+    """Create a folder for a chain. If this process ends without removing it, a sweeper process does."""
     return Path(tempfile.mkdtemp(dir=_root()))
 
 
 def give_to_sandbox(folder: Path) -> None:
-    """Let the user of sandboxes own a folder with everything in it."""
+    """Give the sandbox user ownership of a folder with everything in it."""
     if (user := sandbox_user()) is None:
         return
     os.chown(folder, user, user)
@@ -107,7 +106,7 @@ def give_to_sandbox(folder: Path) -> None:
 
 
 def check_template(field: str, template: Path) -> int:
-    """Return the bytes of a template.
+    """Return the size of a template in bytes.
 
     Raises SettingError if it is no folder, cannot be read, has links that lead out of it (through which a chain could
     write anywhere) or special files, or is larger than the free space for one copy.
@@ -116,7 +115,7 @@ def check_template(field: str, template: Path) -> int:
         raise SettingError(field, f"{template} is not a folder", "name an existing one")
 
     def fail(error: OSError) -> None:
-        raise SettingError(field, f"{error.filename} cannot be read: {error.strerror}", "change who may read it")
+        raise SettingError(field, f"{error.filename} cannot be read: {error.strerror}", "change its permissions")
 
     whole, root = 0, os.path.realpath(template)
     for folder, folders, files in os.walk(template, onerror=fail):
@@ -126,7 +125,7 @@ def check_template(field: str, template: Path) -> int:
             elif not path.is_dir() and not path.is_file():
                 raise SettingError(field, f"{path} is neither a file nor a folder", "remove it")
             elif not os.access(path, os.R_OK):
-                raise SettingError(field, f"{path} cannot be read: Permission denied", "change who may read it")
+                raise SettingError(field, f"{path} cannot be read: Permission denied", "change its permissions")
             elif path.is_file():
                 whole += path.stat().st_size
     if whole > (free := shutil.disk_usage(tempfile.gettempdir()).free):
@@ -136,7 +135,7 @@ def check_template(field: str, template: Path) -> int:
 
 
 def check_kept(field: str, kept: Path) -> None:
-    """Raise SettingError if folders cannot be moved to `kept`, which need not exist yet. Nothing is left there."""
+    """Raise SettingError if folders cannot be moved to `kept`, which need not exist yet. Leaves nothing there."""
     place = kept
     while not os.path.lexists(place):
         place = place.parent
@@ -165,13 +164,13 @@ def _copy(template: Path, folder: Path) -> None:
     try:
         shutil.copytree(template, folder, symlinks=True, dirs_exist_ok=True)
     except shutil.Error as error:
-        faults = error.args[0]  # of each file: where from, where to, why
+        faults = error.args[0]  # (source, destination, reason) of each file
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise OSError(f"the workspace cannot be copied: {faults[0][0]}: {faults[0][2]}{more}") from None
 
 
 def _keep(folder: Path, place: Path) -> None:
-    """Move a chain's folder to an empty one. If that fails, the folder is removed, and the person is told."""
+    """Move a chain's folder to the empty folder `place`. If that fails, remove it and notify the user."""
     try:
         try:
             folder.rename(place)
@@ -191,7 +190,7 @@ def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
 
 
 def _copy_as_it_is(folder: Path, place: Path) -> None:
-    """Copy a chain's folder to another file system, with links, pipes and the holes of files. Raises OSError."""
+    """Copy a chain's folder to another file system, with links, pipes and sparse files intact. Raises OSError."""
     command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -200,15 +199,15 @@ def _copy_as_it_is(folder: Path, place: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a chain's folder, and tell the person what cannot be removed."""
+    """Remove a chain's folder, and notify the user of files that cannot be removed."""
     if left := removal.remove(folder):
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         tell(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
 
 
 def _free(path: Path) -> Path:
-    """Make `path`, or the first of `path-2`, `path-3`, ... that does not exist, and return it: a chain may be tried
-    again. Raises OSError."""
+    """Create `path`, or the first of `path-2`, `path-3`, ... that does not exist, and return it: a chain may be
+    retried. Raises OSError."""
     number, free = 1, path
     while True:
         try:
@@ -222,8 +221,8 @@ def _free(path: Path) -> Path:
 
 @cache
 def _root() -> Path:
-    """Return the folder of this process's folders. A small process removes it when this one is gone, however it
-    ended."""
+    """Return the parent folder of this process's chain folders. A sweeper process removes it when this process is gone,
+    however it ended."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweeper = subprocess.Popen(

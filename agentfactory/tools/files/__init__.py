@@ -1,1 +1,1 @@
-"""Files that others may have written: opened without following links, locked, written whole, removed."""
+"""Files that others may have written: opening without following links, locking, atomic writing, removal."""

@@ -1,4 +1,4 @@
-"""Disks that take no more: errors that name the file, which those of the system and of libraries do not."""
+"""Full or read-only disks: errors that name the file, unlike those of the system and of libraries."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PROBE = 1 << 16
-"""Bytes that a disk must still take."""
+"""Bytes written to test a disk."""
 
 
 class DiskError(OSError):
@@ -19,12 +19,12 @@ class DiskError(OSError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise DiskError if what writes `path`, a file or a folder, fails because the disk takes no more."""
+    """Raise DiskError if writing `path`, a file or a folder, fails in this context because of the disk."""
     try:
         yield
     except DiskError:
         raise
-    except Exception as error:  # boundary: each library reports a full disk in its own words, torch as a wrong position
+    except Exception as error:  # boundary: libraries report a full disk in different ways, torch as a wrong position
         told = _reason(error) or (refusal(path.parent) if path.parent.is_dir() else None)
         if told is None:
             raise
@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> OSError | None:
-    """Return the system's error that `error` is, or that it quotes as libraries in Rust do."""
+    """Return the system's error for a full disk that `error` is, or that it quotes as Rust libraries do; else None."""
     for number in _FULL:
         if getattr(error, "errno", None) == number or f"(os error {number})" in str(error):
             return OSError(number, os.strerror(number))
@@ -44,7 +44,7 @@ def _reason(error: Exception) -> OSError | None:
 
 
 def append(path: Path, content: str | bytes) -> None:
-    """Append `content`, text as UTF-8, to a file. Follow no link that somebody has put there. Raises DiskError."""
+    """Append `content`, text as UTF-8, to a file. Follow no link in its place. Raises DiskError."""
     with writing(path), open(path, "ab", opener=_open_itself) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -60,11 +60,10 @@ def _open_itself(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, and rename it once its bytes are on the disk: it is never half there. Raises
-    DiskError."""
+    """Write a file atomically: under a temporary name, renamed once its bytes are on the disk. Raises DiskError."""
     aside = path.with_name(f"{path.name}.new")
     with writing(path):
-        # never write through a link that somebody has put there
+        # never write through a link in its place
         aside.unlink(missing_ok=True)
         with aside.open("xb") as file:
             file.write(content)
@@ -74,8 +73,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def refusal(folder: Path) -> OSError | None:
-    """Return the error of writing a small file in `folder`, an existing one; None if it can be written. Nothing is
-    kept."""
+    """Return the error of writing a small temporary file in the existing `folder`; None if that works."""
     try:
         with TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE))
@@ -89,5 +87,5 @@ def set_usual_modes(folder: Path) -> None:
     """Give the weights in `folder` the mode that the umask gives every other file: safetensors writes them readable by
     their owner alone."""
     for file in folder.rglob("*.safetensors"):
-        # the umask decided the mode of the folder, too
+        # the umask decided the mode of the folder too
         file.chmod(folder.stat().st_mode & 0o666)

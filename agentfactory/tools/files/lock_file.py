@@ -1,4 +1,4 @@
-"""Lock files that only those can open who may write in their folder: who can open a file, also to read, can lock it."""
+"""Lock files that only users with write access to their folder can open. Even opening for reading permits locking."""
 
 import fcntl
 import logging
@@ -13,18 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 def open_lock(path: Path, make: bool = True) -> int:
-    """Open a lock file, and keep other users out of one that an earlier version made; with `make`, create it if it is
-    missing. Follow no link, and wait for no FIFO. Raises OSError."""
+    """Open a lock file; with `make`, create it if it is missing. Restrict the mode of one that an earlier version
+    created. Follow no link, and wait for no FIFO. Raises OSError."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     opened = os.open(path, flags | (os.O_CREAT if make else 0), 0o600)
     if stat.S_IMODE(os.fstat(opened).st_mode) != (mode := private_mode(path.parent)):
-        with suppress(PermissionError):  # it is another user's
+        with suppress(PermissionError):  # the file belongs to another user
             os.fchmod(opened, mode)
     return opened
 
 
 def private_mode(folder: Path) -> int:
-    """Return the mode of a file that nobody can lock who may not write in `folder`."""
+    """Return the file mode that permits locking only to users with write access to `folder`."""
     return 0o660 if folder.stat().st_mode & stat.S_IWGRP else 0o600
 
 
@@ -43,7 +43,7 @@ def locked(opened: int) -> Iterator[None]:
 
 
 def holder(opened: int) -> str:
-    """Return words for the process that locks the open file: `pid 7 of user ann`, as far as the system tells it."""
+    """Describe the process that locks the open file, such as `pid 7 of user ann`, as far as the system reports it."""
     status = os.fstat(opened)
     inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError):  # no /proc

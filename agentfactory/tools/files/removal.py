@@ -1,6 +1,6 @@
-"""Removal of folders whose content anyone may have changed. Run as a program, it removes one when its stdin closes.
+"""Removal of folders with untrusted content. Run as a program, it removes a folder when its stdin closes.
 
-It needs nothing but the standard library, because a small process runs it (`workspaces._root`).
+It needs only the standard library, because a small sweeper process runs it (`workspaces._root`).
 """
 
 import os
@@ -14,13 +14,13 @@ from itertools import chain, count
 from pathlib import Path
 
 _THREADS = 12
-"""On ext4 the removal of a folder may wait a millisecond for the disk; threads wait at the same time."""
+"""On ext4 the removal of a folder may wait a millisecond for the disk; threads overlap these waits."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove a folder with everything in it, read-only folders too, however many and however deep. Follow no links.
-    Return the names that are left, with the reasons."""
+    """Remove a folder with everything in it, including read-only folders, in any number and depth. Follow no links.
+    Return the remaining names, with the reasons."""
     try:
         top = _open_folder(str(folder), None)
     except FileNotFoundError:
@@ -44,14 +44,14 @@ def remove(folder: Path) -> list[str]:
 
 
 def make_writable(folder: Path) -> None:
-    """Let the owner list and change `folder` and everything in it; what belongs to another owner stays as it is."""
+    """Let the owner list and change `folder` and everything in it. Entries of other owners stay unchanged."""
     # no links are followed
     subprocess.run(["chmod", "-R", "u+rwX", "--", folder], capture_output=True, check=False)
 
 
 class _Removal:
-    """Removes the content of the open folder `top`. Folders that are not empty are first moved to `top`: so no path is
-    long, and all of them can be removed at the same time."""
+    """The removal of the open folder `top`'s content. Folders that are not empty are first moved to `top`, so that
+    paths stay short and folders can be removed in parallel."""
 
     def __init__(self, top: int) -> None:
         self._top = top
@@ -59,7 +59,7 @@ class _Removal:
         self.left: list[str] = []
 
     def remove(self, name: str) -> list[str]:
-        """Remove a folder of `top`. Return the folders that were in it, as they are now named in `top`."""
+        """Remove a folder of `top`. Return the new names, in `top`, of the folders that were in it."""
         below: list[str] = []
         try:
             os.rmdir(name, dir_fd=self._top)
@@ -76,7 +76,7 @@ class _Removal:
         return below
 
     def clear(self, opened: int) -> list[str]:
-        """Remove the files of an open folder and move its folders to `top`. Return the names of those."""
+        """Remove the files of an open folder and move its folders to `top`. Return the folders' new names."""
         below = []
         for name, is_folder in _entries(opened):
             try:
@@ -94,7 +94,7 @@ class _Removal:
         moved = f"{self._prefix}{next(self._numbers)}"
         try:
             os.rename(name, moved, src_dir_fd=opened, dst_dir_fd=self._top)
-        except PermissionError:  # only a folder that can be written can be moved
+        except PermissionError:  # only a writable folder can be moved
             os.close(_open_folder(name, opened))
             os.rename(name, moved, src_dir_fd=opened, dst_dir_fd=self._top)
         return moved
@@ -122,9 +122,9 @@ def _open_folder(name: str, parent: int | None) -> int:
 
 
 def _let_owner(opened: int) -> None:
-    """Give all rights to the owner of an open folder, and close it. Leave that of another owner as it is."""
+    """Give all rights to the owner of an open folder, unless it is another user, and close it."""
     try:
-        # by its descriptor: a link that takes its name is not followed
+        # by its descriptor, so that a link that replaces it is not followed
         os.chmod(f"/proc/self/fd/{opened}", stat.S_IRWXU)
     except PermissionError:
         pass
@@ -135,7 +135,7 @@ def _let_owner(opened: int) -> None:
 if __name__ == "__main__":
     while os.read(0, 4096):
         pass
-    # servers, whose stdin closes too, may write for a moment more
+    # servers, whose stdin closes too, may keep writing for a moment
     for _ in range(10):
         remove(Path(sys.argv[1]))
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Open files in folders that somebody else may have filled: regular files only, no links, bounded sizes."""
+"""Opening of files in untrusted folders: regular files only, no links, bounded sizes."""
 
 import os
 import stat
@@ -28,7 +28,7 @@ _KINDS = {
 
 
 _DEEPEST = 64
-"""Levels of folders that are looked into."""
+"""Maximum nesting of folders."""
 
 
 class RefusedFileError(OSError):
@@ -44,7 +44,7 @@ class RefusedFileError(OSError):
 
 def open_file(path: Path, within: Path | None = None) -> BufferedReader:
     """Open the regular file `path` for reading, without following a link below the folder `within`. Without `within`,
-    a user has named the path, and links are followed.
+    the path comes from the user, and links are followed.
 
     Raises RefusedFileError for anything but a regular file, OSError if it cannot be opened.
     """
@@ -59,7 +59,7 @@ def open_file(path: Path, within: Path | None = None) -> BufferedReader:
 
 
 def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
-    """Return the content of a file like `open_file`. Raises RefusedFileError if it has more than `most` bytes."""
+    """Return the content of a file, opened by `open_file`. Raises RefusedFileError if it has more than `most` bytes."""
     with open_file(path, within) as file:
         size = os.fstat(file.fileno()).st_size
         # it may have grown since, or be a file of /proc, which has no size
@@ -70,7 +70,7 @@ def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
 
 
 def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) -> dict[str, object]:
-    """Return the JSON object in a file like `read_file`. Raises ValueError if it holds anything else, or too many
+    """Return the JSON object in a file, read by `read_file`. Raises ValueError if it holds anything else, or too many
     values."""
     content = read_file(path, most, within)
     if not has_few_values(content):
@@ -83,7 +83,7 @@ def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) ->
 
 
 def has_few_values(content: bytes, most: int = JSON_VALUES) -> bool:
-    """Return whether JSON has at most `most` values, or about that: texts count as well."""
+    """Return whether JSON has at most about `most` values. Commas and brackets within texts count too."""
     # each of these begins a value
     return sum(map(content.count, (b",", b"[", b"{"))) <= most
 

@@ -1,1 +1,1 @@
-"""HTTP servers of ours: addresses, keys, and bounds on what clients can hold."""
+"""Our HTTP servers: addresses, keys, retries, and bounds on clients' resources."""

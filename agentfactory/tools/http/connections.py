@@ -1,4 +1,4 @@
-"""Bounds on what clients of a listening socket can hold: other users of a machine reach its loopback addresses too."""
+"""Limits on a listening socket's clients, because other users of a machine reach its loopback addresses too."""
 
 import asyncio
 import logging
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 HEADER_SECONDS = 75.0
-"""How long a connection may be idle, and how long a request may take to come up to its body."""
+"""Maximum idle time of a connection, and maximum time until a request's header is complete."""
 _MOST_CONNECTIONS = 8192
 _MOST_RECORDS = 3
 
 
 def most_connections() -> int:
-    """Raise this process's limit of open files as far as the system allows, and return how many connections a listener
-    may hold: at most half of it, so that clients cannot use up what the process itself needs."""
+    """Raise this process's limit of open files as far as the system allows. Return the maximum number of connections to
+    a listener: at most half of that limit, so that clients cannot exhaust the files that the process needs."""
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:  # macOS does not take it as the soft limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -24,7 +24,7 @@ def most_connections() -> int:
 
 
 class ConnectionLimit:
-    """Bounds the connections to a listening socket; a further one is closed at once, and is not logged."""
+    """A limit on the connections to a listening socket. Further ones are closed immediately and not logged."""
 
     def __init__(self, most: int) -> None:
         self._free = most
@@ -32,8 +32,8 @@ class ConnectionLimit:
     def admit(
         self, make: Callable[[], asyncio.Protocol], left: Callable[[asyncio.Protocol], object] | None = None
     ) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection: a new one by `make`, for which `left` is called when the connection
-        is lost, or one that closes it."""
+        """Return the protocol of a new connection: one from `make`, with `left` called when the connection is lost, or
+        one that closes it if the limit is reached."""
         if not self._free:
             return _Refusing()
         self._free -= 1
@@ -53,7 +53,7 @@ class _Refusing(asyncio.Protocol):
 
 
 class _Admitted:
-    """A protocol that tells when its connection is lost."""
+    """A protocol with a callback for the loss of its connection."""
 
     def __init__(self, protocol: asyncio.Protocol, left: Callable[[], None]) -> None:
         self._protocol, self._left = protocol, left
@@ -80,5 +80,5 @@ class _Few(logging.Filter):
 
 
 def log_few(logger: logging.Logger) -> None:
-    """Let a server's logger tell of each kind of problem three times: clients cause as many as they like."""
+    """Limit a server's logger to three records of each kind, because clients can cause any number."""
     logger.addFilter(_Few())

@@ -1,4 +1,4 @@
-"""Our HTTP servers on uvicorn, with bounds on what their clients can hold."""
+"""Our HTTP servers on uvicorn, with limits on their clients' connections."""
 
 import asyncio
 import logging
@@ -14,8 +14,8 @@ from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit,
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if no request comes, or its header does not end. Of uvicorn's protocols, only this
-    one bounds the length of a header."""
+    """A connection that is closed if no request arrives, or its header stays incomplete. Of uvicorn's protocols, only
+    this one bounds the length of a header."""
 
     _closing: asyncio.TimerHandle | None = None
 

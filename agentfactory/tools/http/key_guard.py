@@ -1,4 +1,4 @@
-"""Demand a key from the clients of our HTTP servers: other users of a machine reach its loopback addresses too."""
+"""Key authentication for our HTTP servers, because other users of a machine reach its loopback addresses too."""
 
 import base64
 import hmac
@@ -21,8 +21,8 @@ HEALTH = "/health"
 class KeyGuard:
     """ASGI middleware that answers requests without the key with status 401, before their bodies are read.
 
-    Clients send `Authorization: Bearer KEY`. Those that only take an address send the key as its password,
-    `http://:KEY@HOST:PORT`. No page in a browser knows the key, whatever host name it gives the address.
+    Clients send `Authorization: Bearer KEY`. Clients that only accept a URL send the key as its password,
+    `http://:KEY@HOST:PORT`. A web page in a browser does not know the key, even if its host name maps to this address.
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -34,7 +34,7 @@ class KeyGuard:
             given = _key_in(Headers(scope=scope).get("authorization", ""))
             if not hmac.compare_digest(given, self._key):
                 error = "this server takes requests only with its key, as Authorization: Bearer KEY"
-                # whoever has no key keeps no connection
+                # close the connection of a client without the key
                 await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -53,7 +53,7 @@ def _key_in(authorization: str) -> bytes:
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """Listen on an address; port 0 takes a free one. Raises SettingError, about the option that gives the port, if the
+    """Listen on an address; port 0 takes a free one. Raises SettingError, for the option `option` of the port, if the
     address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
@@ -71,14 +71,14 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 @contextmanager
 def server_key(host: str, port: int, variable: str | None) -> Iterator[tuple[str, str]]:
-    """Yield a server's key and a line that says where it is: the environment variable `variable`, or a file that only
-    this user can read. Raises SettingError if the variable is not set, or a file cannot be left."""
+    """Yield a server's key and a line with its location: the environment variable `variable`, or a file that only this
+    user can read. Raises SettingError if the variable is not set, or the file cannot be written."""
     if variable is not None:
         yield key_of_environment("--api-key-env", variable), f"its key is in the variable {variable}"
         return
     try:
         with published_key(host, port) as key:
-            yield key, f"its key is in {key_file(host, port)}, where recipes of yours find it"
+            yield key, f"its key is in {key_file(host, port)}, where your recipes find it"
     except OSError as error:
-        problem = f"no key can be left for this server's clients: {error}"
+        problem = f"the key file for this server's clients cannot be written: {error}"
         raise SettingError("--api-key-env", problem, "name a variable that holds one") from error

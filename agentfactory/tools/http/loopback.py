@@ -1,4 +1,4 @@
-"""Loopback addresses, their network interface, and the users at both ends of connections over them: other users of a
+"""Loopback addresses, their network interface, and the users at both ends of their connections: other users of a
 machine reach its loopback addresses too."""
 
 import ipaddress
@@ -15,7 +15,7 @@ _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or a name is that of loopback."""
+    """Return whether an address or a host name is loopback."""
     try:
         return _plain(ipaddress.ip_address(host)).is_loopback
     except ValueError:
@@ -29,13 +29,13 @@ def loopback_interface() -> str | None:
 
 
 def listeners_users(port: int) -> set[int]:
-    """Return the ids of the users whose processes listen on a TCP port of this machine; empty if nobody does, or if the
-    system does not say (Linux does)."""
+    """Return the ids of the users whose processes listen on a TCP port of this machine; empty if there are none, or if
+    the system does not report them (Linux does)."""
     return {each.user for each in _sockets() if each.state == _LISTEN and each.here[1] == port}
 
 
 def own_sockets() -> set[str]:
-    """Return the inodes of the sockets that this process has open; empty if the system does not say (Linux does)."""
+    """Return the inodes of this process's open sockets; empty if the system does not report them (Linux does)."""
     found = set()
     with suppress(FileNotFoundError):
         for descriptor in os.listdir("/proc/self/fd"):
@@ -45,15 +45,15 @@ def own_sockets() -> set[str]:
 
 
 def has_foreign_peer(earlier: Collection[str]) -> bool:
-    """Return whether the other end of a loopback connection of this process is not open in a process of the same user.
-    Those of `earlier` sockets do not count."""
+    """Return whether some loopback connection of this process has no peer in a process of the same user. Connections of
+    `earlier` sockets are ignored."""
     new = own_sockets().difference(earlier)
     ours, trusted = set(), set()
     # the kernel's table is no snapshot: while others connect, a read can miss a row, but not the same one each time
     for each in (each for _ in range(5) for each in _sockets()):
         if each.inode in new and each.state in (_ESTABLISHED, _CLOSE_WAIT) and is_loopback(each.there[0]):
             ours.add((each.there, each.here))
-        # what has been closed already belongs to nobody
+        # a closed socket belongs to nobody
         if each.user == os.geteuid() and each.state == _ESTABLISHED:
             trusted.add((each.here, each.there))
     return not ours <= trusted
@@ -88,5 +88,5 @@ def _address(text: str) -> _Address:
 
 
 def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an IPv4 address that is written as one of IPv6, such as ::ffff:127.0.0.1, as what it is."""
+    """Convert an IPv4-mapped IPv6 address, such as ::ffff:127.0.0.1, to IPv4; return others unchanged."""
     return getattr(address, "ipv4_mapped", None) or address

@@ -1,4 +1,4 @@
-"""Decides when to send a failed request again: a pure state machine, without I/O."""
+"""Retry timing of failed requests: a pure state machine, without I/O."""
 
 import random
 import time
@@ -11,7 +11,7 @@ FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 
 @dataclass
 class Retries:
-    """The tries of one request: exponential backoff with jitter, until it has failed for `limit` seconds."""
+    """The retries of one request: exponential backoff with jitter, until it has failed for `limit` seconds."""
 
     limit: float
     failing_since: float | None = None
@@ -19,7 +19,7 @@ class Retries:
 
     def delay(self, now: float, draw: float | None = None, asked: float = 0.0) -> float | None:
         """Return the seconds to wait after a failure at `now`; None when the limit is reached. `draw` in [0, 1) is the
-        jitter; `asked` is the delay that the server asked for."""
+        jitter; `asked` is the delay that the server requested."""
         if self.failing_since is None:
             self.failing_since = now
         left = self.failing_since + self.limit - now
@@ -36,8 +36,8 @@ class Retries:
 
 
 def seconds_asked(retry_after: str) -> float:
-    """Return the seconds to wait from a Retry-After header, which contains a number of seconds or a date (RFC 9110,
-    10.2.3); 0 without one."""
+    """Parse a Retry-After header, a number of seconds or a date (RFC 9110, 10.2.3), to seconds to wait; 0 if it has
+    neither."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:

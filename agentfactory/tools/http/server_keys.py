@@ -1,8 +1,8 @@
 """Keys of the servers that a user runs on this machine: inference, tools, retrieval.
 
-Loopback keeps other machines out, but not other users of this one. So a server that was given no key draws one, and
-leaves it in a file that only its user can read: in the user's runtime folder, named by the server's address. Clients of
-the same user find it there. Imported by vLLM's Python too: it needs only the standard library.
+Loopback keeps other machines out, but not other users of this one. So a server without a configured key generates one,
+and writes it to a file that only its user can read: in the user's runtime folder, named after the server's address.
+Clients of the same user find it there. Imported by vLLM's Python too, so it needs only the standard library.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def key_folder() -> Path:
-    """Return the folder of this user's keys, which may not exist."""
+    """Return the folder of this user's keys, which need not exist."""
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}"
     # not TMPDIR, which may differ between a server and its clients
@@ -38,8 +38,8 @@ def key_file(host: str, port: int) -> Path:
 
 @contextmanager
 def published_key(host: str, port: int) -> Iterator[str]:
-    """Draw a key for the server at `host` and `port`, and keep it in its file during the context. Raises SettingError
-    if another user could read the folder."""
+    """Generate a key for the server at `host` and `port`, and keep it in its file during the context. Raises
+    SettingError if another user could read the folder."""
     file = key_file(host, port)
     with suppress(FileExistsError):
         file.parent.mkdir(mode=0o700)
@@ -47,7 +47,7 @@ def published_key(host: str, port: int) -> Iterator[str]:
     key = secrets.token_urlsafe(32)
     with _locked(file.parent):
         _remove_stale(file.parent)
-        # written under another name: a client never reads half a key
+        # written under another name, so a client never reads half a key
         passing = file.with_name(f".{secrets.token_hex(8)}")
         stream = os.fdopen(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
         stream.write(key)
@@ -64,8 +64,8 @@ def published_key(host: str, port: int) -> Iterator[str]:
 
 
 def pinned(url: str) -> str:
-    """Return `url` with the IP address of this user's server in place of a name such as localhost: a name can mean
-    several addresses, and at the others another user may listen for keys. Unchanged if no server has left a key."""
+    """Replace a host name in `url`, such as localhost, with the IP address of this user's server: a name can mean
+    several addresses, and another user may listen for keys at the others. Unchanged if no server has stored a key."""
     parts = urlsplit(url)
     if parts.hostname is None or _is_address(parts.hostname):
         return url
@@ -76,12 +76,12 @@ def pinned(url: str) -> str:
 
 
 def key_file_of(url: str) -> Path | None:
-    """Return the file with the key that the server at `url` has left for this user; None if there is none."""
+    """Return the file with the key that the server at `url` has stored for this user; None if there is none."""
     return next((file for address in _addresses(url) if _is_left(file := key_file(*address))), None)
 
 
 def _is_left(file: Path) -> bool:
-    """Return whether a server has left its key. Raises SettingError if the folder is another user's."""
+    """Return whether a server has stored its key. Raises SettingError if the folder is another user's."""
     try:
         return file.exists()
     except PermissionError:
@@ -90,8 +90,8 @@ def _is_left(file: Path) -> bool:
 
 
 def find_key(url: str) -> str | None:
-    """Return the key that the server at `url` has left for this user; None if there is none, or if `url` has a name in
-    place of an IP address (see `pinned`). Raises SettingError if another user could have written it."""
+    """Return the key that the server at `url` has stored for this user; None if there is none, or if `url` has a name
+    instead of an IP address (see `pinned`). Raises SettingError if another user could have written it."""
     if not _is_address(urlsplit(url).hostname or ""):
         return None
     for host, port in _addresses(url):
@@ -129,7 +129,7 @@ def _is_address(host: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _addresses(url: str) -> tuple[tuple[str, int], ...]:
-    """Return the addresses (IP, port) that `url` may mean on this machine; none if it is elsewhere."""
+    """Return the loopback addresses (IP, port) that `url` resolves to; none for another machine."""
     parts = urlsplit(url)
     port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
     try:
@@ -142,7 +142,7 @@ def _addresses(url: str) -> tuple[tuple[str, int], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _read(file: Path, inode: int, changed: int) -> str:
-    """Read a key again only if its file has changed: a client asks before each request."""
+    """Read a key. The cache rereads only changed files, because clients call this before each request."""
     _check_private(file.parent)
     return file.read_text(encoding="ascii")
 
@@ -152,8 +152,8 @@ def _check_private(folder: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise SettingError(
             "server",
-            f"the folder {folder}, where servers leave their keys, could be read or changed by another user",
-            "remove it, or let XDG_RUNTIME_DIR name a folder of your own",
+            f"the folder {folder}, where servers store their keys, could be read or changed by another user",
+            "remove it, or set XDG_RUNTIME_DIR to a folder of your own",
         )
 
 

@@ -1,1 +1,1 @@
-"""Images that tools act on: decoding, places in them as models state them, and the tools themselves."""
+"""Images for tools: decoding, resizing, coordinates and caching."""

@@ -1,4 +1,4 @@
-"""Places in images: a task states them in pixels of the file, and each model in the way that it has learned."""
+"""Coordinates in images: tasks use pixels of the file, and each model the convention of its training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,24 +13,24 @@ from agentfactory.tools.messages import ToolSpec
 Size = tuple[int, int]
 """Width and height in pixels."""
 PLACEHOLDER = "{coordinates}"
-"""In the description of a tool or of its arguments: replaced by how the model states places."""
+"""Placeholder in the description of a tool or its arguments, replaced with the model's coordinate convention."""
 VIEW_FIELD = "model_view"
-"""The field of a task in which tools get a ModelView."""
+"""The field of a task that gives tools a ModelView."""
 _TOKEN = 28
-"""Side of a token in pixels where it is not known."""
+"""Side of an image token in pixels, if the model's is unknown."""
 
 
 class Coordinates(StrEnum):
-    """The numbers by which a model states a place in an image. x begins at the left edge, y at the top."""
+    """A model's coordinate convention. x begins at the left edge of an image, y at the top."""
 
     PIXELS = "pixels"
-    """Pixels of the image in full size."""
+    """Pixels of the full-size image."""
     RESIZED = "resized"
-    """Pixels of the image in the size that the model gets."""
+    """Pixels of the resized image that the model gets."""
     RELATIVE1000 = "relative1000"
-    """From 0 to 1000 on each side of the image."""
+    """From 0 to 1000 along each side of the image."""
     RELATIVE1 = "relative1"
-    """From 0 to 1 on each side of the image."""
+    """From 0 to 1 along each side of the image."""
 
 
 _WORDS = {
@@ -43,22 +43,22 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class ModelView:
-    """How a model states places in images, and in which size it gets them.
+    """A model's coordinate convention and image resizing.
 
     Tools get it as the field `model_view` of a task (see `of`), rewards as the argument `model_view`.
     """
 
     coordinates: Coordinates = Coordinates.PIXELS
     sizes: SizeRule | None = None
-    """How the model resizes images; None if this is not known, as `resized` needs it to be."""
+    """The model's resizing rule; None if unknown, which `resized` does not allow."""
 
     def __post_init__(self) -> None:
         if self.coordinates is Coordinates.RESIZED and self.sizes is None:
-            raise ValueError("coordinates: got resized, and it is not known how the model resizes images")
+            raise ValueError("coordinates: got resized, but the model's resizing of images is unknown")
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Self:
-        """Create it from a task's `model_view`. None, without a model: a person states pixels of the file."""
+        """Create it from a task's `model_view`. None (no model) means pixels of the file."""
         if given is None:
             return cls()
         sizes = given["sizes"]
@@ -70,45 +70,45 @@ class ModelView:
 
     @property
     def token(self) -> int:
-        """Side in pixels of what one token stands for."""
+        """Side of an image token in pixels."""
         return _TOKEN if self.sizes is None else self.sizes.token
 
     @property
     def words(self) -> str:
-        """How the model states places, in words for it."""
+        """Description of the coordinate convention, for the model."""
         return _WORDS[self.coordinates]
 
     @property
     def needs_sizes(self) -> bool:
-        """Whether the model has to be told how large images are, because it cannot see that."""
+        """True if the prompt must give the model image sizes, which it cannot infer."""
         return self.coordinates is Coordinates.PIXELS
 
     @property
     def is_fine(self) -> bool:
-        """Whether whole numbers are too coarse to state places."""
+        """True if whole numbers are too coarse as coordinates."""
         return self.coordinates is Coordinates.RELATIVE1
 
     def shown(self, image: Image.Image) -> Image.Image:
-        """Return an RGB image in the size that the model gets, as far as it is known. Raises ValueError if it is too
-        narrow to be shown."""
+        """Return an RGB image in the size that the model gets, as far as that is known. Raises ValueError if it is too
+        narrow."""
         return image if self.sizes is None else self.sizes.fit(image)
 
     def to_pixels(self, places: Sequence[float], size: Size) -> list[float]:
-        """Convert x, y, x, y, ... that the model stated of an image of this full size to pixels of it. Raises
-        ValueError for an odd number of them."""
+        """Convert x, y, x, y, ... from the model's coordinates to pixels of an image of the full size `size`. Raises
+        ValueError for an odd number of values."""
         return _converted(places, self._units(size), size)
 
     def from_pixels(self, places: Sequence[float], size: Size) -> list[float]:
-        """Convert x, y, x, y, ... in pixels of an image of this full size to what the model states. Raises ValueError
-        for an odd number of them."""
+        """Convert x, y, x, y, ... from pixels of an image of the full size `size` to the model's coordinates. Raises
+        ValueError for an odd number of values."""
         return _converted(places, size, self._units(size))
 
     def point_in(self, point: Sequence[float], size: Size) -> tuple[float, float]:
-        """Return the pixels of a place (x, y) that the model stated of an image of this full size. Raises ValueError,
-        for the model, if it is outside."""
+        """Convert a point (x, y) from the model's coordinates to pixels of an image of the full size `size`. Raises
+        ValueError, with a message for the model, if it is outside."""
         x, y = self.to_pixels(point, size)
         width, height = size
-        # to half a pixel: a model may round
+        # tolerate half a pixel, because models may round
         if not (-0.5 <= x <= width + 0.5 and -0.5 <= y <= height + 0.5):
             raise ValueError(f"got {list(point)}, outside of the image, which ends at {self.stated(size, size)}")
         return min(max(x, 0), width), min(max(y, 0), height)
@@ -118,7 +118,7 @@ class ModelView:
         return [round(number, 3) if self.is_fine else round(number) for number in self.from_pixels(places, size)]
 
     def _units(self, size: Size) -> Size:
-        """Return how many of the model's units are the width and the height of an image."""
+        """Return the width and the height of an image in the model's units."""
         match self.coordinates:
             case Coordinates.PIXELS:
                 return size
@@ -132,7 +132,7 @@ class ModelView:
 
 
 def stating(spec: ToolSpec, view: ModelView) -> ToolSpec:
-    """Return the description of a tool with the way of stating places in it."""
+    """Fill in a tool's description with the model's coordinate convention."""
 
     def put(value: Any) -> Any:
         if isinstance(value, str):
@@ -147,5 +147,5 @@ def stating(spec: ToolSpec, view: ModelView) -> ToolSpec:
 def _converted(places: Sequence[float], given: Size, wanted: Size) -> list[float]:
     if len(places) % 2:
         raise ValueError(f"got {len(places)} numbers; a place has two, x and y")
-    # the product first: of whole numbers it is exact, so that halves of pixels are rounded as they should be
+    # multiply first: products of whole numbers are exact, so half pixels round correctly
     return [place * wanted[axis % 2] / given[axis % 2] for axis, place in enumerate(places)]

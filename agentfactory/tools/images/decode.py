@@ -1,4 +1,4 @@
-"""Decodes images from the forms in which data sets, tools and messages hold them."""
+"""Decoding of images from data sets, tools and messages."""
 
 import base64
 import binascii
@@ -10,14 +10,14 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 _LONGEST_PATH = 1024
-"""A longer text is an image in base64."""
+"""Maximum characters of a path; longer text is an image in base64."""
 _ADDRESSES = ("data:", "http:", "https:", "image:")
 _IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""How PNG, JPEG, GIF and WebP files begin in base64, also if they are as short as a path."""
+"""Beginnings of PNG, JPEG, GIF and WebP files in base64, which may be as short as a path."""
 MOST_PIXELS = 100_000_000
-"""Pixels of the largest image that is decoded: a small file may hold a huge one."""
+"""Maximum pixels of a decoded image: a small file may hold a huge one."""
 _ORIENTATION = 0x0112
-"""EXIF tag: how the image has to be turned."""
+"""EXIF tag of the image's orientation."""
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -31,19 +31,19 @@ _QUARTER_TURNS = tuple(_TURNS[orientation] for orientation in (5, 6, 7, 8))
 
 
 def is_path(image: Any) -> bool:
-    """Return whether an image is given by a path, and not by an address, or as base64."""
+    """Return whether an image is given as a path, rather than as a URL or base64."""
     if not isinstance(image, str):
         return isinstance(image, Path)
     return len(image) < _LONGEST_PATH and not image.startswith((*_ADDRESSES, *_IN_BASE64))
 
 
 def decode(source: Any, base: Path = Path()) -> Image.Image:
-    """Return an image in RGB, turned as its EXIF data says; what is transparent becomes white, and of an animation the
-    first picture is taken.
+    """Decode an image to RGB, turned upright by its EXIF data. Transparency becomes white; of an animation, the first
+    frame is used.
 
-    `source` is a Pillow image, bytes of a file, a path (relative to `base`), a `data:` address, base64 text, or a dict
-    with `bytes` or `path`, as data sets have it. Raises ValueError if it is none of these or cannot be decoded;
-    addresses on the web are not fetched.
+    `source` is a Pillow image, bytes of a file, a path (relative to `base`), a `data:` URL, base64 text, or a dict with
+    `bytes` or `path`, as in data sets. Raises ValueError if it is none of these or cannot be decoded; web addresses are
+    not fetched.
     """
     name = _name_of(source)
     image = source if isinstance(source, Image.Image) else _open(BytesIO(content_of(source, base)), name)
@@ -51,7 +51,7 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
         image.load()
         image = _upright(image)
         if image.mode.startswith("I;16"):
-            # as Pillow itself reads colours of 16 bits; its own conversion makes nearly everything white
+            # keep the upper 8 bits, as Pillow does for 16-bit colour; its own conversion makes nearly everything white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise ValueError(f"its pixels are numbers of 32 bits ({image.mode}); save it with 8 or 16 bits per colour")
@@ -65,7 +65,7 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
 
 
 def size_of(source: Any) -> tuple[int, int]:
-    """Return the width and height that `decode` gives an image, without decoding it. Raises ValueError."""
+    """Return the (width, height) of the image that `decode` returns, without decoding it. Raises ValueError."""
     if isinstance(source, Image.Image):
         return _upright_size(source)
     if (path := _path_of(source, Path())) is None:
@@ -78,13 +78,13 @@ def size_of(source: Any) -> tuple[int, int]:
 
 
 def _name_of(source: Any) -> str:
-    """Return what errors call an image: by its path, if it has one."""
+    """Return an image's name for errors, with its path if it has one."""
     path = _path_of(source, Path()) if isinstance(source, dict | Path | str) else None
     return "the image" if path is None else f"the image {path}"
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    # Pillow's own exif_transpose also writes the EXIF data anew, and fails for what it cannot write
+    # Pillow's own exif_transpose also rewrites the EXIF data, and fails for data that it cannot write
     turn = _turn_of(image)
     return image if turn is None else image.transpose(turn)
 
@@ -95,10 +95,10 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return how an image has to be turned."""
+    """Return the transposition that turns an image upright; None if none is needed."""
     try:
         return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image as it is stored
+    except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image unturned
         return None
 
 
@@ -134,7 +134,7 @@ def content_of(source: Any, base: Path = Path()) -> bytes:
 
 
 def _path_of(source: Any, base: Path) -> Path | None:
-    """Return the path of an image that is given by one; None for any other."""
+    """Return the path of an image that is given as a path; None for any other."""
     if isinstance(source, dict) and source.get("bytes") is None:
         source = source.get("path")
     return base / str(source).removeprefix("file://") if is_path(source) else None

@@ -1,4 +1,4 @@
-"""Keeps what was used last, up to a number of bytes."""
+"""A byte-bounded LRU cache."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,27 +8,27 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Key, Value]):
-    """Values by key, with their sizes in bytes. A new value replaces those that were used longest ago, so that all
-    together have at most `limit` bytes; one that is larger than that is kept alone."""
+    """An LRU cache of values with sizes in bytes. A new value evicts the least recently used ones until the total is at
+    most `limit` bytes; a value larger than `limit` is kept alone."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        """Bytes of all values."""
+        """Total bytes of all values."""
         self._values: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._values)
 
     def get(self, key: Key) -> Value | None:
-        """Return a value, which becomes the one used last; None if it is not kept."""
+        """Return a value and mark it as most recently used; None if it is not cached."""
         if key not in self._values:
             return None
         self._values.move_to_end(key)
         return self._values[key][0]
 
     def put(self, key: Key, value: Value, nbytes: int) -> None:
-        """Keep a value under a new key."""
+        """Cache a value under a new key."""
         self._values[key] = value, nbytes
         self.nbytes += nbytes
         while self.nbytes > self.limit and len(self._values) > 1:
@@ -36,6 +36,6 @@ class ByteCache(Generic[Key, Value]):
             self.nbytes -= dropped
 
     def clear(self) -> None:
-        """Forget all values."""
+        """Evict all values."""
         self._values.clear()
         self.nbytes = 0

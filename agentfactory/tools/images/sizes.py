@@ -1,4 +1,4 @@
-"""The size in which a model gets an image that it cuts into tokens of equal size."""
+"""Image sizes for models that cut images into tokens of equal size."""
 
 import math
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ MOST_ASPECT = 200
 
 @dataclass(frozen=True)
 class SizeRule:
-    """How models of Qwen's kind (arXiv:2409.12191, section 2.1) and GLM's (arXiv:2507.01006) resize an image."""
+    """The resizing of images by models like Qwen's (arXiv:2409.12191, section 2.1) and GLM's (arXiv:2507.01006)."""
 
     token: int
-    """Side in pixels of what one token stands for."""
+    """Side of an image token in pixels."""
     min_pixels: int
     """Smallest area of an image."""
     max_pixels: int
     """Largest area of an image."""
     grows: bool = False
-    """Whether an image with a side below that of a token is enlarged, instead of that side alone: GLM's."""
+    """True to enlarge the whole image if a side is shorter than a token (GLM); False to enlarge only that side."""
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize an RGB image as the model's own processor does, which then leaves it as it is. Raises ValueError if it
+        """Resize an RGB image like the model's own processor, which then leaves it unchanged. Raises ValueError if it
         is too narrow."""
         size = self.fitted(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the (width, height) in which the model gets an image: multiples of `token`, an area from `min_pixels`
-        to `max_pixels`, and nearly the same aspect. Raises ValueError if the aspect exceeds MOST_ASPECT, or if there
-        is no such size, because `min_pixels` and `max_pixels` are too near to each other."""
+        """Return an image's (width, height) for the model: multiples of `token`, an area from `min_pixels` to
+        `max_pixels`, and nearly the same aspect ratio. Raises ValueError if the aspect ratio exceeds MOST_ASPECT, or if
+        no such size exists, because `min_pixels` and `max_pixels` are too close."""
         size = self._fitted(width, height)
         tried = {size}
         # a narrow image may still be too large: the server would resize it again

@@ -1,1 +1,1 @@
-"""Connections to MCP servers, third-party or ours, as processes, containers, addresses or objects."""
+"""Connections to third-party and own MCP servers: processes, containers, URLs or objects."""

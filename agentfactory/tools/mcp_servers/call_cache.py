@@ -1,4 +1,4 @@
-"""Caches results of calls whose answer never changes."""
+"""A cache for the results of deterministic calls."""
 
 import asyncio
 import json
@@ -14,15 +14,15 @@ from agentfactory.tools.mcp_servers.server_connection import CallTimeout
 
 @dataclass
 class _Asked:
-    """A call in flight. It is cancelled when nothing waits for it any more."""
+    """A call in flight, cancelled when nothing waits for it any more."""
 
     task: "asyncio.Task[CallToolResult]"
     waiting: int = 0
 
 
 class CallCache:
-    """The last `size` results, by tool and arguments. Errors are not cached, and concurrent equal calls are made
-    once."""
+    """An LRU cache of `size` results, keyed by tool and arguments. Errors are not cached, and concurrent equal calls
+    are made once."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -36,7 +36,7 @@ class CallCache:
         ask: Callable[[], Coroutine[Any, Any, CallToolResult]],
         timeout_seconds: float,
     ) -> CallToolResult:
-        """Return the result of the call `ask`, which has no time limit itself.
+        """Return the result of the call `ask`, which must not have its own time limit.
 
         Raises:
             CallTimeout: it did not arrive within `timeout_seconds`.

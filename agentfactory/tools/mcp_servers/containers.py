@@ -1,4 +1,4 @@
-"""MCP servers in containers: the command line with which docker or podman runs one, and its end."""
+"""MCP servers in containers: the docker or podman command line, and the container's removal."""
 
 import asyncio
 import os
@@ -17,12 +17,12 @@ PROGRAMS = ("docker", "podman")
 """Programs that can run a container, in the order in which they are tried."""
 _ANSWER_SECONDS = 20.0
 _PASSED_ON = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
-"""Variables that tell docker and podman where their service is."""
+"""Environment variables that configure docker's and podman's connection to their service."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """An image whose program uses MCP on stdin and stdout. `env` contains the values, including secrets."""
+    """An image whose program speaks MCP on stdin and stdout. `env` contains the values, including secrets."""
 
     server: str
     image: str
@@ -30,8 +30,8 @@ class Container:
     env: dict[str, str]
 
     def command(self, program: str, name: str) -> StdioServerParameters:
-        """Return the command with which `program` runs it under `name`. Only the names of variables are on the command
-        line."""
+        """Return the command by which `program` runs the image under `name`. The command line has only the names of
+        variables, not their values."""
         variables = [part for key in self.env for part in ("--env", key)]
         return StdioServerParameters(
             command=program,
@@ -94,4 +94,4 @@ async def _run(*command: str) -> tuple[int | None, str]:
             process.kill()
             await process.wait()
     lines = said.decode(errors="replace").strip().splitlines()
-    return process.returncode, lines[-1] if lines else "it said nothing"
+    return process.returncode, lines[-1] if lines else "no message on stderr"

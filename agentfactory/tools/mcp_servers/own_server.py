@@ -1,4 +1,4 @@
-"""Our tools and Environments as an MCP server; the same object serves in process, over stdio and over HTTP."""
+"""An MCP server for our tools and Environments; the same object serves in process, over stdio and over HTTP."""
 
 import inspect
 import json
@@ -42,7 +42,7 @@ from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_t
 logger = logging.getLogger(__name__)
 
 CHAIN_KEY = "agentfactory/chain"
-"""Key in a call's `_meta`: the chain that owns the state that the call acts on."""
+"""Key in a call's `_meta`: the chain whose state the call uses."""
 ROLE_KEY = "agentfactory/role"
 """Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
 `reward`, `close`, `gauges`, `take_images`. A server that lists roles checks arguments itself and returns
@@ -57,7 +57,7 @@ def build_server(
     idle_seconds: float | None = None,
     result_bytes: int | None = None,
 ) -> Server[Any] | MCPServer:
-    """Create one MCP server from `@tool` functions, such methods of instances, and at most one Environment class.
+    """Create one MCP server from `@tool` functions and bound methods, and at most one Environment class.
 
     A single MCP server object of the SDK is returned unchanged.
 
@@ -66,7 +66,7 @@ def build_server(
         pool: Pool of the Environment's instances.
         options: Constructor arguments of the Environment's instances.
         idle_seconds: After this time without a call a chain counts as gone; None: its instance waits for `close`.
-        result_bytes: Results are cut to so many bytes here; None: the client cuts them.
+        result_bytes: Maximum bytes of a result, which is cut here; None: the client cuts it.
 
     Raises:
         TypeError: an object of another kind, two Environments, two tools with one name, options that do not fit, or
@@ -79,7 +79,7 @@ def build_server(
         for field, value in (("pool", pool not in (None, PoolConfig())), ("options", options)):
             if value:
                 raise TypeError(
-                    f"{field}: server {name} has no Environment class, which alone takes {field}; remove it"
+                    f"{field}: only an Environment class takes {field}, and server {name} has none; remove it"
                 )
     if host is None:
         return objects[0]
@@ -87,8 +87,7 @@ def build_server(
 
 
 class OwnServer(Server[Any]):
-    """An MCP server of our tools. In this process they are called without the protocol, which takes 0.2 ms of CPU per
-    call."""
+    """An MCP server of our tools. Calls from this process bypass the protocol, which takes 0.2 ms of CPU per call."""
 
     def __init__(self, host: "_ToolHost") -> None:
         super().__init__(host.name, on_list_tools=host.list_tools, on_call_tool=host.call_tool, lifespan=host.lifespan)
@@ -96,7 +95,8 @@ class OwnServer(Server[Any]):
         self._host = host
 
     async def call(self, tool: str, arguments: dict[str, Any], chain: str) -> CallToolResult:
-        """Return what a client's call would; a tool may keep or change its arguments. Raises MCPError."""
+        """Return the result of a client's call. Copies the arguments, which a tool may keep or change. Raises
+        MCPError."""
         return await self._host.answer(tool, deepcopy(arguments), chain)
 
 
@@ -194,9 +194,9 @@ class _ToolHost:
             raise
         except NoState as error:
             raise MCPError(INVALID_REQUEST, str(error)) from None
-        except ToolInfrastructureError as error:  # also from a user's tool, if the model should not be told
+        except ToolInfrastructureError as error:  # also from a user's tool, to hide the error from the model
             raise MCPError(INTERNAL_ERROR, self._cut("", str(error))) from None
-        except Exception as error:  # boundary: a user's tool may raise anything, and the model is told
+        except Exception as error:  # boundary: a user's tool may raise anything, and the model reads it
             logger.debug("%s raised", tool, exc_info=error)
             text = self._cut(f"{type(error).__name__}: ", str(error))
             error.__traceback__ = None  # part of a cycle that would keep the error, and its text, until a collection
@@ -236,8 +236,8 @@ class _ToolHost:
         return self._observed(value, environment)
 
     def _observed(self, value: Any, environment: Environment) -> CallToolResult:
-        """Return the result of a method of `environment`, with the anchor of the state that it is in now. Raises
-        ToolInfrastructureError if it fails to give one, which no model caused."""
+        """Return the result of a method of `environment`, with the anchor of its current state. Raises
+        ToolInfrastructureError if `anchor` fails, because the model did not cause that."""
         result = self._result(value)
         if not self._gives_anchors:
             return result
@@ -265,7 +265,7 @@ def _is_environment(given: Any) -> bool:
 def _check_bound(given: ToolFunction) -> None:
     if next(iter(inspect.signature(given).parameters), None) == "self":
         name = given.spec.name
-        raise TypeError(f"{name} is a method of a class: serve that of an instance, as in `instance.{name}`")
+        raise TypeError(f"{name} is a method of a class: serve an instance's method, as in `instance.{name}`")
 
 
 def _verdict(value: Any) -> CallToolResult:

@@ -1,4 +1,4 @@
-"""One server of a recipe: its tools, and the part of it that a chain has exclusively."""
+"""One MCP server of a recipe: its tools, and the isolation of its chains."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.memory import memory_of
 
 PROCESS_BYTES = 75 << 20
-"""What a process of a server takes, until one was measured: 50 to 75 MiB with Node.js and Python, without what it
-starts itself."""
+"""Assumed memory of a server process until one was measured: 50 to 75 MiB with Node.js and Python, without its
+children."""
 _SPARES = 2
-"""Processes that wait for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
+"""Processes started ahead for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
 
 
 class ToolServer:
-    """A server, from `open` to `close`.
+    """An MCP server of a recipe, from `open` to `close`.
 
-    What a chain has exclusively is `isolation` of the recipe; if that is not set, a program or container that is not
-    ours gets a process per chain, because nobody knows what it remembers.
+    The recipe's `isolation` says what a chain gets exclusively. By default, a program or container that is not ours
+    gets a process per chain, because its state is unknown.
 
     Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
     pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
-    environment, which is reset, is known to forget what a chain left behind; the instances of any other server serve
-    one chain each, unless `pool.max_uses` says otherwise.
+    environment has a reset that clears a chain's state, so instances of other servers serve one chain each, unless
+    `pool.max_uses` is set.
 
-    `tools` are those for the model, `hidden` the environment's by their role.
+    `tools` are the model's tools; `hidden` maps roles to the environment's other tools.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ToolServer:
         self.reset_seconds = config.timeout_seconds
         self.cache = CallCache(config.cache) if config.cache else None
         self.isolated = config.isolation not in (None, Isolation.SHARED)
-        self._memory = memory  # bytes that its processes may take
-        self._each = PROCESS_BYTES  # bytes that one takes
+        self._memory = memory  # bytes for all its processes
+        self._each = PROCESS_BYTES  # bytes per process
         self._target = target
         self._log = log
         self._shared: Connection | None = None
-        self._first: list[Connection] = []  # used to read an isolated server's tools; its pool takes it over
+        self._first: list[Connection] = []  # used to list an isolated server's tools, then part of its pool
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
 
@@ -74,7 +74,7 @@ class ToolServer:
         connection = await self._connect(reopens=not self.isolated)
         self._read(connection.tools)
         if self.config.isolation is None and not self.config.cache and (self.config.command or self.config.container):
-            # our own servers give each tool a role, and tell chains apart by the key in each call
+            # our own servers give each tool a role, and identify chains by the key in each call
             self.isolated = not any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
             connection.reopens = not self.isolated
         if self.isolated:
@@ -88,21 +88,21 @@ class ToolServer:
         for field in ("warm", "max_uses", "max_seconds"):
             if getattr(self.config.pool, field):
                 raise ValueError(
-                    f"mcp_servers.{self.name}.pool.{field}: all chains share the server, so that nothing is made or "
+                    f"mcp_servers.{self.name}.pool.{field}: all chains share the server, so no instance is created or "
                     "replaced; set isolation, or remove it"
                 )
         if self.config.pool.capacity is not None:
             self._pool = self._places(self._shared)
 
     async def close(self) -> None:
-        """End what was started here; no process of it is left."""
+        """Close all connections and end all processes that were started here."""
         if self._pool is not None:
             await self._pool.close()
         for connection in (*self._first, *([self._shared] if self._shared else [])):
             await connection.close()
 
     async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
-        """Return the connection for the chain of this key, and the lease to release at its end, if there is one.
+        """Return the connection for the chain `chain`, and the lease to release at its end, or None.
 
         Raises ToolInfrastructureError if none became free in time, or none could be created.
         """
@@ -116,7 +116,7 @@ class ToolServer:
 
     @property
     def told_isolation(self) -> str:
-        """What a chain has for itself, in words."""
+        """Description of a chain's isolation, for the user."""
         config = self.config
         if not self.isolated:
             if config.url is not None:
@@ -175,8 +175,8 @@ class ToolServer:
         return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=self._retire)
 
     async def _retire(self, connection: Connection) -> None:
-        """Close a connection. Its process may have taken more than was reckoned, such as one that starts a browser:
-        then fewer run from now on."""
+        """Close a connection. If its process took more memory than assumed, such as one that starts a browser, lower
+        the pool's capacity."""
         if connection.pid is not None and connection.alive:
             taken = await asyncio.to_thread(memory_of, connection.pid)
             if taken > self._each:

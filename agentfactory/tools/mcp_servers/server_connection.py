@@ -1,7 +1,7 @@
 """Connections to MCP servers: in this process, as a child on stdio, or over streamable HTTP.
 
 One owner task per connection opens it, waits, and closes it, because the SDK's cancel scopes must be exited by the task
-that entered them; other tasks only make calls. If a connection dies, its owner opens it again for the next call.
+that entered them; other tasks only make calls. If a connection dies, its owner reopens it for the next call.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 Log = Callable[[dict[str, Any]], None]
 
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
-"""Seconds to wait before opening a lost connection again, by consecutive failures; after that it is given up."""
+"""Seconds to wait before reopening a lost connection, by consecutive failures; after the last one, give up."""
 OPEN_SECONDS = 120.0
-"""How long a server may take to start and list its tools; `npx` may first have to download it."""
+"""Time limit for starting a server and listing its tools; `npx` may have to download it first."""
 STDERR_TAIL = 2000
 """Characters of a child's stderr that an error quotes."""
 
@@ -73,7 +73,7 @@ class Connection:
         self.name = name
         self._result_bytes = result_bytes
         self.reopens = reopens
-        self.kept: Path | None = None  # where the folder of its chain will be kept
+        self.kept: Path | None = None  # destination of its chain's folder
         self.pid: int | None = None  # of the server, if it is our child
         self.timeout_seconds = timeout_seconds
         self.generation = 0
@@ -96,7 +96,7 @@ class Connection:
         await self._connected()
 
     async def close(self) -> None:
-        """Close the server; a child process has ended afterwards."""
+        """Close the server, and wait until a child process has ended."""
         self._closing = True
         if self._owner is not None:
             if self._opening:
@@ -107,13 +107,13 @@ class Connection:
         self._client.cancel()
 
     def belong_to(self, chain: str) -> None:
-        """Note the chain that has this connection for itself."""
+        """Note the chain that uses this connection exclusively."""
         if isinstance(self._target, ChainProgram):
             self.kept = self._target.place(chain)
 
     @property
     def alive(self) -> bool:
-        """Whether the server is connected, as far as is known."""
+        """True if the server is connected, as far as is known."""
         return self._client.done() and not self._failure and not self._closing
 
     async def call(
@@ -164,7 +164,8 @@ class Connection:
         return bounded(result, self._result_bytes)
 
     async def answers(self) -> bool:
-        """Return whether the server still answers and knows this connection. The newer protocol cannot ask that."""
+        """Return whether the server still answers and knows this connection. The newer protocol has no such request, so
+        it counts as answering."""
         if not self.alive:
             return False
         client = self._client.result()
@@ -204,7 +205,7 @@ class Connection:
             failures = 0 if self._used else failures + 1
             self._log({"event": "tool_server_lost", "server": self.name, "reason": reason, "failures": failures})
             if self.generation > 0:
-                again = "it is started again" if self.reopens else "another instance is made"
+                again = "it is started again" if self.reopens else "another instance is created"
                 text = f"tool server {self.name} was lost, and {again}: {reason}; chains that used it failed"
                 tell(logger, f"tool server {self.name} was lost", text)
             if self.generation == 0 or not self.reopens:
@@ -297,7 +298,7 @@ class Connection:
             with os.fdopen(write_end, "w") as errlog:
                 yield errlog
         finally:
-            # what a dead child wrote is in the pipe; do not wait for a grandchild that keeps it open
+            # read a dead child's last output from the pipe, but do not wait for a grandchild that keeps it open
             await asyncio.wait({collecting}, timeout=0.5)
             collecting.cancel()
             pipe.close()
@@ -307,8 +308,8 @@ class Connection:
 async def _http_client(
     target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]], result_bytes: int
 ) -> AsyncIterator[Client]:
-    """Return a client of `target`. If it is to be a session, use the older protocol, which has sessions."""
-    # calls have their own time limit, within which an answer may take its time
+    """Yield a client of `target`, with the older protocol if it needs a session."""
+    # no read timeout: calls have their own time limit
     timeout = httpx2.Timeout(None, connect=30.0)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
@@ -316,7 +317,7 @@ async def _http_client(
         kind = response.headers.get("content-type", "").lower()
         if kind.startswith(("application/json", "text/event-stream")):
             if coding := response.headers.get("content-encoding"):
-                raise ToolInfrastructureError(f"{target.url} answers in {coding}, although it was asked not to")
+                raise ToolInfrastructureError(f"{target.url} answers in {coding}, although identity was requested")
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             lines = kind.startswith("text/event-stream")
             response.stream = _BoundedStream(response.stream, MessageFilter(result_bytes, lines))
@@ -324,7 +325,7 @@ async def _http_client(
     url = pinned(target.url)
 
     async def show_key(request: httpx2.Request) -> None:
-        # looked up for each request: a server that was started again has another key
+        # looked up for each request: a restarted server has another key
         for name, value in key_header(url).items():
             request.headers.setdefault(name, value)
 
@@ -339,7 +340,7 @@ async def _http_client(
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, with its messages bounded while they arrive."""
+    """A response body whose messages are bounded while they arrive."""
 
     def __init__(self, stream: httpx2.AsyncByteStream, messages: MessageFilter) -> None:
         self._stream = stream
@@ -357,7 +358,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """Return one context for all connections: creating it costs 20 ms, which is most of the cost of a session."""
+    """Return the context shared by all connections: creating one takes 20 ms, most of the cost of a session."""
     return httpx2.create_ssl_context()
 
 

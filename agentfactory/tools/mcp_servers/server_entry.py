@@ -1,4 +1,4 @@
-"""Resolves a recipe's MCP server entry on this machine, with secrets filled in."""
+"""Resolution of a recipe's MCP server entry on this machine, with secrets filled in."""
 
 import difflib
 import json
@@ -25,7 +25,7 @@ from agentfactory.tools.user_code.loading import load_object
 
 @dataclass(frozen=True)
 class HttpAddress:
-    """A running streamable-HTTP server. `session`: the connection is to be a separate session."""
+    """A running streamable-HTTP server. `session`: True if the connection must be a separate session."""
 
     url: str
     headers: dict[str, str]
@@ -39,8 +39,8 @@ Target = Server[Any] | MCPServer | StdioServerParameters | ChainProgram | Contai
 def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int) -> Target:
     """Return the object, process, container or address that `config` names.
 
-    `command: python` is this interpreter, and its modules (`-m`) import like user code; paths start at `base`. Our own
-    servers in this process cut results to `result_bytes`.
+    `command: python` is this interpreter, and its modules (`-m`) import like user code. Paths are relative to `base`.
+    Our own servers in this process cut results to `result_bytes`.
 
     Raises:
         UserCodeError, TypeError: `module` cannot be loaded or served.
@@ -68,9 +68,9 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
 
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
-    """Check the variables and folders that an entry refers to. Nothing is started or left behind.
+    """Check the variables and folders that an entry refers to. Starts nothing, and leaves no files.
 
-    What is below `prepared`, which `prepare` will fill, need not exist yet.
+    Paths below `prepared`, which `prepare` will fill, need not exist yet.
 
     Raises SettingError: an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied, `cwd`
     is not in it, or nothing can be moved to `keep_workspaces`.
@@ -97,7 +97,8 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
 
 
 def program_of(command: str, args: list[str], cwd: Path) -> list[str]:
-    """Return the command line of a program that starts in `cwd`: `python` is this one, which finds the user's code."""
+    """Return the command line of a program that starts in `cwd`: `python` is this interpreter, with the user's import
+    path."""
     if command != "python":
         return [command, *args]
     if args[:1] != ["-m"]:
@@ -110,7 +111,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
-    """Replace `${NAME}` with environment variables: a recipe refers to a secret and never contains it. Raises
+    """Replace `${NAME}` with environment variables, so a recipe refers to secrets without containing them. Raises
     SettingError, below `field`, for a variable that is not set."""
 
     def expand(key: str, value: str) -> str:
@@ -130,6 +131,6 @@ def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
 
 
 def _did_you_mean(variable: str) -> str:
-    """Return the fix if `${variable}` is a misspelt `${chain}`, else an empty text: programs may have a `${...}`."""
+    """Return the fix if `${variable}` is a misspelt `${chain}`, else an empty text: programs may use `${...}` too."""
     is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
     return f"did you mean {CHAIN}?" if is_close else ""

@@ -1,7 +1,7 @@
 """The stdio transport: a server's process, and its messages line by line.
 
-It does what the MCP SDK's own does, but bounds a message while it arrives: the SDK keeps a line of any length and joins
-each chunk to all that came before.
+Unlike the MCP SDK's own transport, it bounds a message while it arrives: the SDK keeps a line of any length and joins
+each chunk to all previous ones.
 """
 
 import logging
@@ -24,7 +24,7 @@ from agentfactory.tools.calls.run_notices import tell
 logger = logging.getLogger(__name__)
 
 _END_SECONDS = 2.0
-"""How long a process may take to end after its stdin is closed, and again after SIGTERM."""
+"""Seconds that a process may take to end after its stdin is closed, and again after SIGTERM."""
 _FLUSH_SECONDS = 0.5
 _POLL_SECONDS = 0.01
 
@@ -39,8 +39,8 @@ async def stdio_transport(
 ) -> AsyncIterator[TransportStreams]:
     """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter).
 
-    `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and what is left
-    of its process group after two seconds is ended.
+    `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and the rest of
+    its process group is ended after two seconds.
 
     Raises OSError if it cannot be started.
     """
@@ -122,7 +122,7 @@ def _parsed(line: bytes) -> SessionMessage | Exception:
     try:
         return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
     except ValueError as error:
-        # a call that this would have answered need not wait for its time limit
+        # answer the call that this belongs to, so that it does not wait for its time limit
         number = id_of(line)
         if number is None:
             return error
@@ -131,7 +131,7 @@ def _parsed(line: bytes) -> SessionMessage | Exception:
 
 
 async def _end(process: Process) -> None:
-    """Close its stdin, let it end, and end what is left of it and of its children."""
+    """Close the process's stdin, let it end, and kill it and its children if they remain."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -139,16 +139,17 @@ async def _end(process: Process) -> None:
     if not await _has_ended(process):
         await terminate_posix_process_tree(process, _END_SECONDS)
         if not await _has_ended(process):
-            logger.warning("the process %d of a tool server is still there after SIGKILL", process.pid)
+            logger.warning("process %d of a tool server still exists after SIGKILL", process.pid)
     with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
         await process.stdout.aclose()
-    # a grandchild may hold the other end of a pipe, for which asyncio would wait; anyio has no public way to it
+    # asyncio would wait for a grandchild that holds the other end of a pipe; anyio has no public way to its transport
     with suppress(PermissionError):
         process._process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _has_ended(process: Process) -> bool:
-    """Wait for the process, and not for the end of its pipes, which its children may have inherited."""
+    """Wait for the process, but not for the end of its pipes, which its children may have inherited. Return whether it
+    has ended."""
     with anyio.move_on_after(_END_SECONDS):
         while process.returncode is None:  # noqa: ASYNC110
             await anyio.sleep(_POLL_SECONDS)

@@ -17,8 +17,8 @@ from agentfactory.tools.user_code.row_files import folder_of_files, load_files
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell has done: the text that the model sees, the name of its exception, and the files that match
-    `artefacts` and are new or changed. None stands for a file that is too large."""
+    """The result of a cell: the text for the model, the name of its exception, and the new or changed files that match
+    `artefacts` (None for a file that is too large)."""
 
     text: str
     error: str | None
@@ -26,29 +26,29 @@ class Cell:
 
 
 class CodeInterpreter(Environment):
-    """Python with state: variables, imports and files stay from call to call, and are gone at the chain's end.
+    """Stateful Python: variables, imports and files persist between calls, until the chain's end.
 
-    It judges nothing: give the recipe `rewards:`. Each chain has a fresh process and a fresh workspace. A field
-    `files` of the data row is copied in: a mapping of name to text (or to `{"base64": ...}`), or a list of names below
-    the folder that the option `files` names.
+    It gives no reward: set `rewards:` in the recipe. Each chain gets a fresh process and workspace, with a copy of the
+    data row's `files`: a mapping of name to text (or to `{"base64": ...}`), or a list of names below the folder of the
+    option `files`.
 
     Args:
-        sandbox: `bubblewrap`, or `none`: limits only, for code that may do whatever this process may.
-        seconds: time limit of a cell. Python code is interrupted then, and keeps its variables; what does not let
-            itself be interrupted is killed half a second later, and loses them.
+        sandbox: `bubblewrap`, or `none`: limits only, for code that may do everything that this process may.
+        seconds: time limit of a cell. Then Python code is interrupted, and variables are kept; code that cannot be
+            interrupted is killed half a second later, and variables are lost.
         memory_mb: address space of the process, in MiB.
         disk_mb: size of the workspace, in MiB of memory.
-        output_characters: text of a cell that the model sees: its beginning and its end.
-        packages: installed distributions that the code can import, with all that they require.
+        output_characters: characters of a cell's text for the model: its beginning and its end.
+        packages: installed distributions that the code can import, with their dependencies.
         files: folder with the files that rows name.
         artefacts: patterns (`*.csv`) of workspace files that are put into the result's info (`artefacts`: name -> text
-            or `{"base64": ...}`) after each cell that changed them; for rewards and people. A file that is too large
-            is there as null.
-        artefact_mb: how large the artefacts of a cell may be together, in MiB.
+            or `{"base64": ...}`) after each cell that changed them; for rewards and users. A file that is too large
+            is null.
+        artefact_mb: maximum total size of a cell's artefacts, in MiB.
 
     Raises:
-        ValueError: an option out of its range, or a package that is not installed.
-        SandboxUnavailable: there is no bubblewrap, or no Python for the inside.
+        ValueError: an option is out of its range, or a package is not installed.
+        SandboxUnavailable: there is no bubblewrap, or no Python for sandboxes.
     """
 
     sandboxed: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class CodeInterpreter(Environment):
         self._artefact_bytes = artefact_mb << 20
         self._contents: dict[str, bytes] = {}
         self._starting: Future[SandboxProcess] | None = Sandbox.begin(self._settings)
-        self._starting.result()  # takes some milliseconds, and shows what is not installed
+        self._starting.result()  # takes some milliseconds, and raises if something is not installed
         self._sandbox: Sandbox | None = None
         self._used = False
 
@@ -87,7 +87,7 @@ class CodeInterpreter(Environment):
         """Begin with the row's `files` in the workspace.
 
         Raises:
-            SandboxUnavailable: there is no sandbox on this machine.
+            SandboxUnavailable: this machine cannot run a sandbox.
             ValueError: a file does not exist, or does not fit into the workspace.
         """
         if self._used:
@@ -109,7 +109,7 @@ class CodeInterpreter(Environment):
         return {"observation": cell.text, **info} if info else cell.text
 
     async def run(self, code: str, files: Mapping[str, bytes] | None = None) -> Cell:
-        """Run a cell, with more files in the workspace.
+        """Run a cell, after adding `files` to the workspace.
 
         Raises:
             ValueError: a file does not fit into the workspace.
@@ -136,17 +136,17 @@ class CodeInterpreter(Environment):
 
     @property
     def empty(self) -> bool:
-        """Whether the next cell begins in a new process and workspace."""
+        """True if the next cell begins in a new process and workspace."""
         return self._sandbox is None or self._sandbox.lost
 
     async def release(self) -> None:
-        """End the chain's process and workspace; the next process starts meanwhile."""
+        """End the chain's process and workspace, and start the next process in the background."""
         self._contents = {}
         if self._used:
             self._renew()
 
     async def healthy(self) -> bool:
-        """Return whether the next chain will find a sandbox."""
+        """Return False if the next chain's sandbox could not be started."""
         starting = self._starting
         return starting is None or not starting.done() or starting.exception() is None
 

@@ -1,4 +1,4 @@
-"""`Shell`: an environment in which a model runs commands, in a sandbox around the chain's own folder."""
+"""`Shell`: an environment in which a model runs commands, in a sandbox with the chain's own folder."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,24 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Shell(Environment):
-    """Commands in a folder of the chain's own. Files stay from command to command; processes end with theirs.
+    """Shell commands in the chain's own folder. Files persist between commands; a command's processes end with it.
 
-    It judges nothing: give the recipe `rewards:`, or a subclass a `reward` that reads `self.workspace`. There is no
-    network. A field `files` of the data row is copied in: a mapping of name to text (or to `{"base64": ...}`), or a
-    list of names below the folder that the option `files` names.
+    It gives no reward: set `rewards:` in the recipe, or define `reward` in a subclass, which can read `self.workspace`.
+    There is no network. The data row's `files` are copied into the folder: a mapping of name to text (or to
+    `{"base64": ...}`), or a list of names below the folder of the option `files`.
 
     Args:
         seconds: time limit of a command.
-        processes: processes and threads at a time.
+        processes: maximum number of processes and threads at a time.
         memory_mb: memory of all processes together, in MiB.
         disk_mb: size of the folder's files and folders together, in MiB; each takes at least 4 KiB.
-        output_characters: text of a command that the model sees: its beginning and its end.
+        output_characters: characters of a command's text for the model: its beginning and its end.
         files: folder with the files that rows name.
         root: root file system of the commands, read-only; `/` shows the machine's programs, libraries and /etc.
         readable: further files and folders of the machine that commands may read.
 
     Raises:
-        ValueError: an option out of its range, or a folder that is not there.
+        ValueError: an option is out of its range, or a folder does not exist.
     """
 
     sandboxed: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class Shell(Environment):
         if not os.path.lexists(self._root / "bin/sh"):
             raise ValueError(f"root: {self._root} has no /bin/sh; name a folder with a root file system, or /")
         self.workspace: Path | None = None
-        """The chain's folder, outside the sandbox. What is in it may be anything, such as links out of it."""
+        """The chain's folder, outside the sandbox. Its content is untrusted, such as links out of it."""
 
     async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
         """Begin with the row's `files` in the workspace.
@@ -114,7 +114,7 @@ class Shell(Environment):
         )
 
     def view(self) -> View:
-        """Return what commands see."""
+        """Return the file system of commands."""
         assert self.workspace is not None
         return View(self._root, self._readable, {WORKSPACE: self.workspace}, WORKSPACE)
 
@@ -129,7 +129,7 @@ class Shell(Environment):
             self.workspace = None
 
     async def close(self) -> None:
-        """Remove what is left."""
+        """Remove remaining files."""
         await self.release()
 
     def _has_bash(self) -> bool:

@@ -1,8 +1,7 @@
-"""Runs a program, and ends everything that it started when it ends, or when this process's stdin closes.
+"""A launcher that kills all descendants of a program when the program ends, or when this process's stdin closes.
 
-Run as a program itself: `python -I -S end_with_parent.py COMMAND ...`. It needs only the standard library, and exits
-with the command's status. As a subreaper it inherits what the command leaves behind, in whatever session or process
-group.
+Run as `python -I -S end_with_parent.py COMMAND ...`. It needs only the standard library, and exits with the command's
+status. As a subreaper it inherits the command's orphans, in any session or process group.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ def main() -> None:
     """Run the command, and exit with its status; 128 + N if signal N ended it."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        # its stdin is empty: ours belongs to the process that wants it ended
+        # its stdin is empty, because the end of ours is the signal to end it
         child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     except OSError as error:
         print(f"{sys.argv[1]} cannot be started: {error.strerror}", file=sys.stderr)
@@ -53,7 +52,7 @@ def end_descendants() -> None:
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except OSError:  # it has ended, or belongs to another user
+            except OSError:  # the process has ended, or belongs to another user
                 continue
         # orphans become our children, and stay zombies until they are waited for
         for pid in found:
@@ -72,7 +71,7 @@ def _descendants(root: int) -> list[int]:
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                # the name of the program, in brackets, may have anything in it
+                # the name of the program, in brackets, may contain any character
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue

@@ -1,4 +1,4 @@
-"""Processes for libraries that can hang or crash on hostile input: they are killed and started again."""
+"""Worker processes for libraries that can hang or crash on hostile input, and are then killed and restarted."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from agentfactory.tools.user_code.import_path import own_python
 
 
 class KillableProcesses:
-    """Processes of one module, which start when they are needed and are used again. Any thread may borrow one.
+    """A pool of processes that run one module, started on demand and reused. Any thread may borrow one.
 
     Args:
         module: Run by `python -m`. It writes a line of JSON when it is ready and one for each answer, and ends itself
             (by the kernel's alarm) if an answer takes too long.
-        count: How many may be borrowed at a time; who wants another one waits.
+        count: Maximum number of processes borrowed at a time; further borrowers wait.
     """
 
     def __init__(self, module: str, count: int) -> None:
@@ -28,7 +28,7 @@ class KillableProcesses:
 
     @contextmanager
     def borrowed(self) -> Iterator["KillableProcess"]:
-        """Give a process that is ready. It is killed afterwards, unless it has `answered`.
+        """Yield a ready process. Kill it afterwards, unless `answered` is set.
 
         Raises ChildProcessError if it does not start.
         """
@@ -50,7 +50,7 @@ class KillableProcesses:
 
 
 class KillableProcess:
-    """One process, which runs Python with `arguments`: ours, or `executable`. Its user sets `answered` after the last
+    """A process that runs this Python, or `executable`, with `arguments`. The caller sets `answered` after the last
     answer to a request. Raises ChildProcessError if it does not start."""
 
     def __init__(self, *arguments: str, executable: str | None = None) -> None:
@@ -65,7 +65,7 @@ class KillableProcess:
         self.answered = False
         if self.receive() is None:
             self.end()
-            raise ChildProcessError(f"{arguments[-1]} did not start; what it said is in the log")
+            raise ChildProcessError(f"{arguments[-1]} did not start; its output is in the log")
 
     @property
     def pid(self) -> int:
@@ -73,7 +73,7 @@ class KillableProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended."""
+        """True if the process has not ended."""
         return self._process.poll() is None
 
     def send(self, request: dict[str, Any], content: bytes = b"") -> None:

@@ -1,4 +1,4 @@
-"""Memory that is still available, that of processes, and what this one keeps of freed memory."""
+"""Available memory, memory of processes, and reuse of freed memory."""
 
 import ctypes
 import sys
@@ -10,14 +10,14 @@ import psutil
 
 
 def memory_room() -> int:
-    """Return the bytes that are still available: of the machine, and of the control group that we run in (a container's
-    limit)."""
+    """Return the available memory in bytes: the minimum of the machine's and of this process's control groups' (a
+    container's limit)."""
     return min([psutil.virtual_memory().available, *_group_rooms()])
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes that a process takes with all that it has started; what several share is divided among them
-    (PSS). Processes that have ended take none."""
+    """Return the memory of a process and its descendants in bytes, with shared pages divided among their users (PSS).
+    Ended processes count as 0."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

@@ -24,7 +24,8 @@ def environment() -> dict[str, str]:
 def follow_parent() -> None:
     """End this process when the one that started it is gone: SIGTERM, and after 4 s an exit without clean-up.
 
-    Call it once, first thing in a child's main. Does nothing if no process asked to be followed. Returns immediately.
+    Call it once, first thing in a child's main. Returns immediately. Does nothing if the environment names no process
+    to follow.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
@@ -34,7 +35,8 @@ def follow_parent() -> None:
 
 
 def follow(pid: int, create_time: float) -> threading.Event:
-    """Do the same for the process `pid`, whichever process started it, until the returned event is set."""
+    """End this process when the process `pid`, not necessarily its parent, is gone; stop when the returned event is
+    set."""
     enough = threading.Event()
     threading.Thread(target=_follow, args=(pid, create_time, enough), name="lifeline", daemon=True).start()
     return enough

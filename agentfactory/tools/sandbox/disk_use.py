@@ -1,8 +1,7 @@
-"""Measure the disk space that folders of untrusted programs take: every entry, at any path length, and open files
-without a name.
+"""Disk usage of untrusted programs' folders: every entry, at any path length, and deleted files that are still open.
 
-Run as a program with the names of folders, it prints what it finds as JSON. It needs only the standard library, because
-it also runs with rights that modes do not limit (`bubblewrap.reader`).
+Run as a program with the names of folders, it prints its result as JSON. It needs only the standard library, because it
+also runs with rights that file modes do not limit (`bubblewrap.reader`).
 """
 
 import errno
@@ -17,10 +16,10 @@ from pathlib import Path
 from time import thread_time
 
 _LEAST_BYTES = 4096
-"""The size of an entry without blocks: an empty file, a short link, a folder on XFS or Btrfs. Each takes an inode."""
+"""Size counted for an entry without blocks, which takes an inode: empty file, short link, folder on XFS or Btrfs."""
 _MOST_ENTRIES = 1_000_000
 _DEEPEST = 128
-"""Folders in folders. Each open one takes a descriptor of this process, whose number is limited."""
+"""Maximum nesting of folders. Each open folder takes one of this process's limited descriptors."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _Inode = tuple[int, int]
@@ -28,19 +27,19 @@ _Inode = tuple[int, int]
 
 @dataclass
 class DiskUse:
-    """The disk space that folders take."""
+    """The disk usage of folders."""
 
     size: int = 0
     """Bytes: blocks of files and folders, at least one block for each; hard links count once."""
     entries: int = 0
     problem: str | None = None
-    """Why this is not all of it, said of the program whose folders they are."""
+    """Reason why the measurement is incomplete, worded about the program that owns the folders."""
     locked: bool = False
-    """True if the mode of a folder, which its owner chose, is the problem."""
+    """True if the problem is a folder's mode, which its owner chose."""
     seconds: float = 0.0
     """Processor time of measuring."""
     _inodes: set[_Inode] = field(default_factory=set)
-    """Files that have several names or none."""
+    """Counted files that have several names or none."""
 
     def add(self, status: os.stat_result) -> None:
         """Count an entry."""
@@ -53,7 +52,7 @@ class DiskUse:
 
 
 def measure(folders: Iterable[Path]) -> DiskUse:
-    """Return the disk space of `folders`."""
+    """Return the disk usage of `folders`."""
     use, begun = DiskUse(), thread_time()
     for folder in folders:
         try:
@@ -65,11 +64,11 @@ def measure(folders: Iterable[Path]) -> DiskUse:
 
 
 def add_deleted(use: DiskUse, folders: Iterable[Path], processes: Iterable[int]) -> None:
-    """Add files without a name that are open in one of `processes`, on the file systems of `folders`."""
+    """Add deleted files that are open in one of `processes`, on the file systems of `folders`."""
     begun = thread_time()
     devices = {os.stat(folder).st_dev for folder in folders}
     for process in processes:
-        with suppress(OSError):  # it has ended, or this user may not look into it
+        with suppress(OSError):  # the process has ended, or this user may not inspect it
             for thread in os.listdir(f"/proc/{process}/task"):
                 for descriptor in os.listdir(opened := f"/proc/{process}/task/{thread}/fd"):
                     with suppress(OSError):
@@ -80,7 +79,7 @@ def add_deleted(use: DiskUse, folders: Iterable[Path], processes: Iterable[int])
 
 
 def _add_folder(use: DiskUse, top: int) -> None:
-    """Count what is below the open folder `top`, and close it."""
+    """Count everything below the open folder `top`, and close it."""
     # each step opens one name of an open folder: a path may be longer than the system takes, and parts of it may change
     open_folders = [(top, _add_entries(use, top))]
     try:
@@ -130,7 +129,7 @@ def _add_entries(use: DiskUse, opened: int) -> list[str]:
 
 
 def _is_gone(error: OSError) -> bool:
-    """Return whether a folder is no longer there, or something else is."""
+    """Return whether a folder has been removed or replaced."""
     return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ELOOP
 
 

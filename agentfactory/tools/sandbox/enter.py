@@ -1,7 +1,7 @@
-"""The first program in the sandbox of one that may reach us: it opens the port, hands it out, and becomes the program.
+"""The first program in a sandbox that may reach us: it opens the port, sends us its socket, and becomes the program.
 
-Run as `python enter.py CONTROL PORT COMMAND ...`. A socket belongs to the network in which it was made, so whoever
-gets this one answers what connects to the port inside. Standard library only; any Python from 3.8 on can run it.
+Run as `python enter.py CONTROL PORT COMMAND ...`. A socket belongs to the network namespace that created it, so the
+receiver of this one answers connections to the port inside. Standard library only; any Python from 3.8 on can run it.
 """
 
 import array

@@ -25,8 +25,8 @@ _Module = type(sys)
 
 
 class Output(io.TextIOBase):
-    """`sys.stdout` and `sys.stderr`: write to the descriptor immediately, up to `half` characters per cell, then only
-    the tail."""
+    """`sys.stdout` and `sys.stderr`: up to `half` characters per cell are written to the descriptor immediately, then
+    only the tail is kept."""
 
     encoding, errors = "utf-8", "backslashreplace"
 
@@ -82,7 +82,7 @@ class Bytes(io.RawIOBase):
 
 
 class Interpreter:
-    """Executes cells one after the other in one namespace."""
+    """A namespace in which cells are executed one after the other."""
 
     def __init__(self, half: int) -> None:
         self._half = half
@@ -154,7 +154,7 @@ def _explain(error: BaseException) -> str:
 
 
 _own_code: dict[str, str] = {}
-"""The cells, or the script, by name: the frames of a traceback begin there."""
+"""Source of the cells, or of the script, by name; tracebacks begin at their frames."""
 
 
 def _alarm(signum: int, frame: object) -> None:
@@ -162,7 +162,7 @@ def _alarm(signum: int, frame: object) -> None:
 
 
 def _run_script(file: str, stdin: str) -> int:
-    """Run the program `file` as `__main__`; its exit status is that of this process."""
+    """Run the program `file` as `__main__`. Return the exit status for this process."""
     os.dup2(os.open(stdin, os.O_RDONLY), 0)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.argv = [file]
@@ -196,14 +196,14 @@ def _files(folder: str) -> list[str]:
 
 
 def _follow_parent() -> None:
-    """End when the thread that started this process does: bwrap does that, and without bwrap this call."""
+    """Let this process end with the thread that started it. Only needed without bwrap, which does the same."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _signal.SIGKILL)
 
 
 class Worker:
-    """Answers requests until the other end closes."""
+    """A server that answers requests until the other end closes."""
 
     def __init__(self, control: _socket.socket, folder: str, half: int) -> None:
         self._control = control
@@ -216,7 +216,7 @@ class Worker:
         """Files that the other end wrote since the last cell."""
 
     def serve(self) -> None:
-        """Answer one request after the other; a script ends this."""
+        """Answer one request after the other; a script is the last one."""
         self._answer(b"", "end")
         while message := self._control.recv(MESSAGE_BYTES):
             nonce, verb, argument, data = message.split(b"\0", 3)
@@ -282,7 +282,7 @@ class Worker:
 
 
 def _digest(path: str) -> bytes:
-    """Return the digest of a file; nothing if it cannot be read."""
+    """Return the digest of a file; empty if it cannot be read."""
     from hashlib import blake2b
 
     digest = blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""Finds the Python that runs inside the sandboxes, and the installed packages that it can import."""
+"""Selection of the Python inside sandboxes, and of the installed packages that it can import."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class Interpreter:
 def find_interpreter(user: int | None) -> Interpreter:
     """Return the Python that this process runs on if the sandbox's user can read it, else the system's.
 
-    `user` is the number of the user that sandboxes run as, None for the user of this process.
+    `user` is the user id of sandboxes, None for the user of this process.
 
     Raises:
         SandboxUnavailable: neither can be used.
@@ -46,7 +46,7 @@ def find_interpreter(user: int | None) -> Interpreter:
             continue
         executable = Path(os.path.realpath(candidate))
         if user is not None and not is_public(executable):
-            reasons.append(f"{candidate} lies in a folder that only its owner may enter")
+            reasons.append(f"{candidate} is in a folder that only its owner may enter")
             continue
         try:
             probe = subprocess.run(
@@ -60,14 +60,13 @@ def find_interpreter(user: int | None) -> Interpreter:
             return Interpreter(executable, Path(prefix), (major, minor))
         reasons.append(f"{candidate} is Python {major}.{minor}, older than 3.8")
     raise SandboxUnavailable(
-        f"no Python for the inside of a sandbox: {'; '.join(reasons)}",
+        f"no usable Python for sandboxes: {'; '.join(reasons)}",
         "install the system's python3, or a Python in a folder that every user can read",
     )
 
 
 def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[str, Path]:
-    """Return name below the folder of packages -> where it is installed, for `packages` and everything that they
-    require.
+    """Return name below the folder of packages -> installed path, for `packages` and their dependencies.
 
     Raises:
         ValueError: a package is not installed, or packages are for another version of Python.
@@ -76,7 +75,7 @@ def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[s
         raise ValueError(
             f"packages: they are installed for Python {sys.version_info.major}.{sys.version_info.minor}, and the "
             f"sandbox runs {interpreter.executable}, which is {'.'.join(map(str, interpreter.version))}; use a Python "
-            "in a folder that every user can read, or take the packages out"
+            "in a folder that every user can read, or remove the packages"
         )
     paths: dict[str, Path] = {}
     pending, seen = list(packages), set()
@@ -88,7 +87,7 @@ def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[s
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            raise ValueError(f"packages: {name} is not installed here; `pip install {name}`, or take it out") from None
+            raise ValueError(f"packages: {name} is not installed here; `pip install {name}`, or remove it") from None
         for file in distribution.files or []:
             first = file.parts[0]
             if first not in ("..", "__pycache__"):
@@ -109,7 +108,7 @@ def library_folders(interpreter: Interpreter) -> list[Path]:
 
 
 def is_public(path: Path) -> bool:
-    """Return whether every user can read `path`, through every folder above it."""
+    """Return whether every user can read `path` and enter every folder above it."""
     for folder in path.parents:
         if not folder.stat().st_mode & stat.S_IXOTH:
             return False

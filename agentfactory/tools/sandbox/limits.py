@@ -8,13 +8,13 @@ from agentfactory.tools.messages import ToolInfrastructureError
 
 
 def sandbox_user() -> int | None:
-    """Return the user as whom sandboxes run: nobody for root, who is exempt from process limits and could read more;
-    None for the user of this process."""
+    """Return the user id of sandboxes: nobody for root, who is exempt from process limits and could read more; None for
+    the user of this process."""
     return 65534 if os.geteuid() == 0 else None
 
 
 class SandboxUnavailable(ToolInfrastructureError):
-    """This machine cannot run a sandbox; the message says why, and what helps."""
+    """This machine cannot run a sandbox; the message gives the reason and a fix."""
 
     def __init__(self, problem: str, fix: str = "") -> None:
         super().__init__("; ".join(filter(None, (problem, fix))))
@@ -40,9 +40,9 @@ class SandboxSettings:
     disk_mb: int = 64
     """Total size of the workspace's and /tmp's files, and of each file, in MiB. The files are in memory."""
     output_characters: int = 10_000
-    """Text of one cell that is kept: its beginning and its end."""
+    """Characters kept of one cell's text: its beginning and its end."""
     packages: tuple[str, ...] = ()
-    """Installed distributions that the code can import, with everything that they require."""
+    """Installed distributions that the code can import, with their dependencies."""
 
     def __post_init__(self) -> None:
         bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
@@ -67,14 +67,15 @@ class SandboxSettings:
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of a program in a sandbox together with everything that it starts, checked on creation."""
+    """Limits of a program in a sandbox together with its descendants, checked on creation."""
 
     processes: int = 256
-    """Processes and threads at a time."""
+    """Maximum number of processes and threads at a time."""
     memory_mb: int = 2048
     """Memory of all processes together, in MiB; `/tmp` and `/dev/shm` may take the same again, each."""
     disk_mb: int = 1024
-    """Size of all files and folders in writable folders together, each at least 4 KiB, and of each file, in MiB."""
+    """Total size of all files and folders in writable folders, each counted as at least 4 KiB, in MiB. Also the maximum
+    size of each file."""
 
     def __post_init__(self) -> None:
         bounds = {"processes": (4, 1 << 16), "memory_mb": (64, 1 << 24), "disk_mb": (1, 1 << 24)}

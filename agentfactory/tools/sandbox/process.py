@@ -1,4 +1,4 @@
-"""Starts the process of a sandbox, off the event loop, and holds its socket and files."""
+"""The process of a sandbox, started off the event loop, with its socket and files."""
 
 import fcntl
 import json
@@ -31,18 +31,18 @@ from agentfactory.tools.sandbox.view import View
 _WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("inside_worker.py", "reaper.py", "enter.py"))
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
-"""Part of the command line of each sandbox of this process, by which the reaper finds leftovers."""
+"""Part of the command line of each sandbox of this process; the reaper finds leftovers by it."""
 
 # A child with --die-with-parent dies with the thread that started it, so that thread must live until the end. One is
 # enough: a start takes some milliseconds.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 _reapers: dict[int | None, "subprocess.Popen[bytes]"] = {}
-"""By the user of the sandboxes; each ends automatically with this process."""
+"""Reapers by the user id of their sandboxes; each ends automatically with this process."""
 
 
 @dataclass
 class SandboxProcess:
-    """A sandbox that was started; its first message on the socket shows whether it runs."""
+    """A started sandbox; its first message on the socket confirms that it runs."""
 
     kind: SandboxKind
     popen: "subprocess.Popen[bytes]"
@@ -51,17 +51,17 @@ class SandboxProcess:
     outputs: list[int]
     """Memory files of fixed size that replace its stdout and stderr; their file offsets are shared with it."""
     init: int | None = None
-    """Process number of the first process inside, as seen from outside."""
+    """Process id, outside, of the first process inside."""
     init_handle: int | None = None
-    """Descriptor of that process."""
+    """pidfd of that process."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which we must remove."""
     status: int | None = None
-    """What bwrap tells of a program's end can be read there."""
+    """Descriptor from which bwrap's report on a program's end can be read."""
     _killed: bool = field(default=False, init=False)
 
     def said(self, output: int = 0, rewind: bool = False) -> str:
-        """Return what was written to an output; with `rewind` the next text replaces it."""
+        """Return the text of an output; with `rewind` the next text replaces it."""
         descriptor = self.outputs[output]
         end = os.lseek(descriptor, 0, os.SEEK_CUR)
         text = os.pread(descriptor, min(end, os.fstat(descriptor).st_size), 0)
@@ -70,7 +70,7 @@ class SandboxProcess:
         return text.decode("utf-8", "replace")
 
     def kill(self) -> None:
-        """End it and everything in it immediately. May be called any number of times."""
+        """Kill the sandbox and everything in it. Idempotent."""
         if self._killed:
             return
         self._killed = True
@@ -79,7 +79,7 @@ class SandboxProcess:
                 os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.kill()
         if self.init_handle is not None:
-            # it follows bwrap only after its setup
+            # it dies with bwrap only after its setup
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.init_handle, signal.SIGKILL)
             os.close(self.init_handle)
@@ -87,7 +87,7 @@ class SandboxProcess:
             _starter.submit(self._reap)
 
     def free(self) -> None:
-        """Kill it, and close our ends; nothing may be waiting on them."""
+        """Kill the sandbox, and close our ends, on which nothing must be waiting."""
         self.kill()
         self.control.close()
         while self.outputs:
@@ -117,7 +117,7 @@ def start_program(
     full: bool,
 ) -> "Future[SandboxProcess]":
     """Start a program that may start others, in the background. `outputs`: descriptors of its stdout and stderr. With
-    `port`, the first message on the socket brings the one that listens there, inside. `full`: no file can grow."""
+    `port`, the first message on the socket carries the socket that listens on it inside. `full`: no file can grow."""
     return _starter.submit(_start_program, command, view, env, limits, outputs, port, full)
 
 
@@ -144,7 +144,7 @@ def _start_program(
 
     def arguments(status: int, seccomp: int, variables: int) -> list[str]:
         prefix = bubblewrap.program_command(bwrap, view, limits.memory_mb, seccomp, variables, status)
-        # the token stands where the reaper looks for it, and is the shell's name for itself
+        # the token, which the reaper looks for, is the shell's $0
         return [*prefix, *enter, "/bin/sh", "-c", _limited(limits, full), _TOKEN, view.start, *command]
 
     try:
@@ -162,11 +162,11 @@ def _start_program(
 
 
 def _limited(limits: ProgramLimits, full: bool) -> str:
-    """Return the shell's program that sets limits and becomes the command, in the folder that is named first. If an
-    earlier command has removed or closed that one, the command begins in /, where it can mend this.
+    """Return the shell program that sets limits and becomes the command, in the folder of the first argument. If an
+    earlier command has removed or locked that folder, the command begins in /, where it can repair this.
 
-    Shells differ in what -p and -u mean; files are counted in blocks of 512 bytes. Processes are counted in the
-    sandbox's own user namespace, so this is set inside."""
+    Shells differ in the meaning of -p and -u; ulimit -f counts blocks of 512 bytes. Processes are counted in the
+    sandbox's own user namespace, so their limit is set inside."""
     told = f"files take more than {limits.disk_mb} MiB, or cannot be measured: none can grow before some are removed"
     size = f"trap '' XFSZ; ulimit -f 0; echo '{told}' >&2; " if full else f"ulimit -f {limits.disk_mb << 11}; "
     return (
@@ -229,8 +229,8 @@ def _popen_bwrap(
     outputs: list[int],
     passed: tuple[int, ...],
 ) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start bwrap; `arguments` makes its command of a descriptor that it writes and of one for each of `contents`.
-    Returns the process, and the end that reads what it writes."""
+    """Start bwrap. `arguments` returns its command, given the descriptor that bwrap writes to and one descriptor for
+    each of `contents`. Returns the process, and the descriptor that reads bwrap's output."""
     read_end, write_end = os.pipe()
     inherited = [write_end]
     try:
@@ -316,9 +316,9 @@ def _filled_file(content: bytes) -> int:
 
 
 def _read_init(descriptor: int) -> int | None:
-    """Return the process number that bwrap reports; None if it ended without one."""
+    """Return the process id that bwrap reports; None if it ended without a report."""
     text = b""
-    # no byte further: of a program that has ended already, the exit status is next
+    # read no byte more: the exit status of a program that has already ended comes next
     while b"}" not in text and (piece := os.read(descriptor, 1)):
         text += piece
     return json.loads(text)["child-pid"] if text.strip() else None

@@ -1,4 +1,4 @@
-"""`run_program`: a program in a sandbox, which may start others; none of them is left when it returns."""
+"""`run_program`: a sandboxed program that may start others; none of them is left when it returns."""
 
 import array
 import asyncio
@@ -23,40 +23,40 @@ from agentfactory.tools.sandbox.view import View
 
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
-"""How often memory is looked at."""
+"""Interval of memory checks."""
 _FIRST_DISK_SECONDS, _DISK_SECONDS, _DISK_SHARE = 0.05, 1.0, 0.1
-"""When the disk is first measured, so that many short programs are, too, and how often later: once a second, or more
-rarely, so that all programs together take at most this share of a core."""
+"""First disk measurement, early enough for many short programs; interval of later ones; share of a core that the
+measurements of all programs together may take, which lengthens the interval."""
 _watched = set[object]()
 """The programs whose disk is measured."""
 _measuring = ThreadPoolExecutor(2, "disk use")
-"""Two at a time: each may open many folders at once."""
+"""Only two threads, because each may have many folders open."""
 _LEAST_FREE = 1 << 30, 0.05
-"""What a file system keeps free: so many bytes, or this share of it if that is less. Files that are deleted but mapped,
-or on their way through a socket, are in no measured size."""
+"""Space to keep free on a file system: bytes, or a share of its size if that is less. Measurements miss files that are
+deleted but mapped, or in transit through a socket."""
 _FILE_IN_MEMORY_KB = 1
-"""What the kernel needs for a file of a tmpfs, even an empty one."""
+"""Kernel memory of a file of a tmpfs, even an empty one."""
 _MOST_SOCKETS = 4096
-"""Unread data of sockets is memory of the kernel, about 200 KiB each."""
+"""Maximum number of sockets: their unread data takes about 200 KiB of kernel memory each."""
 
 _SIZES = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
 _SHARES = re.compile(rb"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+)", re.MULTILINE)
-"""Memory of a process, in KiB: of its own pages, and its share of those that others have, too."""
+"""Memory of a process, in KiB: `_SIZES` counts shared pages in full, `_SHARES` divides them among their users."""
 
 Listening = Callable[[socket.socket], AbstractAsyncContextManager[None]]
-"""What answers at a listening socket, as long as its context lasts."""
+"""A server on a listening socket, which runs as long as its context."""
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """The end of a program. None of its text can be trusted."""
+    """The result of a program. None of its text can be trusted."""
 
     status: int
     """Exit status; 128 plus the signal's number if it was killed."""
     stdout: str
     stderr: str
     ended: str | None = None
-    """Why it was ended from outside, such as `it ran for more than 5 s`; None if it ended itself."""
+    """Reason why it was killed, such as `it ran for more than 5 s`; None if it exited."""
 
 
 async def run_program(
@@ -71,23 +71,24 @@ async def run_program(
     port: int | None = None,
     listening: Listening | None = None,
 ) -> ProgramResult:
-    """Run a program until it ends or a limit ends it. When this returns or is cancelled, nothing of it runs.
+    """Run a program until it exits or exceeds a limit. When this returns or is cancelled, none of its processes is
+    left.
 
     Args:
-        command: The program and its arguments, as named inside.
-        view: What it sees.
-        limits: For it and everything that it starts.
+        command: The program and its arguments, with paths inside.
+        view: Its file system.
+        limits: Limits of the program and its descendants together.
         env: Its whole environment.
         seconds: Time limit; None for none.
-        characters: How much of stdout and of stderr is kept, from the beginning and the end.
-        merged: stderr goes to stdout.
-        port: There, on 127.0.0.1 inside, `listening` answers; otherwise it reaches nothing.
+        characters: Characters kept of stdout and of stderr, from the beginning and the end.
+        merged: True to redirect stderr to stdout.
+        port: Port on 127.0.0.1 inside where `listening` answers; nothing else is reachable.
 
     Raises:
-        SandboxUnavailable: there is no sandbox on this machine, or it cannot show `view`.
+        SandboxUnavailable: this machine cannot run a sandbox, or cannot mount `view`.
     """
     before = await _measured(list(view.folders.values()))
-    # programs too short to be measured add nothing to what is too much already; they can remove it
+    # files over the limit cannot grow, even by programs too short to be measured; they can be removed
     full = before.problem is not None or before.size > limits.disk_mb << 20
     outputs = [_Output(characters) for _ in range(1 if merged else 2)]
     ends = [output.write_end for output in outputs]
@@ -112,14 +113,14 @@ async def run_program(
             while piece := os.read(started.status, 4096):
                 told += piece
         started.free()
-    # bwrap tells the status only of a program that it has started
+    # bwrap reports the status only of a program that it has started
     if b"exit-code" not in told and ended is None:
         raise bubblewrap.refusal(said[-1])
     return ProgramResult(_status(started), said[0], said[-1] if not merged else "", ended)
 
 
 async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
-    """Wait until a sandbox has started. If this task is cancelled meanwhile, nothing of it is left."""
+    """Wait until a sandbox has started. If this task is cancelled meanwhile, end the sandbox."""
     waiting = asyncio.wrap_future(starting)
     try:
         return await asyncio.shield(waiting)
@@ -135,8 +136,8 @@ async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
 async def _supervised(
     started: SandboxProcess, view: View, limits: ProgramLimits, before: DiskUse, seconds: float | None
 ) -> str | None:
-    """Wait until the program ends. Return why it has to be ended, if it does not end itself. `before`: what its folders
-    took when it began."""
+    """Wait until the program exits or exceeds a limit. Return the reason to kill it; None if it exited. `before`: disk
+    usage of its folders at its start."""
     folders = list(view.folders.values())
     in_memory = [place for place in ("/dev/shm", "/tmp") if place not in view.folders]
     watches = [
@@ -163,13 +164,14 @@ async def _clock(seconds: float) -> str:
 
 
 async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> str:
-    """`in_memory`: the places inside whose files are in memory."""
+    """Wait until the program exceeds the memory or socket limit, and return the reason. `in_memory`: paths inside whose
+    files are in memory."""
     while True:
         await asyncio.sleep(_MEMORY_SECONDS)
         if started.init is None:
             continue
         files = sum(_files_at(f"/proc/{started.init}/root", place) for place in in_memory) * _FILE_IN_MEMORY_KB
-        # memory that processes share, as after a fork, counts once
+        # memory that processes share, as after a fork, counts once: the second, slower sum
         if any(files + _resident(started.init, shared_once) <= most << 10 for shared_once in (False, True)):
             if _sockets(started.init) > _MOST_SOCKETS:
                 return f"it had more than {_MOST_SOCKETS} sockets"
@@ -178,14 +180,14 @@ async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> s
 
 
 def _resident(root: int, shared_once: bool) -> int:
-    """Return the memory of the process `root` and all below it, in KiB, page tables included. `shared_once`: memory
-    that several have is divided among them, which takes longer to find out."""
+    """Return the memory of the process `root` and its descendants, in KiB, with page tables. `shared_once`: divide
+    shared memory among its users, which takes longer to measure."""
     total = 0
     for pid in _processes(root):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             found = _SIZES.findall(_content(f"/proc/{pid}/status"))
             if shared_once:
-                # not for everyone to read: root without capabilities, as in docker, may not
+                # root without capabilities, as in docker, may not read this
                 with suppress(PermissionError):
                     tables = [(name, size) for name, size in found if name == b"VmPTE"]
                     found = tables + _SHARES.findall(_content(f"/proc/{pid}/smaps_rollup"))
@@ -194,11 +196,11 @@ def _resident(root: int, shared_once: bool) -> int:
 
 
 def _processes(root: int) -> Iterator[int]:
-    """Yield the process `root` and all below it."""
+    """Yield the process `root` and its descendants."""
     waiting = [root]
     while waiting:
         yield (pid := waiting.pop())
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with suppress(OSError):
                     waiting += map(int, _content(f"/proc/{pid}/task/{thread}/children").split())
@@ -210,7 +212,7 @@ def _content(file: str) -> bytes:
 
 
 def _files_at(root: str, place: str) -> int:
-    """Return the number of files on a sandbox's file system; 0 if this process may not look there, or it is gone."""
+    """Return the number of files on a sandbox's file system; 0 if it is inaccessible or gone."""
     try:
         if os.stat(root).st_dev == os.stat("/").st_dev:  # bwrap has not left the machine's root yet
             return 0
@@ -221,7 +223,7 @@ def _files_at(root: str, place: str) -> int:
 
 
 def _sockets(pid: int) -> int:
-    """Return the number of sockets in the network of a process."""
+    """Return the number of sockets in the network namespace of a process."""
     try:
         return int(_content(f"/proc/{pid}/net/sockstat").split()[2])  # sockets: used N
     except OSError:
@@ -230,7 +232,7 @@ def _sockets(pid: int) -> int:
 
 async def _free_space(folders: list[Path]) -> str:
     while True:
-        await asyncio.sleep(_DISK_SECONDS)  # who has left too much may remove it
+        await asyncio.sleep(_DISK_SECONDS)  # first give the program time to remove files
         for folder in folders:
             space = os.statvfs(folder)
             least = min(_LEAST_FREE[0], int(_LEAST_FREE[1] * space.f_blocks * space.f_frsize))
@@ -239,7 +241,7 @@ async def _free_space(folders: list[Path]) -> str:
 
 
 async def _disk(started: SandboxProcess, folders: list[Path], most: int, before: DiskUse) -> str:
-    allowed = max(most << 20, before.size)  # who has left too much has to be able to remove it
+    allowed = max(most << 20, before.size)  # a program whose folders exceed the limit must be able to remove files
     pause, seconds = _FIRST_DISK_SECONDS, before.seconds
     _watched.add(program := object())
     try:
@@ -256,7 +258,7 @@ async def _disk(started: SandboxProcess, folders: list[Path], most: int, before:
 
 
 async def _measured(folders: list[Path], root: int | None = None) -> DiskUse:
-    """Measure the disk space of folders, and of deleted files that the process `root` or one below it has open."""
+    """Measure the disk usage of folders, and of deleted files that the process `root` or a descendant has open."""
     processes = () if root is None else _processes(root)
     return await asyncio.get_running_loop().run_in_executor(_measuring, _measure, folders, processes)
 
@@ -298,7 +300,7 @@ async def _end_of(pid: int) -> None:
 
 
 async def _readable(descriptor: int) -> None:
-    """Wait until the process of a descriptor has ended, and close it."""
+    """Wait until the process of a pidfd has ended, and close the pidfd."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(descriptor, ended.set)
@@ -310,7 +312,7 @@ async def _readable(descriptor: int) -> None:
 
 
 async def _nothing_left(started: SandboxProcess) -> None:
-    """Kill what runs in the sandbox, and wait until it has ended, also if this task is cancelled again meanwhile."""
+    """Kill all processes of the sandbox, and wait for their end, even if this task is cancelled again meanwhile."""
     init = None if started.init_handle is None else os.dup(started.init_handle)
     started.kill()
     if init is None:
@@ -330,7 +332,7 @@ def _status(started: SandboxProcess) -> int:
 
 
 class _Output:
-    """A pipe of which the beginning and the end are kept."""
+    """A pipe that keeps the beginning and the end of its data."""
 
     def __init__(self, characters: int) -> None:
         self._most = characters
@@ -342,7 +344,7 @@ class _Output:
         os.close(self.write_end)
 
     async def read(self) -> None:
-        """Read until nothing has the other end any more."""
+        """Read until every process has closed the other end."""
         os.close(self.write_end)
         reader = asyncio.StreamReader()
         pipe = os.fdopen(self._read_end, "rb", 0)

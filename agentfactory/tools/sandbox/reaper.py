@@ -1,6 +1,6 @@
-"""Ends leftover sandboxes of a process when that process is gone.
+"""A reaper that kills a process's leftover sandboxes when that process is gone.
 
-Its argument is in their command lines, and its stdin closes with the process.
+It finds them by its argument, a token in their command lines. Its stdin closes with the process.
 
 bwrap's --die-with-parent has a gap: if bwrap is killed between its fork and the child's first step, the child waits
 forever. This runs as the sandboxes' own user and is passed to Python as text, so it imports nothing of ours.
@@ -30,7 +30,7 @@ def _end(pid: int, token: bytes) -> None:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             if token in file.read().split(b"\0"):
                 os.kill(pid, 9)
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         return
 
 

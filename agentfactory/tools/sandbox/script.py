@@ -1,4 +1,4 @@
-"""`run_script`: one program in a fresh sandbox, for code tests that are judged outside."""
+"""`run_script`: one program in a fresh sandbox, for code tests whose output is judged outside."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ async def run_script(
     """Run the program `code` in a fresh sandbox, with `files` (name -> content) in its folder, for at most `seconds`.
 
     Raises:
-        SandboxUnavailable: there is no sandbox on this machine.
+        SandboxUnavailable: this machine cannot run a sandbox.
         ValueError: a file's name leads out of the workspace, or the files do not fit into it.
     """
     settings = settings or SandboxSettings(memory_mb=memory_mb)

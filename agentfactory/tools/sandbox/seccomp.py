@@ -1,9 +1,9 @@
 """The system call filter of a sandbox, as the BPF program that `bwrap --seccomp` loads.
 
-It is an allowlist: all other calls, including those of future kernels, answer ENOSYS. So there is no ptrace, no mount,
-no namespace, no io_uring, no bpf, no keyring, and no memory outside RLIMIT_AS (memfd, System V). New processes and
-sockets answer EPERM: a sandbox is a single process, which makes its memory limit effective. The filter for programs
-with processes of their own allows both, and sockets of the families Unix, IPv4 and IPv6.
+It is an allowlist: all other calls, including those of future kernels, return ENOSYS. So there is no ptrace, no mount,
+no namespace, no io_uring, no bpf, no keyring, and no memory outside RLIMIT_AS (memfd, System V). Creating a process or
+a socket returns EPERM: a sandbox is a single process, which makes its memory limit effective. The filter for
+multi-process programs allows processes, and sockets of the families Unix, IPv4 and IPv6.
 """
 
 import errno
@@ -16,7 +16,7 @@ MACHINES = {
     "x86_64": (0xC000003E, X86_64, PROCESSES_X86_64),
     "aarch64": (0xC00000B7, AARCH64, PROCESSES_AARCH64),
 }
-"""`platform.machine()` -> the kernel's AUDIT_ARCH of it, its system calls, and those that processes need besides."""
+"""`platform.machine()` -> the kernel's AUDIT_ARCH, the system calls, and further ones for multi-process programs."""
 
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 # linux/bpf_common.h: load a word at an absolute offset, jumps by comparison with a constant, return a constant
@@ -28,8 +28,8 @@ _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 
 
 def program(machine: str = platform.machine(), processes: bool = False) -> bytes:
-    """Return the filter for `machine`, an array of struct sock_filter. `processes`: new processes and sockets are
-    allowed.
+    """Return the filter for `machine`, an array of struct sock_filter. `processes`: True to allow new processes and
+    sockets.
 
     Raises:
         KeyError: `machine` is not in `MACHINES`.
@@ -67,7 +67,7 @@ def program(machine: str = platform.machine(), processes: bool = False) -> bytes
 
 
 def _of_families(number: int, families: tuple[int, ...]) -> list[bytes]:
-    """Return instructions that let the call `number` make sockets of these families only."""
+    """Return instructions that let the call `number` create sockets of these families only."""
     tests = [_step(_EQUAL, family, then=len(families) - place) for place, family in enumerate(families)]
     allow = [_step(_RETURN, _ALLOW)] if families else []
     # the tests jump over the refusal
@@ -86,7 +86,7 @@ def _refuse(number: int) -> bytes:
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-    """Convert `numbers`, ascending, to (first, last) of each run without a gap."""
+    """Convert ascending `numbers` to the (first, last) of each contiguous run."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -33,22 +33,22 @@ _LONGEST_NAME = 100
 
 
 class SandboxLost(ToolInfrastructureError):
-    """The sandbox was ended; the message says why. Its variables and files are gone."""
+    """The sandbox was ended; the message gives the reason. Its variables and files are gone."""
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of a cell. `text` is what a notebook would show: output, value or traceback."""
+    """The result of a cell. `text` is its output, value or traceback, as in a notebook."""
 
     text: str
     error: str | None = None
     """Name of the exception; None if the cell ran to its end."""
     lost: str | None = None
-    """Why the sandbox was ended, which also removes variables and files."""
+    """Reason why the sandbox was ended, which also removes variables and files; None if it was not."""
 
 
 class Sandbox:
-    """A running sandbox, for one caller at a time. `begin` starts one, `ready` waits for it."""
+    """A running sandbox, for one caller at a time. `begin` starts a sandbox, `ready` waits for it."""
 
     def __init__(self, settings: SandboxSettings, started: SandboxProcess) -> None:
         self._settings = settings
@@ -59,21 +59,21 @@ class Sandbox:
 
     @classmethod
     def begin(cls, settings: SandboxSettings) -> "Future[SandboxProcess]":
-        """Start one in the background, from any thread; pass the result to `ready`, or to `discard`."""
+        """Start a sandbox in the background, from any thread; pass the result to `ready`, or to `discard`."""
         return process.start(settings, [4 * settings.output_characters])
 
     @staticmethod
     def discard(starting: "Future[SandboxProcess]") -> None:
-        """End one that is no longer needed."""
+        """End a started sandbox that is no longer needed."""
         if not starting.cancel():
             starting.add_done_callback(_kill)
 
     @classmethod
     async def ready(cls, settings: SandboxSettings, starting: "Future[SandboxProcess]") -> "Sandbox":
-        """Wait until the one that was begun answers.
+        """Wait until a started sandbox answers.
 
         Raises:
-            SandboxUnavailable: this machine cannot run one.
+            SandboxUnavailable: this machine cannot run a sandbox.
             ValueError: a package in the settings is not installed.
         """
         try:
@@ -90,7 +90,7 @@ class Sandbox:
 
     @property
     def lost(self) -> bool:
-        """Whether it was ended."""
+        """True if the sandbox was ended."""
         return self._fault is not None
 
     async def run(self, code: str, seconds: float) -> CellResult:
@@ -116,7 +116,7 @@ class Sandbox:
             return self._result({name: data.decode("utf-8", "replace") for name, data in answer.items()})
 
     def _result(self, answer: dict[str, str]) -> CellResult:
-        """Extract what a notebook shows from an answer that may contain anything."""
+        """Build the cell's result from an untrusted answer."""
         head, tail = self._process.said(rewind=True), answer.get("tail", "")
         left_out = int(count) if re.fullmatch(r"\d{1,15}", count := answer.get("left_out", ""), re.ASCII) else 0
         for part in (answer.get("value"), answer.get("traceback")):
@@ -127,7 +127,7 @@ class Sandbox:
         return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
 
     async def write(self, name: str, content: bytes) -> None:
-        """Put a file into the workspace, instead of one that has this name.
+        """Write a file to the workspace, replacing one of the same name.
 
         Raises:
             ValueError: the name leads out of the workspace, or the workspace is full.
@@ -147,8 +147,7 @@ class Sandbox:
         """Return regular files of the workspace whose name (a relative path) matches one of the shell `patterns`, and
         whose content was neither written by `write` nor returned before.
 
-        None stands for a file that does not fit into the `largest` bytes of all of them. Files whose name begins with
-        a dot are left out.
+        All files together have at most `largest` bytes; a file that does not fit is None. Hidden files are left out.
 
         Raises:
             SandboxLost: the sandbox was ended.
@@ -174,8 +173,7 @@ class Sandbox:
         return kept
 
     async def run_script(self, program: str, stdin: str, seconds: float) -> int | None:
-        """Turn the process into the program in the file `program`, which reads the file `stdin`. This is its last
-        request.
+        """Run the file `program` in the sandbox's process, with the file `stdin` as input. This is its last request.
 
         Return its exit status (128 plus the signal's number if a signal killed it), or None after `seconds`.
         """
@@ -190,11 +188,11 @@ class Sandbox:
         return 128 - status if status < 0 else status
 
     def said(self, output: int) -> str:
-        """Return what is on its stdout (0) or stderr (1), before it is closed."""
+        """Return the text of its stdout (0) or stderr (1). Call it before `close`."""
         return self._process.said(output)
 
     def close(self, reason: str = "it was closed") -> None:
-        """End it, with everything that runs in it; a request in progress is lost. May be called any number of times."""
+        """End the sandbox and everything in it; a request in progress is lost. Idempotent."""
         self._fault = self._fault or reason
         self._closed = True
         if self._watch is not None:
@@ -205,7 +203,7 @@ class Sandbox:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep our ends open in this context, even if `close` is called meanwhile."""
+        """Keep our ends open in this context, even if `close` is called in it."""
         self._busy = True
         try:
             yield
@@ -249,10 +247,10 @@ class Sandbox:
         most: int = 64,
         room: int = 1 << 22,
     ) -> list[tuple[str, bytes]]:
-        """Send a request; return names and data of the answering messages, without the last: at most `most` of them, of
-        `room` bytes together.
+        """Send a request; return the names and data of all answers but the last: at most `most` answers, of `room`
+        bytes together.
 
-        A message with another nonce was forged or is late and is ignored; after a hundred of them the sandbox is ended.
+        Messages with another nonce are forged or late, and are ignored; after a hundred of them the sandbox is ended.
         """
         if self._fault is not None:
             raise SandboxLost(self._fault)
@@ -277,7 +275,7 @@ class Sandbox:
                     else:
                         answers.append((name.decode("utf-8", "replace"), told))
                         room -= len(told)
-                    await asyncio.sleep(0)  # an endless stream of messages would keep the loop from all other work
+                    await asyncio.sleep(0)  # an endless stream of messages would starve the event loop
         except TimeoutError:
             reason = f"it ran for more than {argument} s" if verb == "cell" else "it did not answer"
             raise SandboxLost(reason) from None
@@ -286,7 +284,7 @@ class Sandbox:
         raise SandboxLost("it flooded its own channel")
 
     async def _end(self) -> str:
-        """Return why no more messages arrive."""
+        """Return the reason why no more messages arrive."""
         if self._fault is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_SECONDS):

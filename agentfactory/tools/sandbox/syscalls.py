@@ -1,5 +1,5 @@
-"""Numbers of the system calls that the filter names, by machine: the kernel's own tables, reduced to what one Python
-process needs for files in its workspace, memory, threads, signals, time and pipes."""
+"""System call numbers for the filter, by machine: the kernel's own tables, reduced to the needs of one Python process:
+files in its workspace, memory, threads, signals, time and pipes."""
 
 
 def _table(text: str) -> dict[str, int]:
@@ -61,8 +61,8 @@ sched_get_priority_min=126 getcpu=168 prctl=167 uname=160 sysinfo=179 getrandom=
 socketpair=199 socket=198 clone3=435 connect=203
 """)
 
-# what programs with processes of their own need in addition: a server and a client on loopback, changes of files that
-# package managers and editors watch or label, named pipes, priorities
+# further calls for programs that start processes: a server and a client on loopback, file changes that package managers
+# and editors watch or label, named pipes, priorities
 PROCESSES_X86_64 = _table("""
 bind=49 listen=50 accept=43 accept4=288 inotify_init=253 inotify_init1=294 inotify_add_watch=254 inotify_rm_watch=255
 setxattr=188 lsetxattr=189 fsetxattr=190 getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195

@@ -1,4 +1,4 @@
-"""`View`: what a program in a sandbox sees of a file system."""
+"""`View`: the file system of a program in a sandbox."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -10,28 +10,28 @@ from agentfactory.tools.sandbox.interpreter import is_public
 from agentfactory.tools.sandbox.limits import sandbox_user
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
-"""What is shown of the machine's own root: programs, libraries and settings, and nobody's files."""
+"""Visible entries of the machine's own root: programs, libraries and settings, but no user's files."""
 _OURS = ("proc", "dev", "sys", "run", "tmp")
-"""What every sandbox has of its own."""
+"""Entries that every sandbox creates for itself."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A root file system, read-only, with some folders that can be written. Only these parts of the machine exist."""
+    """A read-only root file system with some writable folders. No other part of the machine is visible."""
 
     root: Path = Path("/")
     """`/` shows the machine's programs, libraries and /etc; any other folder is shown as a whole."""
     readable: tuple[Path, ...] = ()
-    """Further files and folders of the machine, read-only, at the place where they are."""
+    """Further files and folders of the machine, read-only, at their own paths."""
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """Place inside -> folder of the machine, writable."""
+    """Path inside -> writable folder of the machine."""
     start: str = "/"
     """The folder in which the program starts."""
     user: int = 1000
-    """The number that its user has inside; outside it is the user of this process, or nobody for root."""
+    """User id inside; outside, it is the user of this process, or nobody for root."""
 
     def of_root(self) -> list[str]:
-        """Return the arguments of bwrap that show the root, and make way for the places in it of all else."""
+        """Return bwrap's arguments that mount the root, and leave room in it for all other mount points."""
         points = [PurePosixPath(place) for place in (*self.folders, *map(str, self._further()))]
         arguments: list[str] = []
         names = sorted(os.listdir(self.root))
@@ -41,8 +41,7 @@ class View:
         return [*arguments, "--dir", "/run"]
 
     def of_the_rest(self) -> list[str]:
-        """Return the arguments that show further files and folders; they may lie in what every sandbox has of its
-        own."""
+        """Return bwrap's arguments that mount further files and folders, possibly below the sandbox's own entries."""
         arguments: list[str] = []
         for path in self._further():
             arguments += ["--ro-bind", str(path), str(path)]
@@ -55,7 +54,7 @@ class View:
         return sorted(path for path in set(self.readable) if not any(path.is_relative_to(one) for one in shown))
 
     def _show(self, place: PurePosixPath, points: list[PurePosixPath]) -> list[str]:
-        """Show a file, link or folder of the root; entry by entry, if a place below it has to be made first."""
+        """Mount a file, link or folder of the root; entry by entry, if a mount point must be created below it."""
         source = self.root / place.relative_to("/")
         if source.is_symlink():
             return ["--symlink", os.readlink(source), str(place)]
@@ -70,12 +69,12 @@ class View:
 
 
 def check_readable(field: str, paths: Iterable[Path]) -> None:
-    """Raise SettingError if sandboxes cannot show one of these files and folders of the machine."""
+    """Raise SettingError if sandboxes cannot mount one of these files and folders of the machine."""
     for path in paths:
         if path == Path("/"):
-            raise SettingError(field, "got /, which has everything", "name the files and folders that are needed")
+            raise SettingError(field, "got /, the whole machine", "name only the files and folders that are needed")
         if not path.exists():
             raise SettingError(field, f"there is no {path}", "name an existing file or folder")
         if sandbox_user() is not None and not is_public(path):
             problem = f"{path} can be read by its owner only, and the sandboxes of root run as nobody"
-            raise SettingError(field, problem, "put it where everyone may read, or run as an ordinary user")
+            raise SettingError(field, problem, "put it where every user can read it, or run as an ordinary user")

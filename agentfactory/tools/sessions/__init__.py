@@ -1,1 +1,1 @@
-"""The tools of a recipe, and a chain's session with them."""
+"""The tools of a recipe, and each chain's session with them."""

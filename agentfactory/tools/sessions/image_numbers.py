@@ -1,4 +1,4 @@
-"""Numbers before the images that tools return, from the environment that works on a chain's images."""
+"""Image numbering: an environment that works on a chain's images labels the images that other tools return."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,14 +10,15 @@ from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.messages import Content, ToolCall, ToolResult
 
 ROLE = "take_images"
-"""The role of the environment's tool that takes images, and returns a text for each."""
+"""Role of the environment's tool that takes images and returns a label for each."""
 
 
 class ImageNumbers:
-    """Gives the images in results to the environment that has the role, if one of a chain's `servers` has, and puts
-    what it says of each, such as a number, before the image. It knows its own images.
+    """A labeller of images in tool results.
 
-    `origins` has the server of each tool; `ask` calls the tool of a server, by its name, that has a role.
+    If one of a chain's `servers` has the role, it receives the images that other servers return, and its label for
+    each, such as a number, is inserted before the image. `origins` maps tools to servers. `ask` calls a server's tool,
+    given the server's name, the tool's role and the arguments.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class ImageNumbers:
         ]
 
     async def number_content(self, content: Content, origin: ToolServer | None) -> Content:
-        """Return a content of `origin` (None: of no server) with its images numbered. Raises as `number` does."""
+        """Return content from the server `origin` (None: from no server) with its images numbered. Raises as `number`
+        does."""
         if self._taker is None or origin in (self._taker, None) or isinstance(content, str):
             return content
         images = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]

@@ -37,10 +37,9 @@ from agentfactory.tools.sessions.image_numbers import ImageNumbers
 logger = logging.getLogger(__name__)
 
 _MAX_DEPTH = 64
-"""Maximum depth of arguments that are sent. The SDK drops arguments nested some 200 levels deep, and the call would
-hang."""
+"""Maximum nesting of arguments. The SDK drops arguments nested some 200 levels deep, and the call would hang."""
 _CLOSE_SECONDS = 10.0
-"""How long an environment may take to close."""
+"""Time limit for closing an environment."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +56,26 @@ class Route:
 
 @dataclass
 class _Share:
-    """A chain's share of one server."""
+    """A chain's connection to one server, and the state of its use."""
 
     server: ToolServer
     connection: Connection
     lease: Lease[Connection] | None
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """An environment gets a chain's calls one by one, in the order in which they were made, on every transport."""
+    """Serializes a chain's calls of an environment in the order in which they were made, on every transport."""
     asked: bool = False
-    """A reset was begun, so the environment must be closed, even if the reset failed."""
+    """True once a reset began: the environment must then be closed, even if the reset failed."""
     generation: int | None = None
     """Generation of the server process that contains the chain's state."""
     spoiled: bool = False
-    """The instance must not serve another chain: it failed, or may still be working on an abandoned call."""
+    """True if the instance must not serve another chain: it failed, or may still be running an abandoned call."""
     anchored: bool = False
-    """A result had an anchor."""
+    """True once a result had an anchor."""
     anchor: str | None = None
-    """That of the state after the last call; None if it is unknown."""
+    """Anchor of the state after the last call; None if it is unknown."""
 
     def note_anchor(self, result: CallToolResult) -> None:
-        """Note the state after a call. One that failed may have changed it, unless its arguments were wrong."""
+        """Note the anchor after a call. A failed call makes it unknown, unless the arguments were invalid."""
         meta = result.meta or {}
         if ANCHOR_KEY in meta:
             given = meta[ANCHOR_KEY]
@@ -86,14 +85,14 @@ class _Share:
 
 
 class ToolSession:
-    """One chain's access to the tools. `opening` is the result of its environments' resets, or None; `left_out` are the
-    bytes by which `limits.result_bytes` cut it, by environment."""
+    """One chain's access to the tools. `opening` is the result of its environments' resets, or None; `left_out` counts
+    the bytes that `limits.result_bytes` cut from it, by environment."""
 
     def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
         self.opening: Content | None = None
         self.left_out: dict[str, int] = {}
         self.waits: list[tuple[str, float, float]] = []
-        """The waits for an instance of a server: its name, and the time.monotonic() at which each began and ended."""
+        """Waits for an instance of a server: (server name, begin, end), in seconds of time.monotonic()."""
         self._key = key
         self._servers = servers
         self._routes = routes
@@ -101,20 +100,20 @@ class ToolSession:
 
     @property
     def kept(self) -> list[str]:
-        """Where the folders of the chain's programs will be kept."""
+        """Paths to which the folders of the chain's programs will be moved."""
         return [str(share.connection.kept) for share in self._shares.values() if share.connection.kept is not None]
 
     @property
     def anchor(self) -> str | None:
-        """The anchor of the state that the chain is in: that of its environment, or of all that give anchors; None if
-        none does, or one is in a state without an anchor."""
+        """Anchor of the chain's current state, combined over all environments that give anchors; None if none does, or
+        if one is in a state without an anchor."""
         anchors = [share.anchor for share in self._shares.values() if share.anchored]
         if not anchors or None in anchors:
             return None
         return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
 
     async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
-        """Make one call. Mistakes of the model are returned as a result that it can read.
+        """Make one call. Errors caused by the model are returned as a result that it can read.
 
         `timeout_seconds` replaces the server's own time limit for the call.
 
@@ -145,7 +144,7 @@ class ToolSession:
         error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
         content = content_of(result)
         if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
-            # our own server does not know the model's name for the tool
+            # our own server does not know the prefixed name that the model uses
             content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
         return ToolResult(
             content,
@@ -158,16 +157,16 @@ class ToolSession:
 
     @property
     def images(self) -> ImageNumbers:
-        """Numbers the images in results."""
+        """Labeller of the images in results."""
 
         origins = {name: route.server for name, route in self._routes.items()}
-        # made anew each time: kept, it and the session would refer to each other
+        # created on each access: a stored one would form a reference cycle with the session
         return ImageNumbers(self._servers, origins, lambda name, *ask: self._control(self._shares[name], *ask))
 
     async def reward(self) -> EnvironmentReward | None:
-        """Return the environment's reward for the chain; None without an environment that gives one.
+        """Return the environment's reward for the chain; None if no environment gives one.
 
-        With several environments, rewards are added up, and names of metrics begin with the server's name and a slash.
+        Rewards of several environments are added up, and their metrics get the prefix `SERVER/`.
 
         Raises:
             EnvironmentRewardError: reward() failed, or its answer is neither a number nor an object with `reward`.
@@ -186,17 +185,17 @@ class ToolSession:
                 total.add(one)
             except ValueError as error:
                 raise EnvironmentRewardError(
-                    f"environment {name}: its turn_rewards are not as many as another's"
+                    f"environment {name}: its turn_rewards differ in number from another environment's"
                 ) from error
             except TypeError as error:
                 raise EnvironmentRewardError(f"environment {name}: {error}") from error
         return total
 
     async def begin(self, task: dict[str, Any]) -> None:
-        """Acquire what the chain needs from each server, and begin `task` in every environment.
+        """Acquire a connection to each server, and reset every environment with `task`.
 
-        Servers are handled one after the other, in the recipe's order, so that chains that need several scarce
-        instances never deadlock. Called by `Toolset.chain`.
+        Servers are acquired one after the other, in the recipe's order, so chains that need several scarce instances
+        never deadlock. Called by `Toolset.chain`.
         """
         openings = []
         for server in self._servers:
@@ -211,7 +210,7 @@ class ToolSession:
         self.opening = _joined([content for content in numbered if content])
 
     async def close(self) -> None:
-        """Release everything; if an environment fails to close, this is only logged. Called by `Toolset.chain`."""
+        """Release everything; log environments that fail to close. Called by `Toolset.chain`."""
         await asyncio.gather(*(self._let_go(share) for share in self._shares.values()))
 
     async def _reset(self, share: _Share, task: dict[str, Any]) -> Content:
@@ -236,7 +235,7 @@ class ToolSession:
     async def _let_go(self, share: _Share) -> None:
         replaced = share.server.isolated and share.spoiled
         try:
-            # a server that died has no state any more, and is not restarted only to close it
+            # a dead server has lost its state; do not restart it only to close it
             if share.asked and "close" in share.server.hidden and share.connection.alive and not replaced:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._control(share, "close", {})
@@ -303,7 +302,7 @@ def _left_out(content: Content, most: int) -> int:
 
 
 def _joined(contents: list[Content]) -> Content | None:
-    """Join several openings; with images, as parts."""
+    """Join several openings, as parts if there are images."""
     if not any(isinstance(content, list) for content in contents):
         return "\n".join(text_of(content) for content in contents) or None
     parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
@@ -311,7 +310,7 @@ def _joined(contents: list[Content]) -> Content | None:
 
 
 def _fault(arguments: dict[str, Any], validator: Validator | None) -> str | None:
-    """Return what is wrong with `arguments`, as far as can be checked here."""
+    """Return the fault of `arguments`, as far as it can be checked here; None if there is none."""
     if _is_deeper(arguments, _MAX_DEPTH):
         return f"they are nested more than {_MAX_DEPTH} levels deep"
     try:

@@ -34,9 +34,9 @@ async def open_toolset(
     """Open every tool and MCP server of `recipe` concurrently; close them on exit.
 
     Args:
-        base: Folder at which the recipe's relative paths start.
-        log: Takes records {"event": "tool_server_opened" | "tool_server_lost" | "tool_server_isolated", "server": name,
-            ...}.
+        base: Folder that the recipe's paths are relative to.
+        log: Receives records {"event": "tool_server_opened" | "tool_server_lost" | "tool_server_isolated",
+            "server": name, ...}.
         objects: Served in this process in addition to the recipe's: `@tool` functions and methods, Environment classes,
             MCP server objects.
         processes: Number of processes like this one, which share the machine's memory.
@@ -49,7 +49,7 @@ async def open_toolset(
     servers: dict[str, ToolServer] = {}
     most = recipe.limits.result_bytes
     programs = sum(1 for config in recipe.mcp_servers.values() if config.command or config.container)
-    # for the processes of one server, if nothing else limits their number
+    # memory for the processes of one server, if nothing else limits their number
     memory = memory_room() // 2 // processes // max(1, programs)
 
     def add(server: ToolServer) -> None:
@@ -94,20 +94,20 @@ class Toolset:
                 name = server.config.prefix + tool.name
                 if other := self._routes.get(name):
                     raise ValueError(
-                        f"the tool {name} is offered by {other.server.name} and by {server.name}; a model could not "
-                        f"tell them apart: leave one out, or set mcp_servers.{server.name}.prefix"
+                        f"the tool {name} is offered by {other.server.name} and by {server.name}; "
+                        f"remove one, or set mcp_servers.{server.name}.prefix"
                     )
                 self._routes[name] = Route(server, tool.name, _validator(server.name, tool))
                 self.specs.append(ToolSpec(name, tool.description or "", tool.input_schema))
 
     @property
     def environments(self) -> list[str]:
-        """The servers that are environments."""
+        """Names of the servers that are environments."""
         return [server.name for server in self._servers if server.environment]
 
     def harmless(self, reads: bool) -> list[ToolSpec]:
-        """Return the tools that, by their own annotations, destroy nothing and act on nothing outside of their server:
-        those that change nothing (`reads`), or the others."""
+        """Return the tools whose annotations declare them non-destructive and confined to their server: the read-only
+        ones (`reads`), or the others."""
         said = {
             server.config.prefix + tool.name
             for server in self._servers
@@ -119,22 +119,22 @@ class Toolset:
 
     @property
     def isolation(self) -> list[str]:
-        """What a chain has of each server that is not in this process, in words."""
+        """Descriptions of a chain's isolation in each server outside this process."""
         return [server.told_isolation for server in self._servers if server.config.module is None]
 
     @property
     def judges(self) -> bool:
-        """Whether an environment gives a reward."""
+        """True if an environment gives a reward."""
         return any("reward" in server.hidden for server in self._servers)
 
     def takes(self, field: str) -> bool:
-        """Return whether a reset names this field of a task."""
+        """Return whether a reset declares this field of a task."""
         resets = (server.hidden["reset"].input_schema for server in self._servers if server.environment)
         return any(field in schema.get("properties", {}) for schema in resets)
 
     @property
     def needed(self) -> dict[str, str]:
-        """The fields of a row that resets need -> the name of the environment."""
+        """Row field that a reset requires -> "the reset of SERVER"."""
         return {
             field: f"the reset of {server.name}"
             for server in self._servers
@@ -153,7 +153,8 @@ class Toolset:
 
     @asynccontextmanager
     async def chain(self, key: str, task: dict[str, Any]) -> "AsyncIterator[ToolSession]":
-        """Let the chain `key`, unique in this run, act on `task`: reset its environments, and release them at the end.
+        """Open a session for the chain `key`, unique in this run: reset its environments with `task`, and release them
+        on exit.
 
         Raises:
             ToolInfrastructureError: no instance became free in time, an environment could not be reset, or its server
@@ -180,7 +181,7 @@ class Toolset:
         }
 
     async def closed(self) -> None:
-        """Wait until every chain that has ended has released everything."""
+        """Wait until all ended chains have released their resources."""
         while self._closings:
             await asyncio.wait(self._closings)
 

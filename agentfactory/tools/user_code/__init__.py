@@ -1,1 +1,1 @@
-"""User code: loaded by path, its import path, its types and schemas."""
+"""User code: loading by path, the import path, types and schemas."""

@@ -1,4 +1,4 @@
-"""Names that installed packages register by entry points, ours and those of other wheels alike."""
+"""Names registered by entry points, of this package and of other installed packages."""
 
 import importlib
 from functools import cache
@@ -23,7 +23,7 @@ def registered(group: str) -> dict[str, str]:
     SettingError if two packages register one name."""
     found: dict[str, str] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
-        # a checkout on the import path repeats what is installed of it
+        # a checkout on the import path repeats the entry points of its installed package
         if found.setdefault(point.name, point.value) != point.value:
             problem = f"two packages register {point.name!r} in {group}: {found[point.name]} and {point.value}"
             raise SettingError("", problem, "uninstall one of them")

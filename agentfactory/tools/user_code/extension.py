@@ -1,4 +1,4 @@
-"""A user's function (`FILE.py:NAME`) that replaces a built-in one: loads it, and checks its parameters and options."""
+"""User functions (`FILE.py:NAME`) that replace built-in ones: loading, and checks of parameters and options."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 @dataclass(frozen=True)
 class Extension:
-    """A function with its options; a call passes it those of the inputs that it takes."""
+    """A function with its options; a call passes it only the inputs that it takes."""
 
     function: Callable[..., Any]
     takes: tuple[str, ...]
@@ -29,8 +29,8 @@ class Extension:
     """Name of a user's function, for messages; "" for a built-in one."""
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the function and return its result. Whatever a user's function raises becomes a SettingError that says
-        where."""
+        """Call the function and return its result. Any error of a user's function becomes a SettingError with its
+        location."""
         given = {name: inputs[name] for name in self.takes}
         if not self.name:
             return self.function(**given, **self.options)
@@ -38,7 +38,7 @@ class Extension:
             return self.function(**given, **self.options)
 
     def option(self, name: str) -> Any:
-        """Return the value of an option: what the recipe gives, or the parameter's default; None if there is none."""
+        """Return the value of an option: the recipe's, or else the parameter's default; None if there is neither."""
         parameter = inspect.signature(self.function).parameters.get(name)
         default = None if parameter is None or parameter.default is parameter.empty else parameter.default
         return self.options.get(name, default)
@@ -61,10 +61,10 @@ class Extension:
 def load_extension(
     field: str, reference: str, ours: Mapping[str, Callable[..., Any]], inputs: Collection[str], settings: Section
 ) -> Extension:
-    """Load what `reference`, the value of the recipe's `field`, names: one of `ours`, or `FILE.py:NAME`.
+    """Load the function `reference`, the value of the recipe's `field`: one of `ours`, or `FILE.py:NAME`.
 
-    Its parameters are some of `inputs`, by name, and `settings.options`; of these, one of `ours` takes those that it
-    has parameters for.
+    Its parameters are some of `inputs`, by name, and `settings.options`. A function of `ours` gets only the options
+    that it has parameters for.
 
     Raises SettingError if it cannot be loaded, is not a function, or its parameters do not fit the options.
     """
@@ -100,21 +100,21 @@ def _check_parameters(
     given = f"{section}.options" if section else "options"
     if inputs and not _taken(function, inputs):
         problem = f"{shown} takes none of {', '.join(inputs)}"
-        raise SettingError(field, problem, "name its parameters like what it needs of them")
+        raise SettingError(field, problem, "name its parameters after the inputs that it needs")
     takes_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise SettingError(field, f"{shown} takes {parameter} by its place", "arguments come by name")
+            raise SettingError(field, f"{shown} takes {parameter} by position", "arguments are passed by name")
         missing = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if missing and name not in inputs and name not in options:
             fix = f"set {given}.{name}, or give it a default"
-            fix += f"; what it can be given is {', '.join(inputs)}" if inputs else ""
-            raise SettingError(field, f"{shown} has a parameter {name!r} that nothing gives", fix)
+            fix += f"; the possible inputs are {', '.join(inputs)}" if inputs else ""
+            raise SettingError(field, f"{shown} has a parameter {name!r} without a value", fix)
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
     known = [name for name, parameter in parameters.items() if name not in inputs and parameter.kind not in kinds]
     for name in options:
         if name in inputs:
-            raise SettingError(f"{given}.{name}", f"AgentFactory itself gives {name} to {shown}", "remove it")
+            raise SettingError(f"{given}.{name}", f"AgentFactory itself passes {name} to {shown}", "remove it")
         if name not in parameters and not takes_rest:
             problem = f"{shown} has no such option"
             raise SettingError(f"{given}.{name}", problem, f"remove it; its options are {', '.join(known) or 'none'}")
@@ -123,12 +123,12 @@ def _check_parameters(
 def check_types(options: Mapping[str, Any], taker: Callable[..., Any], field: str) -> None:
     """Raise SettingError for an option that its annotation in `taker`, a function or a dataclass, does not allow.
 
-    An integer is a float, too, and a text a path; nothing else is converted. What JSON cannot express, which only a
-    program can give, is not checked.
+    Integers are accepted as floats, and text as paths; nothing else is converted. Values that JSON cannot express,
+    which only a program can pass, are not checked.
     """
     try:
         annotations = get_type_hints(taker)
-    except NameError:  # of a class within a function
+    except NameError:  # an annotation names a class within a function
         return
     for name, value in options.items():
         try:

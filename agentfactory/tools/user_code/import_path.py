@@ -1,4 +1,4 @@
-"""The import path of our processes: installed packages come first, the folders of user code last."""
+"""The import path of our processes: installed packages first, folders of user code last."""
 
 import importlib.util
 import os
@@ -12,12 +12,12 @@ _CHECKOUT = Path(__file__).resolve().parents[3]
 
 _folders: list[str] = []
 _appended: dict[str, bool] = {}
-"""Folders that only we have added to the path -> whether a FILE.py is in the folder."""
+"""Folders that only we have added to the path -> True if a FILE.py is in the folder."""
 
 
 def own_python(*arguments: str, executable: str | None = None) -> list[str]:
-    """Return a command that runs a Python (default: this one) like ours: the current folder, in which a user's
-    `datasets/` or `mcp/` would be mistaken for the libraries of these names, is not on its import path."""
+    """Return a command that runs a Python (default: this one) without the current folder on its import path: a user's
+    `datasets/` or `mcp/` there would hide the libraries of these names."""
     return [executable or sys.executable, "-P", *arguments]
 
 
@@ -45,8 +45,8 @@ def user_folders() -> list[str]:
 
 
 def start_folder_last() -> None:
-    """Move the first entry that Python added to the import path, the current folder (`python -m`) or the folder of the
-    script, to its end. Call it at the beginning of a command's main module, before any other import.
+    """Move the import path's first entry, the current folder (`python -m`) or the folder of the script, to its end.
+    Call it at the beginning of a command's main module, before any other import.
 
     Ends the process if another `agentfactory` in that folder hides this package.
     """
@@ -60,13 +60,13 @@ def start_folder_last() -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a top-level package can be imported; a folder that happens to have its name, such as the `wandb/`
-    that wandb writes, does not count."""
+    """Return whether a top-level package can be imported. A plain folder of its name, such as the `wandb/` that wandb
+    writes, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _is_checkout() -> bool:
-    # if this package is installed from a wheel, it is among the libraries, which stay in front
+    # a package installed from a wheel is among the libraries, which stay in front
     link = _CHECKOUT / "tools"
     return link.exists() and link.samefile(Path(__file__).parents[1])

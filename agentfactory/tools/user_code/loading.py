@@ -1,4 +1,4 @@
-"""Loads objects that a recipe names: from a user's own files as `FILE.py:NAME`, or prebuilt ones by name alone."""
+"""Loading of objects that a recipe names: from a user's files as `FILE.py:NAME`, or prebuilt ones by name alone."""
 
 import ast
 import filecmp
@@ -20,9 +20,9 @@ from agentfactory.tools.user_code.import_path import append_folders, user_folder
 
 
 class UserCodeError(SettingError):
-    """A `FILE.py:NAME` that cannot be loaded: `problem` says which part is wrong and what exists instead."""
+    """A `FILE.py:NAME` that cannot be loaded: `problem` names the invalid part and the existing alternatives."""
 
-    def __init__(self, problem: str, fix: str = "name what a file defines, as FILE.py:NAME") -> None:
+    def __init__(self, problem: str, fix: str = "name an object that a file defines, as FILE.py:NAME") -> None:
         super().__init__("", problem, fix)
 
 
@@ -31,7 +31,7 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
 
     The file is executed once per process. It may import installed libraries and the modules in its folder, which is
     appended to the import path. If `import FILE` finds this file, the module has that name; otherwise it gets a private
-    one, so that it neither shadows another module nor is shadowed by one.
+    name, so that it neither shadows another module nor is shadowed by one.
 
     Raises:
         UserCodeError: malformed reference, no such file, the file fails when executed, or it does not define the name.
@@ -74,13 +74,13 @@ def load_module(path: Path) -> ModuleType:
             raise
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        problem = f"{path} fails when it is loaded: {type(error).__name__}: {error}{_place(error, path)}"
+        problem = f"{path} fails on import: {type(error).__name__}: {error}{_place(error, path)}"
         raise UserCodeError(problem, _fix(error, path)) from error
     return module
 
 
 def _origin(name: str) -> str | None:
-    """Return the file of the module `name`, if it is imported, or from which it would be imported."""
+    """Return the file from which the module `name` is or would be imported; None if there is none."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None)
     # this imports parent packages, which may fail
@@ -95,9 +95,9 @@ def _is_same(file: str | None, path: Path) -> bool:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """Return the last place in the file `path`, or in a helper of it, where it failed; "" if the message has it."""
+    """Return the last location of the error in the file `path` or a helper of it; "" if the message has it."""
     if isinstance(error, SyntaxError):
-        # its message ends with the line, and only with the name of the file
+        # its message ends with the line number and the file's name, without its folder
         file, line = error.filename, error.lineno
         is_helper = file is not None and file != str(path) and str(Path(file).parent) in user_folders()
         return f" ({file}, line {line})" if is_helper else ""
@@ -111,7 +111,7 @@ def _place(error: BaseException, path: Path) -> str:
 
 def _fix(error: BaseException, path: Path) -> str:
     if isinstance(error, SystemExit):
-        return "let nothing end the program when the file is imported"
+        return "do not end the program when the file is imported"
     if not isinstance(error, ImportError):
         return "correct the file"
     if "no known parent package" in str(error):
@@ -123,7 +123,7 @@ def _fix(error: BaseException, path: Path) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return "correct the file"
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
-    fix = f"install it, or name its folder in import_path; after what is installed it was looked for in {places}"
+    fix = f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
     return fix + (f"; AgentFactory's own is agentfactory.{first}" if first in ("rollout", "tools", "trainers") else "")
 
 
@@ -144,7 +144,7 @@ def _check_neighbours(path: Path) -> None:
             place = path.parent.joinpath(*name.split("."))
             own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
             found = _origin(name) if own else None
-            # if it is a copy, either works
+            # either works if it is a copy
             if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
                 raise UserCodeError(
                     f"{file} imports {name} from its own folder, but Python finds {found} under that name",
@@ -161,12 +161,12 @@ def _imports(source: bytes) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    # a package is imported with its modules
+    # importing a module imports its parent packages
     return {".".join(name.split(".")[: end + 1]) for name in found for end in range(name.count(".") + 1)}
 
 
 def _is_users(file: str | None) -> bool:
-    # a library of the same name takes precedence by intention; a user's folder may contain an environment of libraries
+    # libraries take precedence by design; a user's folder may contain a virtual environment
     if file is None or "site-packages" in Path(file).parts:
         return False
     return any(Path(file).is_relative_to(folder) for folder in user_folders())

@@ -1,4 +1,4 @@
-"""Files that a data row gives to a chain's workspace."""
+"""Files that a data row puts into a chain's workspace."""
 
 import base64
 import binascii
@@ -19,9 +19,9 @@ def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes
     if isinstance(files, Mapping):
         return {str(name): _decode(name, content) for name, content in files.items()}
     if not isinstance(files, Sequence) or isinstance(files, str):
-        raise ValueError(f"files: got {files!r}; it is a mapping of name to text, or a list of names")
+        raise ValueError(f"files: got {files!r}; it must be a mapping of name to text, or a list of names")
     if folder is None:
-        raise ValueError(f"files: the row names {list(files)}; say by the option `files` in which folder they are")
+        raise ValueError(f"files: the row names {list(files)}; set the option `files` to their folder")
     return {str(name): _read(str(name), folder, most_mb) for name in files}
 
 
@@ -49,4 +49,4 @@ def _decode(name: str, content: Any) -> bytes:
             return base64.b64decode(coded, validate=True)
         except binascii.Error as error:
             raise ValueError(f"files: {name} is not base64: {error}") from None
-    raise ValueError(f'files: {name} is {type(content).__name__}; it is a text, or {{"base64": ...}}')
+    raise ValueError(f'files: {name} is {type(content).__name__}; it must be a text, or {{"base64": ...}}')

@@ -1,8 +1,8 @@
 """`python -m agentfactory.tools.user_code.run_module FOLDERS MODULE [ARGUMENT ...]`: like `python -m MODULE`, with
 FOLDERS (a JSON list) at the end of the import path and without the current folder at its beginning.
 
-The stdio servers of a recipe are started this way: otherwise a `mcp/` or a `json.py` next to the recipe would be
-mistaken for the library.
+The stdio servers of a recipe are started this way: otherwise a `mcp/` or a `json.py` next to the recipe would hide the
+library of that name.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""JSON Schemas for models: self-contained, and like pydantic's, but without parts that only cost prompt tokens; and
-`typing.TypedDict` for pydantic, which before Python 3.12 accepts only that of typing_extensions.
+"""JSON Schemas for models: self-contained, and like pydantic's, but without parts that only cost prompt tokens. Also
+support for `typing.TypedDict`: before Python 3.12, pydantic accepts only typing_extensions' TypedDict.
 """
 
 import sys
@@ -100,14 +100,14 @@ class _PlainSchema(GenerateJsonSchema):
     def generate(self, schema: Any, mode: Any = "validation") -> Any:
         generated = super().generate(schema, mode)
         for name, definition in generated.get("$defs", {}).items():
-            # after the class, whose name, perhaps after its module's, is the definition's
+            # a title derived from the class, whose name (possibly after its module's) is the definition's name
             if "title" in definition and name.endswith(self.normalize_name(definition["title"])):
                 del definition["title"]
         return generated
 
     def tagged_union_schema(self, schema: Any) -> Any:
         generated = super().tagged_union_schema(schema)
-        generated.pop("discriminator", None)  # OpenAPI's; it refers to `$defs`, and the alternatives say the same
+        generated.pop("discriminator", None)  # an OpenAPI keyword that refers to `$defs`; the alternatives suffice
         return generated
 
 
@@ -134,7 +134,7 @@ def _target(node: Any) -> str | None:
 def _map_children(node: Any, change: Callable[[Any], Any]) -> Any:
     """Return `node` with its subschemas changed. Values, such as defaults, are never treated as schemas."""
     if not isinstance(node, dict):
-        return node  # true and false are schemas, too
+        return node  # `true` and `false` are schemas too
     changed = dict(node)
     for key, value in node.items():
         if key in _MAPS:

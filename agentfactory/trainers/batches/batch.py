@@ -1,4 +1,4 @@
-"""Batches: training rows cut into micro-batches for every process, with one global normaliser."""
+"""Batches: training rows divided into micro-batches for every process, with one global normaliser."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class TrainingRow:
     `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context that could predict
     it). `streams` have one value per target: always `behaviour` (the server's log-probability), `advantage`, `weight`
     and `mixed` (1 if the token's cached context may be from older weights, see trajectory.Span, else 0), and others as
-    the algorithm needs them. Values at masked positions are not stored, so they are never read. `images` are those that
-    the targets see, in their order.
+    the algorithm needs them. Values at masked positions are not stored, so they are never read. `images` are the images
+    before the last target, in order.
     """
 
     token_ids: Int[np.ndarray, "tokens"]
@@ -37,8 +37,7 @@ class TrainingRow:
 
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
-    """Returns the trained part of a rollout's row, with the same advantage for every token; None if no token is
-    trained.
+    """Return the trained part of a rollout's row, with the same advantage for every token; None if no token is trained.
 
     Tokens after the last trained one are left out: attention is causal, so they change nothing.
     """
@@ -70,34 +69,34 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
 class MicroBatch:
     """The input of one forward and backward pass: a block of token lines, and streams along their targets.
 
-    A line contains a row, padded on the right, or trees of rows end to end (see tree); in that case it is the only
+    A line contains a row, padded on the right, or trees of rows end to end (see packing); in that case it is the only
     line. Targets are ordered row by row. Tokens that only keep a process in step with the others have weight 0; all
-    others have more.
+    others have a positive weight.
     """
 
     ids: Int[Tensor, "batch length"]
     positions: Int[Tensor, "1 length"] | None
-    """Place of each token in its rows; None if lines count from 0."""
+    """Position of each token in its rows; None if each line counts from 0."""
     ends: Int[Tensor, "1 length"] | None
-    """Position of the last token that sees this one, plus one; None if each token sees all before it."""
+    """Position of the last token that attends to this one, plus one; None if lines attend causally."""
     sources: Int[Tensor, "targets"]
     """Flat indices into batch x length: the token that predicts each target."""
     labels: Int[Tensor, "targets"]
     sequence: Int[Tensor, "targets"]
     """Number of the target's row within the micro-batch."""
     rows: tuple[int, ...]
-    """Indices of the rows given to `make_batches` that this contains, in the order of `sequence`; none if idle."""
+    """Indices of the contained rows among those passed to `make_batches`, in the order of `sequence`; none if idle."""
     streams: dict[str, Float[Tensor, "targets"]]
     images: tuple[ImageSpan, ...] = ()
-    """The images in the lines, in the order of their places; the offsets are those in their rows."""
+    """The images in the lines, in order; offsets are relative to their rows."""
     rotary: Int[Tensor, "3 batch length"] | None = None
-    """Rotary positions in time, height and width; None for the places in the rows: without images, or if the model just
-    counts tokens."""
+    """Rotary positions in time, height and width. None means the positions in the rows: without images, or if the model
+    numbers tokens consecutively."""
     in_step_with_images: bool = False
-    """Whether any micro-batch of the step has images, on any process."""
+    """True if any micro-batch of the step has images, on any process."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Returns a copy on `device`."""
+        """Return a copy on `device`."""
         return MicroBatch(
             ids=self.ids.to(device),
             positions=None if self.positions is None else self.positions.to(device),
@@ -119,7 +118,7 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     normaliser: float
-    """Losses are divided by it. It is the same for all processes, so that neither micro-batching nor the number of
+    """Divisor of the losses. It is the same for all processes, so that neither micro-batching nor the number of
     processes changes the result."""
     tokens: int
     """Number of trained tokens in all processes."""
@@ -133,15 +132,15 @@ def make_batches(
     normaliser: float | None = None,
     vision: Vision | None = None,
 ) -> list[Batch]:
-    """Cuts rows into one batch per process, with at most `token_budget` tokens, padding included, per micro-batch.
+    """Divide rows into one batch per process, with at most `token_budget` tokens, padding included, per micro-batch.
 
-    `batching` says what a line of tokens contains: a row (padded), rows end to end (packed), or trees of rows in which
-    common prefixes appear once (tree). All give the same log-probabilities. Rows are never cut; one that is longer than
-    the budget is processed alone. Processes get equal work; those with fewer micro-batches get additional ones of
-    weight zero. `normaliser` defaults to the sum of the weights. `vision` is that of a model that sees.
+    `batching` is the content of a line of tokens: a row (padded), rows end to end (packed), or trees of rows in which
+    common prefixes appear once (tree). All give the same log-probabilities. Rows are never cut; a row longer than the
+    budget is processed alone. Processes get equal work; those with fewer micro-batches get additional ones of weight
+    zero. `normaliser` defaults to the sum of the weights. `vision` belongs to a model that accepts images.
 
     Raises ValueError if there is no row, rows differ in their streams, the normaliser is not positive, or rows have
-    images and the model does not see.
+    images that the model does not accept.
     """
     if not rows:
         raise ValueError("there is no row to train on")
@@ -156,7 +155,7 @@ def make_batches(
     seen = any(row.images for row in rows)
     if seen and vision is None:
         raise ValueError("the rows have images, and the model reads only text: train the model that made them")
-    # a row's last target, and what follows it, predicts nothing
+    # a row's last target, and the tokens after it, predict nothing
     inputs = [np.asarray(row.token_ids[: row.targets[-1]], dtype=np.int64) for row in rows]
     if batching == "tree":
         trees = merge(merge_keys(inputs, [row.images for row in rows]), token_budget, processes)
@@ -208,7 +207,7 @@ def _micro_batch(
                 row = rows[index]
                 members.append(index)
                 sources.append(path[np.asarray(row.targets) - 1] + number * width + start)
-                # not the tree's own: the keys of images are not ids
+                # not the tree's ids, which are keys for image tokens
                 ids[number, path + start] = inputs[index]
                 if seen and vision is not None:
                     if (places := vision.positions(len(path), row.images)) is not None:
@@ -237,8 +236,8 @@ def _micro_batch(
 
 
 def _idle(names: list[str], seen: bool) -> MicroBatch:
-    """Returns a micro-batch that keeps a process in step with the others (their collective calls must match) and adds
-    nothing."""
+    """Return a micro-batch that contributes nothing, but keeps a process in step with the others: their collective
+    calls must match."""
     zero = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
         ids=zero[None],
@@ -254,7 +253,7 @@ def _idle(names: list[str], seen: bool) -> MicroBatch:
 
 
 def scatter(batches: list[Batch] | None, accelerator: Accelerator) -> Batch:
-    """Returns this process's batch, on its device. Rank 0 passes the batches of all processes, the others None."""
+    """Return this process's batch, on its device. Rank 0 passes the batches of all processes, the others None."""
     if accelerator.num_processes == 1:
         assert batches is not None
         own = batches[0]

@@ -1,4 +1,4 @@
-"""The images of a micro-batch: which are where in its lines, and their pixels, read from the run's store."""
+"""The images of a micro-batch: their positions in its lines, and their pixels, read from the run's store."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,36 +18,36 @@ from agentfactory.tools.images.lru_cache import ByteCache
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images that a forward pass encodes, each once, and where they are seen."""
+    """The images that a forward pass encodes, each once, and their positions in the input."""
 
     inputs: Inputs
-    """Pixels, and what else describes images to the network."""
+    """Pixels, and the network's other inputs for images."""
     counts: tuple[int, ...]
     """Each image's number of features."""
     places: tuple[int, ...]
-    """Number of the image at each place of the input that has one, row by row; empty if the image is only encoded to
-    keep a process in step with others."""
+    """Index of the image at each image position of the input, row by row; empty if the image is only encoded to keep a
+    process in step with others."""
     rotary: Int[Tensor, "3 batch length"] | None
-    """Rotary positions of the input's tokens; None if nothing is seen, or tokens are just counted."""
+    """Rotary positions of the input's tokens; None if it has no images, or the model numbers tokens consecutively."""
 
 
 KEPT_BYTES = 256 * 2**20
-"""Maximum size of the pixels that a process keeps: passes of a step, and rows of a task, have the same images."""
+"""Maximum size of a process's pixel cache: passes of a step, and rows of a task, have the same images."""
 
 
 class ImageLoader:
-    """Makes the images of micro-batches from the files of a run's store."""
+    """A loader of images for micro-batches from a run's store."""
 
     def __init__(self, model: str, vision: Vision, folder: Path | None) -> None:
-        """`folder` is the store's; None if no row has images."""
+        """`folder` is the store's folder; None if no row has images."""
         self._maker = PixelMaker(model, vision)
         self._vision = vision
         self._store = ImageStore(folder) if folder is not None else None
         self._kept: ByteCache[str, Inputs] = ByteCache(KEPT_BYTES)
 
     def load(self, spans: Sequence[ImageSpan], rotary: Tensor | None, device: torch.device) -> Images:
-        """Return the images of `spans`, in the order in which a micro-batch's lines have them. Raises ValueError if one
-        is not stored, or has another size than its tokens say."""
+        """Return the images of `spans`, in the order of a micro-batch's lines. Raises ValueError if one is not stored,
+        or its size does not match its tokens."""
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
         read = [self._read(digest, grid) for digest, grid in grids.items()]
@@ -61,8 +61,8 @@ class ImageLoader:
         return self.load(spans, rotary, device) if spans else None
 
     def blank(self, device: torch.device) -> Images:
-        """Return a small image that is nowhere in the input: the vision tower's collective calls are made on processes
-        without images, too."""
+        """Return a small image without a position in the input, for processes without images: they must also make the
+        vision tower's collective calls."""
         grid = self._vision.smallest()
         return self._images([self._maker.make(self._vision.blank(grid))], [grid], (), None, device)
 
@@ -79,7 +79,7 @@ class ImageLoader:
         return Images(inputs, counts, places, None if rotary is None else rotary.to(device))
 
     def _read(self, digest: str, grid: Grid) -> Inputs:
-        """Return what the network gets of one image."""
+        """Return the network's inputs for one image."""
         kept = self._kept.get(digest)
         if kept is not None:
             return kept
@@ -87,15 +87,15 @@ class ImageLoader:
             raise ValueError(f"the rows have the image {digest}, and the run has no folder of images")
         picture = self._store.load(digest)
         if self._vision.grid(picture) != grid:
-            raise ValueError(f"the image {digest} has {picture.size} pixels, which are not its size {grid}")
+            raise ValueError(f"the image {digest} has {picture.size} pixels, which do not match {grid}")
         made = self._maker.make(picture)
         self._kept.put(digest, made, sum(value.nbytes for value in made.values()))
         return made
 
 
 def images_beside(saved: Path) -> Path:
-    """Return the folder of the images of saved groups, a file or a folder of files: in the run's folder, which has
-    them in `trajectories`, or beside the file."""
+    """Return the image folder of saved groups, a file or a folder of files: in the run's folder if the groups are in
+    its `trajectories`, else beside the file."""
     folder = saved if saved.is_dir() else saved.parent
     return (folder.parent if folder.name == "trajectories" else folder) / "images"
 
@@ -103,8 +103,8 @@ def images_beside(saved: Path) -> Path:
 def merge_keys(
     rows: Sequence[Int[np.ndarray, "tokens"]], images: Sequence[Sequence[ImageSpan]]
 ) -> list[Int[np.ndarray, "tokens"]]:
-    """Return, in place of each row's ids, keys that are equal where the same is seen: an image's tokens, which have the
-    same id in every image, have its number, below 0."""
+    """Return keys that replace each row's ids in comparisons of prefixes: image tokens have the same id in every image,
+    so their key is their image's number, below 0."""
     numbers: dict[str, int] = {}
     keys = []
     for ids, spans in zip(rows, images, strict=True):

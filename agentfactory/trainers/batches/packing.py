@@ -1,8 +1,8 @@
-"""Packing: rows that begin alike share tokens, as trees; trees are dealt to processes and fill lines of a budget.
+"""Packing: rows with common prefixes become trees; trees are assigned to processes and fill lines of a token budget.
 
-A tree lists its tokens in preorder: each token precedes its descendants, which are contiguous. So token i sees token j,
-which is an ancestor of i or i itself, where j <= i < ends[j]: one number per token says which tokens see each other.
-Trees (a single row is also a tree) can be placed end to end in one line, and this remains true.
+A tree lists its tokens in preorder: each token precedes its descendants, which are contiguous. So token i attends to
+token j (an ancestor of i, or i itself) if j <= i < ends[j]: one number per token defines the attention mask. This also
+holds for trees placed end to end in one line. A single row is a tree, too.
 """
 
 import heapq
@@ -17,14 +17,14 @@ from jaxtyping import Float, Int
 Ids = Int[np.ndarray, "tokens"]
 
 PAIRS_PER_TOKEN = 2048
-"""Number of pairs of tokens that see each other and together cost as much as all other work of a network for one token:
-about 1,000 were measured at hidden size 256, and more are expected for larger sizes."""
+"""Number of attended token pairs that cost as much as all other work of a network for one token: about 1,000 were
+measured at hidden size 256, and more are expected for larger sizes."""
 PASS_TOKENS = 256
 """Additional cost of a further micro-batch, in tokens."""
 BRANCH_TOKENS = 16
 """Additional cost of a branch, in tokens: its attention is computed separately."""
 RUN_LENGTH = 256
-"""Maximum number of a branch's tokens per attention call: half of the pairs among them are computed in vain."""
+"""Maximum number of a branch's tokens per attention call: half of the pairs among them are computed but masked."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Tree:
 
     ids: Ids
     positions: Ids
-    """Depth: the token's place in each of its rows."""
+    """Depth: the token's position in each of its rows."""
     ends: Ids
-    """Place in the tree of the token's last descendant, plus one."""
+    """Index in the tree of the token's last descendant, plus one."""
     paths: dict[int, Ids]
-    """Number of a row -> places of its tokens in the tree."""
+    """Number of a row -> indices of its tokens in the tree."""
 
     @property
     def plain(self) -> bool:
-        """Whether it does not branch, so that it equals its longest row."""
+        """True if the tree does not branch, so that it equals its longest row."""
         return int(self.positions[-1]) == len(self.ids) - 1
 
     @property
@@ -82,8 +82,8 @@ def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
     """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost.
 
     In lexicographic order a row shares most with its neighbours, so trees are ranges of that order; tokens that rows of
-    two trees share are computed in both. A longer row is in a tree with only its own prefixes. With several
-    `processes`, trees are cut smaller if the busiest process then finishes sooner.
+    two trees share are computed in both. A row longer than the budget is in a tree with only its own prefixes. With
+    several `processes`, trees are cut smaller if the busiest process then finishes sooner.
     """
     # by bytes: any order of tokens works if it is the same everywhere
     order = sorted(range(len(rows)), key=lambda number: rows[number].tobytes())
@@ -123,8 +123,8 @@ def _work(lengths: Ids) -> Float[np.ndarray, "rows"]:
 
 
 def _fork(lengths: Ids) -> Float[np.ndarray, "rows"]:
-    """Return the additional cost, in tokens, of branches of these lengths, because they are separate from what they
-    share."""
+    """Return the additional cost, in tokens, of computing branches of these lengths separately from their shared
+    prefix."""
     return BRANCH_TOKENS + lengths * np.minimum(lengths, RUN_LENGTH) / 2 / PAIRS_PER_TOKEN
 
 

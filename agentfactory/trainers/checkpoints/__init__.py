@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written whole, kept, found, resumed."""
+"""Checkpoints of a run: writing, pruning, finding, resuming."""

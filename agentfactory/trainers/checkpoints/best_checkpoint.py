@@ -1,4 +1,4 @@
-"""Finds a run's best checkpoint by the metric that `train.keep_best` names. Does not need torch."""
+"""The choice of a run's best checkpoint by the metric of `train.keep_best`. Does not need torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import read_info, step_
 
 AUTO = "auto"
 BY_EVALUATION = ("eval/sampled/success", "eval/sampled/reward")
-"""Metrics that AUTO stands for: the first that a run has."""
+"""Metrics for AUTO: the first one that a run has is used."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,9 @@ class BestCheckpoint:
 
 
 def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | None = None) -> BestCheckpoint | None:
-    """Returns the checkpoint with the highest value (of several, the newest); `metric` is the value of
-    `train.keep_best`. None if no checkpoint has a finite value. A checkpoint has one if it was written in a step that
-    measured the metric. Links below the folder `within` (None: in the checkpoint) are not followed: they raise
-    RefusedFileError."""
+    """Return the checkpoint with the highest value (of several, the newest); `metric` is the value of
+    `train.keep_best`. None if no checkpoint has a finite value; only checkpoints of steps that measured the metric have
+    one. Links below the folder `within` (None: in the checkpoint) are not followed: they raise RefusedFileError."""
     measured = {}
     for path in checkpoints:
         try:
@@ -49,14 +48,14 @@ def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | No
 
 
 def metric_names(wanted: str | None) -> tuple[str, ...]:
-    """Returns the metrics that a value of `train.keep_best` stands for; the first one that exists is used."""
+    """Return the metrics for a value of `train.keep_best`; the first one that exists is used."""
     if wanted is None:
         return ()
     return BY_EVALUATION if wanted == AUTO else (wanted,)
 
 
 def figure(figures: Any, name: str) -> float | None:
-    """Returns the finite number called `name`. NaN is excluded: it compares with nothing, so the maximum would depend
-    on the order."""
+    """Return the finite number called `name`, else None. NaN is excluded: no comparison with it is true, so the maximum
+    would depend on the order."""
     value = figures.get(name) if isinstance(figures, Mapping) else None
     return value if isinstance(value, int | float) and math.isfinite(value) else None

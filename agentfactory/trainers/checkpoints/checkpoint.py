@@ -1,5 +1,5 @@
-"""The checkpoints of a run: when they are due, which of them are kept, and resuming from one. They are folders that
-transformers, peft, the server and the next stage load unchanged, and from which training resumes exactly.
+"""The checkpoints of a run: schedule, pruning, and resuming. They are folders that transformers, peft, the server and
+the next stage load unchanged, and from which training resumes exactly.
 """
 
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Loads and saves the weights of a training loop. Every process has one.
+    """The checkpoints of a training loop, to save to and to resume from. Every process has one.
 
-    A step waits for a copy of the learner, and for nothing of its writing. The checkpoint counts once it is durable:
-    `path` names it then, and `take_groups` returns what it includes.
+    A step waits for a copy of the learner, but not for its writing. A checkpoint counts once it is durable: then `path`
+    names it, and `take_groups` returns its groups.
     """
 
     def __init__(
@@ -41,11 +41,10 @@ class Checkpoints:
         resume: Path | None = None,
     ) -> None:
         """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
-        records their lengths, so that a resumed run can cut what came after. `resume` is the checkpoint to continue
-        from."""
+        records their lengths, so that a resumed run can truncate them. `resume` is the checkpoint to continue from."""
         self.train_state = TrainState.from_json(read_info(resume)) if resume else TrainState()
         self.path = resume
-        """The newest checkpoint that is known to be durable."""
+        """The newest checkpoint known to be durable."""
         self.saved_step = self.train_state.step
         """The step of the newest checkpoint, durable or being written."""
         self._folder = folder
@@ -64,13 +63,13 @@ class Checkpoints:
         self._info["renderer"] = renderer
 
     def due(self, step: int) -> bool:
-        """Return whether the recipe asks for a checkpoint of `step`."""
+        """Return whether the recipe requests a checkpoint of `step`."""
         every = self._train.checkpoint_every
         return step == self._train.steps or (every > 0 and step % every == 0)
 
     def is_best(self, accelerator: Accelerator) -> bool:
-        """Return, in all ranks, rank 0's answer whether the last finished step was evaluated and is the best so far by
-        `train.keep_best`. Every process calls it."""
+        """Return, in all ranks, rank 0's decision whether the last finished step was evaluated and is the best so far
+        by `train.keep_best`. Every process calls it."""
         answer = [False]
         if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
             names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
@@ -87,8 +86,8 @@ class Checkpoints:
             load_state(self._resume, learner)
 
     def save(self, learner: Learner, only_best: bool = False) -> None:
-        """Copy the learner, and write a checkpoint of the last finished step in the background; then delete those that
-        the recipe does not keep. Every process calls it; waits for the checkpoint before, and raises its error.
+        """Copy the learner, and write a checkpoint of the last finished step in the background; then delete checkpoints
+        that the recipe does not keep. Every process calls it; waits for the previous checkpoint, and raises its error.
 
         With `only_best`, the checkpoint is kept as long as it is the best.
 
@@ -108,8 +107,8 @@ class Checkpoints:
             self._check_keep_best()
 
     def poll(self, accelerator: Accelerator) -> None:
-        """Note it if the checkpoint is durable. Every process calls it; does not wait. Raises, in all processes, the
-        error of writing it: DiskError if the disk is full."""
+        """Check, without waiting, whether the checkpoint has become durable. Every process calls it. Raises, in all
+        processes, the error of writing it: DiskError if the disk is full."""
         if not self._writer.is_writing:
             return
         done = [self._writer.is_done]
@@ -127,13 +126,13 @@ class Checkpoints:
             self._durable += self._in_writing
 
     def take_groups(self) -> list[str]:
-        """Return the ids of groups whose training has become part of a durable checkpoint, once."""
+        """Return, once each, the ids of groups whose training a durable checkpoint includes."""
         groups, self._durable = self._durable, []
         return groups
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Whatever ends the loop in this context, the checkpoint that is being written is finished first."""
+        """Finish the checkpoint that is being written before this context ends, however it ends."""
         try:
             yield
             self.wait()

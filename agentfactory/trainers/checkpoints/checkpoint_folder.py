@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: names, integrity, information, and which are kept. Does not need torch."""
+"""Checkpoint folders on disk: names, integrity, information, pruning. Does not need torch."""
 
 import hashlib
 import json
@@ -24,22 +24,22 @@ _NAME = re.compile(r"step-\d{1,18}")
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint differs from what was written; the message names the file."""
+    """A checkpoint differs from its digests; the message names the file."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Returns the path of the checkpoint of `step`."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint's folder."""
+    """Return the step of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
-    """Returns the checkpoints in `folder`, in the order of their steps; links below the folder `within` are not
-    followed. Raises RefusedFileError if `folder` or one of them is no folder."""
+    """Return the checkpoints in `folder`, in the order of their steps; links below the folder `within` are not
+    followed. Raises RefusedFileError if `folder` or one of them is not a folder."""
     found = []
     for name, kind in entries_of(folder, within or folder).items():
         if _NAME.fullmatch(name):
@@ -50,26 +50,26 @@ def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
 
 
 def read_info(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """Returns the contents of `trainer_state.json`; links below the folder `within` (None: in the checkpoint) are not
+    """Return the contents of `trainer_state.json`; links below the folder `within` (None: in the checkpoint) are not
     followed. Raises OSError or ValueError if it cannot be read."""
     return read_json(path / INFO, within or path)
 
 
 def partial_path(path: Path) -> Path:
-    """Returns the temporary name of the checkpoint `path` while it is written."""
+    """Return the temporary name of the checkpoint `path` while it is written."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator[Path]:
-    """Yields a temporary folder, `partial_path`, for a checkpoint; afterwards adds digests, makes it durable, and
-    renames it to `path`.
+    """Yield a temporary folder, `partial_path`, for a checkpoint; afterwards add digests, make it durable, and rename
+    it to `path`.
 
-    `digests` are known by then for some files, by their names within the folder; they are not computed again. Raises
-    FileExistsError if `path` already exists, and DiskError if the disk is full. After an error nothing is left.
+    `digests` are, by then, the known digests of some files, by their names within the folder; they are not recomputed.
+    Raises FileExistsError if `path` already exists, and DiskError if the disk is full. After an error nothing is left.
     """
     if path.exists():
-        raise FileExistsError(f"{path} is already there: a run never overwrites a checkpoint")
+        raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
     aside = partial_path(path)
     if aside.exists():
         # left by a run that was killed while writing
@@ -92,12 +92,12 @@ def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator
 
 
 def files_of(folder: Path) -> list[str]:
-    """Returns the files in `folder` and below, by their names within it."""
+    """Return the files in `folder` and below, by their names within it."""
     return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
 def verify(path: Path) -> list[str]:
-    """Compares every file that was written with its digest; returns their names. Raises DamagedCheckpointError, also if
+    """Compare every file that was written with its digest; return their names. Raises DamagedCheckpointError, also if
     the folder holds anything but files and folders."""
     try:
         digests = read_json(path / DIGESTS, path)
@@ -109,10 +109,10 @@ def verify(path: Path) -> list[str]:
         check_tree(path, path)
         for name, expected in digests.items():
             if digest(path / name, path) != expected:
-                raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written (sha256)")
+                raise DamagedCheckpointError(f"{path} is damaged: {name} does not match its digest (sha256)")
     except FileNotFoundError as error:
         gone = Path(error.filename).relative_to(path)
-        raise DamagedCheckpointError(f"{path} is damaged: {gone} is gone") from None
+        raise DamagedCheckpointError(f"{path} is damaged: {gone} is missing") from None
     except (OSError, ValueError) as error:
         # ValueError: a name that leads out of the folder
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
@@ -120,7 +120,7 @@ def verify(path: Path) -> list[str]:
 
 
 def newest_whole(paths: list[Path]) -> Path | None:
-    """Returns the last of `paths` that is not damaged."""
+    """Return the last of `paths` that is not damaged."""
     for path in reversed(paths):
         try:
             verify(path)
@@ -131,7 +131,7 @@ def newest_whole(paths: list[Path]) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
-    """Deletes all checkpoints except the `keep_last` newest (None: all) and the `best` one, and also leftovers of
+    """Delete all checkpoints except the `keep_last` newest (None: all) and the `best` one, and also leftovers of
     killed runs. A checkpoint that was written only because it was the best is deleted once it no longer is."""
     for left in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
         shutil.rmtree(left)
@@ -147,13 +147,13 @@ def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
 
 
 def digest(file: Path, within: Path | None = None) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal. Links below the folder `within` are not followed."""
+    """Return the SHA-256 of a file's content, in hexadecimal. Links below the folder `within` are not followed."""
     with open_file(file, within) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:
-    """Makes a file or a folder's entries durable."""
+    """Make a file or a folder's entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: training waits for a copy in host memory, and goes on while it is written."""
+"""Background writing of checkpoints: training waits for a copy in host memory, and continues while it is written."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Copy:
-    """What a process writes of a checkpoint, as it was when the checkpoint was begun."""
+    """A process's data for a checkpoint, copied when the checkpoint was begun."""
 
     path: Path
     part: Part
@@ -50,15 +50,16 @@ class _Copy:
 
 
 class CheckpointWriter:
-    """Writes checkpoints to a folder, one at a time. Every process has one, and calls its methods in the same order.
+    """A writer of checkpoints to a folder, one at a time. Every process has one, and calls its methods in the same
+    order.
 
     A checkpoint is a folder step-000080 (for step 80): the model in the transformers format in the policy's dtype, or
-    the adapter in peft's (its adapter_config.json names the base), the tokenizer with the chat template that it
-    carries, `trainer_state.json`, the learner's state, and the digests of all files. Rank 0 writes it, except for the
-    parts of the state of other ranks. It has a temporary name until it is durable.
+    the adapter in peft's (its adapter_config.json names the base), the tokenizer with its chat template,
+    `trainer_state.json`, the learner's state, and the digests of all files. Rank 0 writes it, except for the parts of
+    the state of other ranks. It has a temporary name until it is durable.
 
-    Each process writes in a thread; the threads agree through a process group of their own (gloo), because collective
-    calls of several threads must not mix.
+    Each process writes in a thread; the threads agree through a separate process group (gloo), because collective calls
+    of several threads must not mix.
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,12 +75,12 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint was begun that `wait` has not been called for."""
+        """True if a checkpoint was begun for which `wait` has not been called."""
         return self._writing is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once, in this process."""
+        """True if `wait` would return immediately in this process."""
         return self._writing is None or self._writing.done()
 
     def begin(
@@ -90,16 +91,16 @@ class CheckpointWriter:
         files: Iterable[Path] = (),
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy the learner and write the checkpoint of `step` in the background, after the one before is written.
+        """Copy the learner and write the checkpoint of `step` in the background, after the previous one is written.
 
         On rank 0, `info` (JSON) goes to `trainer_state.json`, `files` are made durable before the checkpoint, and
-        `after` is called in the background once it is durable. Raises the error of the one before, and FileExistsError
-        if the checkpoint already exists.
+        `after` is called in the background once it is durable. Raises the error of the previous one, and
+        FileExistsError if the checkpoint already exists.
         """
         self.wait()
         path = checkpoint_path(self._folder, step)
         if path.exists():
-            raise FileExistsError(f"{path} is already there: a run never overwrites a checkpoint")
+            raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
         part, weights = part_of(learner), learner.policy.gather()
         own = [value.to_local() if isinstance(value, DTensor) else value for value in part.values()]
         named = weights.meta if self._rank == 0 else {}
@@ -114,8 +115,8 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, copy, after)
 
     def wait(self) -> Path | None:
-        """Wait until the checkpoint that was begun is durable; return its path, or None if there is none. Raises, in
-        all processes, the error of writing it: DiskError if the disk is full; nothing of it is left then."""
+        """Wait until the begun checkpoint is durable; return its path, or None if there is none. Raises, in all
+        processes, the error of writing it: DiskError if the disk is full; then nothing of it is left."""
         if self._writing is None:
             return None
         try:
@@ -164,11 +165,11 @@ class CheckpointWriter:
         (aside / INFO).write_text(text + "\n", encoding="utf-8")
         for file in copy.files:
             flush(file)
-        # those of its own files are computed with the rest
+        # the digests of rank 0's files are computed with the rest
         return {}
 
     def _together(self, path: Path, act: Callable[[], Result]) -> list[Result]:
-        """Do something in every process; return the results by rank. Raises the error of any of them in all."""
+        """Call `act` in every process; return the results by rank. Raises an error of any process in all of them."""
         result: Result | None = None
         error: Exception | None = None
         try:
@@ -205,7 +206,7 @@ def _write_model(folder: Path, policy: Policy, weights: dict[str, Tensor]) -> No
 
 
 def _resharded(local: Tensor, like: DTensor) -> DTensor:
-    """Returns the sharded tensor that has `local` in place of the local tensor of `like`."""
+    """Return a sharded tensor like `like`, but with `local` as its local tensor."""
     inner, context = like.__tensor_flatten__()
     parts = {name: getattr(like, name) for name in inner} | {"_local_tensor": local}
     return DTensor.__tensor_unflatten__(parts, context, like.size(), like.stride())

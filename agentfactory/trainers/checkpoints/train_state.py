@@ -31,7 +31,7 @@ class TrainState:
     evaluated: int | None = None
     """The step of the latest evaluation."""
     best: float | None = None
-    """The highest value in an evaluation of the metric that `train.keep_best` names, since the first step."""
+    """The highest evaluation of the metric that `train.keep_best` names, since the first step."""
 
     def finish(self, step: int, groups: list[str], seconds: float) -> None:
         """Note that `step` is finished and has trained `groups`."""
@@ -49,7 +49,7 @@ class TrainState:
         self.metrics |= figures
 
     def take_groups(self) -> list[str]:
-        """Return the groups that the next checkpoint need not include again, once."""
+        """Return, once, the ids of groups trained since the previous call."""
         groups, self.groups = self.groups, []
         return groups
 
@@ -59,7 +59,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TrainState":
-        """The inverse of `to_json`; ignores other keys. The groups are those of an earlier checkpoint."""
+        """Invert `to_json`; ignore other keys. `groups` is empty: an earlier checkpoint includes them."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         return cls(**{**known, "trained": set(expand(data["trained"])), "groups": []})
 
@@ -80,7 +80,7 @@ def compact(ids: Iterable[str]) -> list[list[str]]:
 
 
 def expand(ranges: list[list[str]]) -> list[str]:
-    """The inverse of `compact`."""
+    """Invert `compact`."""
     ids: list[str] = []
     for first, last in ranges:
         prefix, digits = _split(first)

@@ -1,1 +1,1 @@
-"""The training loops, and what surrounds an update: groups, advantages, stopping, health."""
+"""The training loops, and the parts around an update: groups, advantages, stopping, health."""

@@ -1,14 +1,13 @@
 """Advantages: how much better than expected a chain, a turn or a token was.
 
-The first part has the formulas. Lists per token run along the sampled tokens of a chain; tool results in between are no
-steps. A chain without a reward (None: it broke) enters no baseline, and its advantage is 0.
+The first part has the formulas. Per-token lists cover the sampled tokens of a chain; tool results in between are not
+steps. A chain without a reward (None: it broke) is not part of a baseline, and its advantage is 0.
 
 The second part has the estimators (`train.advantage.estimator`), which compute an advantage per sampled token from a
-batch's rewards. An estimator is a function of one of two kinds. A function that takes `rewards`, those of the chains of
-one group, returns one advantage for each chain, which all its tokens get; it may also take `batch_rewards`, those of
-all chains of the batch. A function that takes `groups`, the chains of the whole batch in their groups, returns a list
-per chain with an advantage per token; with a critic, it also returns the returns that the critic learns, in the same
-shape.
+batch's rewards. An estimator is a function of one of two kinds. A function that takes `rewards` (of one group's chains)
+returns one advantage per chain, which all its tokens get; it may also take `batch_rewards` (of all chains of the
+batch). A function that takes `groups` (the chains of the whole batch by group) returns a list per chain with an
+advantage per token; with a critic, it also returns the critic's target returns, in the same shape.
 """
 
 import math
@@ -34,10 +33,10 @@ STD_EPSILON = 1e-4
 def grpo_advantages(
     rewards: Sequence[float | None], scale: Scale = "group", batch_std: float | None = None
 ) -> list[float]:
-    """Group-relative advantages (Shao et al., 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+    """Compute group-relative advantages (Shao et al., 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     A_i = (r_i - mean(r)) / (std + 1e-4), where std is the sample standard deviation (n - 1) of the group's rewards.
-    With scale "batch", std is `batch_std`, that of all rewards of the batch (Liu et al., 2025, arXiv:2508.08221); with
+    With scale "batch", std is `batch_std`, over all rewards of the batch (Liu et al., 2025, arXiv:2508.08221); with
     "none", A_i = r_i - mean(r) (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     All advantages are 0 if all rewards are equal, or if fewer than two chains have one. Raises ValueError if a reward
@@ -51,8 +50,8 @@ def grpo_advantages(
 
 
 def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
-    """Reward minus the mean of the others' (REINFORCE leave-one-out: Kool et al., 2019; Ahmadian et al., 2024,
-    arXiv:2402.14740, RLOO):
+    """Subtract the mean of the other chains' rewards (REINFORCE leave-one-out: Kool et al., 2019; Ahmadian et al.,
+    2024, arXiv:2402.14740, RLOO):
 
     A_i = r_i - sum over j != i of r_j / (n - 1), which is n / (n - 1) times the distance from the group's mean.
 
@@ -68,12 +67,12 @@ def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
 def process_advantages(
     turn_rewards: Sequence[Sequence[float]], scale: Scale = "group", batch_std: float | None = None
 ) -> list[list[float]]:
-    """Advantages of turns from rewards of turns (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
+    """Compute turn advantages from turn rewards (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
 
     The rewards of all turns in the group are normalised together, like chain rewards in `grpo_advantages`; a turn's
-    advantage is the sum of the normalised rewards from that turn on. `turn_rewards` has one list per chain, empty for
-    one that broke; the result has the same shape. With scale "batch", `batch_std` is that of the rewards of all turns
-    of the batch.
+    advantage is the sum of the normalised rewards from that turn on. `turn_rewards` has one list per chain, empty for a
+    broken chain; the result has the same shape. With scale "batch", `batch_std` is over the rewards of all turns of the
+    batch.
     """
     normalised = iter(grpo_advantages([reward for chain in turn_rewards for reward in chain], scale, batch_std))
     return [returns([next(normalised) for _ in chain]) for chain in turn_rewards]
@@ -82,13 +81,13 @@ def process_advantages(
 def step_advantages(
     turn_returns: Sequence[Sequence[float]], anchors: Sequence[Sequence[str | None]], scale: Scale = "group"
 ) -> list[list[float]]:
-    """Advantages of turns among those that begin in the same state (Feng et al., 2025, GiGPO, arXiv:2505.10978,
-    equation 7).
+    """Compute the advantages of turns among turns that begin in the same state (Feng et al., 2025, GiGPO,
+    arXiv:2505.10978, equation 7).
 
-    The turns of a group's chains with equal anchors are a step group; their returns are normalised as the rewards of a
-    group's chains are in `grpo_advantages`, by mean and standard deviation, or by the mean alone (scale "none"). A turn
-    without an anchor, or alone with its anchor, has an advantage of 0. Both arguments have one list per chain, with an
-    entry per turn; the result has the same shape. Raises ValueError if they differ in shape.
+    The turns of a group with equal anchors are a step group. Their returns are normalised like chain rewards in
+    `grpo_advantages`: by mean and standard deviation, or by the mean alone (scale "none"). A turn without an anchor, or
+    alone with its anchor, has advantage 0. Both arguments have one list per chain, with an entry per turn; the result
+    has the same shape. Raises ValueError if they differ in shape.
     """
     if [len(chain) for chain in turn_returns] != [len(chain) for chain in anchors]:
         raise ValueError("each turn needs a return and an anchor, which may be None")
@@ -101,8 +100,8 @@ def step_advantages(
 
 
 def step_groups(anchors: Sequence[Sequence[str | None]]) -> list[list[tuple[int, int]]]:
-    """Return the turns of a group's chains, each as chain and turn, by their anchors: those that begin at the same one
-    are together. `anchors` has one list per chain, with an entry per turn."""
+    """Group turns, each as (chain, turn), by their anchors. `anchors` has one list per chain, with an entry per
+    turn."""
     members: dict[str, list[tuple[int, int]]] = {}
     for chain, of_chain in enumerate(anchors):
         for turn, anchor in enumerate(of_chain):
@@ -112,8 +111,7 @@ def step_groups(anchors: Sequence[Sequence[str | None]]) -> list[list[tuple[int,
 
 
 def returns(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
-    """Returns-to-go over the sampled tokens, or the turns, of a chain: G_t = r_t + gamma G_(t+1), and 0 after the
-    last."""
+    """Compute returns-to-go over a chain's sampled tokens or turns: G_t = r_t + gamma G_(t+1), and 0 after the last."""
     result: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -125,8 +123,8 @@ def returns(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
 def generalized_advantages(
     rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    """Generalised advantage estimation (Schulman et al., 2016, arXiv:1506.02438, equation 16), over the sampled tokens
-    of a chain; returns the advantages and the critic's target returns, A_t + V_t.
+    """Apply generalised advantage estimation (Schulman et al., 2016, arXiv:1506.02438, equation 16) to the sampled
+    tokens of a chain; return the advantages and the critic's target returns, A_t + V_t.
 
     A_t = delta_t + gamma lam A_(t+1) with delta_t = r_t + gamma V_(t+1) - V_t. V_t is the value of the state that
     predicts token t: tool tokens between t and t + 1 belong to the state and are not steps. A chain ends after its last
@@ -141,7 +139,7 @@ def generalized_advantages(
 
 
 def whiten(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Whitens advantages per chain and token: subtracts the mean and divides by the standard deviation, both over all
+    """Whiten advantages per chain and token: subtract the mean and divide by the standard deviation, both over all
     tokens of the batch (Hu et al., 2025, REINFORCE++, arXiv:2501.03262v9, equation 5, and 7 for the form with a group's
     baseline):
 
@@ -180,7 +178,7 @@ PerToken = list[list[float]]
 
 @dataclass(frozen=True)
 class ChainRewards:
-    """The information about a chain that an estimator gets. Tokens are those that the policy sampled."""
+    """An estimator's information about a chain. "Token" means a token sampled by the policy."""
 
     reward: float
     turn_rewards: list[float]
@@ -188,12 +186,12 @@ class ChainRewards:
     turn_ends: list[int]
     """Number of tokens up to the end of each turn; empty if no turn is credited separately."""
     token_rewards: list[float]
-    """Per token: the chain's reward at the last token and a turn's at the turn's last, minus the cost of the distance
-    to the reference (train.loss.kl.place: reward). Empty for a chain that is not trained."""
+    """Per token: the chain's reward at its last token and a turn's at the turn's last, minus the KL cost
+    (train.loss.kl.place: reward). Empty for a chain that is not trained."""
     values: list[float] = field(default_factory=list)
-    """Per token, the critic's; empty without one."""
+    """The critic's value per token; empty without a critic."""
     anchors: list[str | None] = field(default_factory=list)
-    """Per turn, what identifies the state that it begins in; None, or empty, if that is unknown."""
+    """Per turn, an identifier of the state in which it begins; None, or an empty list, if unknown."""
 
     @property
     def tokens(self) -> int:
@@ -207,7 +205,7 @@ class ChainRewards:
 
     @property
     def rewards_by_turn(self) -> list[float]:
-        """Those of the turns, with the chain's added to its last turn's. `turn_ends` has to be known."""
+        """The turn rewards, with the chain's reward added to the last turn's. Requires `turn_ends`."""
         rewards = list(self.turn_rewards) or [0.0] * len(self.turn_ends)
         if rewards:
             rewards[-1] += self.reward
@@ -228,14 +226,14 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 
 def reinforce_pp_baseline(groups: Groups) -> PerToken:
-    """Reward minus the group's mean, whitened over the batch: see whiten."""
+    """Subtract the group's mean reward, and whiten over the batch: see whiten."""
     return whiten(spread(groups, partial(grpo_advantages, scale="none"), "none"))
 
 
 def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> PerToken:
-    """Group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equations 3, 5 and 8): that of the whole
-    chain among the group's, from the sum of its rewards, plus `step_weight` times that of the turn among those that
-    begin in the same state (step_advantages), from the rewards from that turn on, discounted by `gamma` per turn."""
+    """Compute group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equations 3, 5 and 8): the chain's
+    advantage in its group, from the sum of its rewards, plus `step_weight` times the turn's advantage among turns that
+    begin in the same state (step_advantages), from its return, discounted by `gamma` per turn."""
     advantages: PerToken = []
     for group in groups:
         whole = grpo_advantages([chain.reward + sum(chain.turn_rewards) for chain in group], scale)
@@ -251,7 +249,7 @@ def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> Per
 
 
 def reinforce_pp(groups: Groups, gamma: float) -> PerToken:
-    """Returns per token, whitened over the batch: see whiten."""
+    """Compute returns per token, whitened over the batch: see whiten."""
     return whiten([returns(chain.token_rewards, gamma) for group in groups for chain in group])
 
 
@@ -276,14 +274,14 @@ INPUTS = ("rewards", "batch_rewards", "groups")
 
 _COMPARES_TURNS = (gigpo,)
 _COMPARES_CHAINS = (reinforce_pp_baseline, *_COMPARES_TURNS)
-"""Of those that take `groups`. One that takes `rewards` always compares the chains of a group."""
+"""Estimators that take `groups` and compare a group's chains. Estimators that take `rewards` always do."""
 
 
 class Estimator:
     """`train.advantage.estimator`: one of ESTIMATORS, or the user's own `FILE.py:NAME`."""
 
     def __init__(self, config: AdvantageConfig) -> None:
-        """Raises SettingError if it cannot be loaded or its parameters do not fit."""
+        """Raise SettingError if the function cannot be loaded or its parameters do not fit."""
         field = "train.advantage.estimator"
         self._function = load_extension(field, config.estimator, ESTIMATORS, INPUTS, config)
         takes = self._function.takes
@@ -292,7 +290,7 @@ class Estimator:
             raise SettingError(field, problem, "take groups alone, or rewards")
         if takes == ("batch_rewards",):
             problem = f"{self._told} takes batch_rewards without rewards"
-            raise SettingError(field, problem, "take rewards too: they are those of one group")
+            raise SettingError(field, problem, "take rewards too: the rewards of one group")
 
     @property
     def _told(self) -> str:
@@ -304,23 +302,23 @@ class Estimator:
 
     @property
     def compares(self) -> bool:
-        """Whether it compares the chains of a group, and leaves the single tokens' rewards aside. Unknown, and False,
-        for a user's function that takes `groups`."""
+        """True if the estimator compares the chains of a group and ignores per-token rewards. False, because it is
+        unknown, for a user's function that takes `groups`."""
         return self._judges_chains or self._function.function in _COMPARES_CHAINS
 
     @property
     def compares_turns(self) -> bool:
-        """Whether it compares turns that begin in the same state."""
+        """True if the estimator compares turns that begin in the same state."""
         return self._function.function in _COMPARES_TURNS
 
     def __call__(self, groups: Groups) -> tuple[PerToken, PerToken]:
-        """Returns advantages per token, and the returns that a critic learns (empty without one).
+        """Return advantages per token, and the critic's target returns (empty without a critic).
 
         Raises SettingError if the function returned something else.
         """
         if self._judges_chains:
             batch = [chain.reward for group in groups for chain in group]
-            # turn rewards are divided as the chains' are
+            # turn rewards are scaled like the chains'
             scale: Scale = self._function.option("scale") or "none"
             return spread(groups, partial(self._of_group, batch), scale), []
         found = self._function(groups=groups)
@@ -352,8 +350,8 @@ class Estimator:
 
 
 def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale: Scale) -> PerToken:
-    """Computes advantages within groups, by applying `estimate` to their rewards: all tokens of a chain get the chain's
-    advantage, plus that of their turn if the reward gives turn rewards (see process_advantages, also for `scale`)."""
+    """Compute advantages within groups by applying `estimate` to their rewards: all tokens of a chain get the chain's
+    advantage, plus their turn's if there are turn rewards (see process_advantages, also for `scale`)."""
     turn_rewards = [reward for group in groups for chain in group for reward in chain.turn_rewards]
     turn_std = stdev(turn_rewards) if len(turn_rewards) > 1 else None
     advantages: PerToken = []
@@ -370,7 +368,7 @@ def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """Returns the amount, at most 0, to add to the reward of a chain of `length` tokens (Yu et al., 2025, DAPO,
+    """Return the amount, at most 0, to add to the reward of a chain of `length` tokens (Yu et al., 2025, DAPO,
     arXiv:2503.14476, equation 13, where the penalty is 1): 0 up to limit - buffer, then falling linearly to -penalty at
     limit."""
     over = length - (limit - buffer)

@@ -13,13 +13,13 @@ class GroupSource(Protocol):
     """The interface of a source for the training loop. Only rank 0 has a source; the code that opens it closes it."""
 
     def next_batch(self, groups: int) -> list[Group]:
-        """Return the next groups to train on; waits for them."""
+        """Wait for the next groups to train on, and return them."""
 
     def published(self, published: Published) -> None:
-        """Note that these weights are live. The first call has the version that the run begins with."""
+        """Note that these weights are live. The first call has the version with which the run begins."""
 
     def figures(self) -> dict[str, float]:
-        """Return the counts made while the last batch was produced, by metric name."""
+        """Return counts from the production of the last batch, by metric name."""
 
     def acknowledge(self, group_ids: list[str]) -> None:
         """Note that a durable checkpoint includes the training on these groups."""
@@ -32,8 +32,8 @@ class SavedGroups:
     """Groups from trajectories files, in order, each once: for training without a worker or server."""
 
     def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
-        """`skip` groups were already trained, of `needed` in all. Raises ValueError if `path` contains fewer, or a line
-        that is not a group."""
+        """`needed` groups are read in all; the first `skip` were already trained. Raises ValueError if `path` contains
+        fewer, or a line that is not a group."""
         if not path.exists():
             raise SettingError(
                 "train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups"

@@ -1,5 +1,4 @@
-"""Compares each step's metrics with those of the steps before, and reports symptoms from which no run recovers
-unaided."""
+"""Symptoms from which no run recovers on its own, detected by comparing each step's metrics with earlier steps'."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,11 +23,12 @@ MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
 success is no better than usual."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
 """Success is averaged over this many steps. If the best average is at least this high, a fall by half is more than
-chance; from a quarter of it, so is a fall to 0. For tasks without success, the reward is used, if it fell by more than
-its standard deviation."""
+chance; if it is at least a quarter of this, so is a fall to 0. Tasks without success use the reward, if it fell by more
+than its standard deviation."""
 UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
-"""Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of it and at least by this much, while
-entropy is this many times what it was at the best. The best may be the initial weights' on held-out tasks."""
+"""Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
+while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
+tasks."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
 
@@ -43,8 +43,8 @@ class Finding:
 
 @dataclass
 class Health:
-    """Pass it each step's metrics, in order. It reports each symptom once, and again only after the symptom was
-    gone."""
+    """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
+    it was gone."""
 
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
     _best: float = 0.0
@@ -59,7 +59,7 @@ class Health:
     _told: set[Symptom] = field(default_factory=set)
 
     def note(self, figures: Figures) -> list[Finding]:
-        """Check one line of metrics.jsonl and return what is new. Lines of evaluations are ignored."""
+        """Check one line of metrics.jsonl and return new findings. Lines of evaluations are ignored."""
         if figures.get("step") == 0:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
@@ -141,7 +141,7 @@ class Health:
         return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
 
     def _unstable(self, figures: Figures) -> str | None:
-        # looked at after _success, which notes the best
+        # checked after _success, which notes the best
         level, entropy, entropy_then = self._recent("success"), self._recent("entropy"), self._best_entropy
         best = max(self._best, self._before)
         if level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
@@ -158,8 +158,8 @@ class Health:
         return fmean(values) if len(values) == SUCCESS_STEPS else None
 
     def _usual(self, name: str) -> float | None:
-        """Return the median of a metric over the steps before, including those with a sign of trouble, so that a
-        lasting change becomes the usual value."""
+        """Return the median of a metric over earlier steps, including steps with signs of trouble, so that a lasting
+        change becomes the usual value."""
         values = [step[name] for step in list(self._steps)[-WINDOW - 1 : -1] if name in step]
         return median(values) if len(values) >= SETTLED else None
 
@@ -170,7 +170,7 @@ class Health:
         return usual is None or figures[name] <= usual
 
     def _lasts(self, sign: str, there: bool) -> int:
-        """Return for how many steps without a gap a sign has been present."""
+        """Return for how many consecutive steps a sign has been present."""
         self._run[sign] = self._run.get(sign, 0) + 1 if there else 0
         return self._run[sign]
 
@@ -189,7 +189,7 @@ def _cause(symptom: Symptom, figures: Figures) -> str:
     if turns and cut > 0.3 * turns:
         return f"{cut:.1f} of {turns:.1f} turns a chain are cut at rollout.max_tokens"
     if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
-        return "the updates outrun the data: lower train.learning_rate or rollout.max_staleness"
+        return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
     if symptom is Symptom.NO_GRADIENT:
         return "read trajectories: what do all chains of a task do?"
     return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"

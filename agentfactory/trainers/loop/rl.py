@@ -2,15 +2,15 @@
 
 Every process runs the same steps. Each step has these parts:
 
-    collect   GroupSource gives rank 0 a batch of groups: the rollout worker's, or saved ones
+    collect   GroupSource gives rank 0 a batch of groups, from the rollout worker or from files
     credit    Credit computes an advantage and a weight per sampled token; Learner first scores the rows,
               if the algorithm needs a reference, a critic or entropies
     update    Learner deals the rows to all processes (a Batch of micro-batches) and update_policy learns from them
-    publish   WeightSync loads rank 0's gathered weights into the servers, the Canary proves it, and the worker is told
+    publish   WeightSync loads rank 0's gathered weights into the servers, the Canary proves it, the worker is notified
     record    metrics, the credit of each token, and the TrainState; then an evaluation and a checkpoint if due
 
-`Turns` encloses everything that computes with the policy, for a trainer that shares its device with the server. `Stop`
-ends the run between two steps.
+`Turns` encloses all computation with the policy, for a trainer that shares its device with the server. `Stop` ends the
+run between two steps.
 """
 
 import logging
@@ -85,13 +85,13 @@ class Services:
     source: GroupSource | None = None
     """None on ranks other than 0."""
     sync: WeightSync | None = None
-    """None if no server is to be updated."""
+    """None if there is no server to update."""
     canary: Canary | None = None
-    """Proves what `sync` has pushed."""
+    """Proves that the servers use the weights that `sync` has pushed."""
     turns: Turns = field(default_factory=Turns)
     """Gives the trainer's device to a server between turns."""
     stop: Stop = field(default_factory=Stop)
-    """Ends the run after the present step."""
+    """Ends the run after the current step."""
 
 
 def train_rl(
@@ -101,7 +101,7 @@ def train_rl(
     services: Services,
     images: Path | None = None,
 ) -> TrainResult:
-    """Runs steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
+    """Run steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights.
 
     Every process calls it. `checkpoints` contains the state to continue from. `images` is the folder of the chains'
@@ -124,7 +124,7 @@ def train_rl(
 
 @dataclass(frozen=True)
 class _Learned:
-    """What a step learned from its rows."""
+    """The result of a step's updates."""
 
     credited: Credited
     batch: Batch
@@ -167,7 +167,7 @@ class _Loop:
         self.evaluate(self.state.step)
 
     def step(self, step: int) -> bool:
-        """Run one step. Return False if the run is to stop before it."""
+        """Run one step. Return False if the run must stop before it."""
         started = time.perf_counter()
         groups = self.collect()
         if self.stop.agreed(self.accelerator):
@@ -178,13 +178,13 @@ class _Loop:
         ages = self.check_ages(step, groups)
         credit = self.credit(step, groups)
         if self.turns.server_sleeps and self.canary is not None:
-            # it proves this before each push; a server that has slept may have lost its adapter
+            # a push proves this first, but by then the server has slept and may have lost its adapter
             self.canary.prove_unchanged()
         with self.turns.training():
             learned = self.update(step, credit)
         synced = self.publish(step, learned.expected)
         if self.note is not None and self.accelerator.is_main_process:
-            # meanwhile, chains run on the new weights
+            # chains already run on the new weights
             told = credit.lines(step, learned.credited.rows, learned.proximal) if self.recipe.track.credit else []
             self.note(step, groups, told)
         seconds = time.perf_counter() - started
@@ -200,14 +200,14 @@ class _Loop:
     # ---- the parts
 
     def collect(self) -> list[Group]:
-        """Return the step's groups; none on ranks other than 0, or if the run is to stop."""
+        """Return the step's groups; none on ranks other than 0, or if the run must stop."""
         source, wanted = self.source, self.recipe.train.batch_size
         if source is None or self.stop.asked:
             return []
         return self.stop.wait_for(lambda: source.next_batch(wanted)) or []
 
     def check_ages(self, step: int, groups: list[Group]) -> Counter[int]:
-        """Count tokens by how many versions old they are. Raises ValueError if one is older than allowed."""
+        """Count tokens by their age in versions. Raises ValueError if one is older than allowed."""
         # groups in saved files have the versions of another run
         ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
         most = self.recipe.rollout.max_staleness
@@ -244,14 +244,14 @@ class _Loop:
         return _Learned(credited, batch, done.updates, proximal, expected, learning_rate, seconds)
 
     def canary_scores(self) -> Scores | None:
-        """Return the scores of the canary's contexts with the present weights; every process calls it."""
+        """Return the scores of the canary's contexts with the current weights; every process calls it."""
         learner = self.learner
         return (
             self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images) if self.canary else None
         )
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
-        """Push the weights to the servers. Return metrics of the sync; empty if it was not done. Every process calls
+        """Push the weights to the servers. Return metrics of the sync; empty if there was none. Every process calls
         it."""
         state = self.learner.policy.gather()
         sync, source = self.sync, self.source
@@ -262,14 +262,14 @@ class _Loop:
         pushed = self.stop.wait_for(
             lambda: push_proven(sync, self.canary, version, self.learner.policy, state, expected)
         )
-        # the other processes wait until all is gathered, whatever a backend has read
+        # the other processes wait until all weights are gathered, even if a backend has not read them all
         state.finish()
         if pushed is None:
             return {}
         report, proof = pushed
         self.versions.note(report.published)
         source.published(report.published)
-        logger.info("version %d is live as %s, digest of its content %s", version, report.model, report.digest)
+        logger.info("version %d is live as %s, content digest %s", version, report.model, report.digest)
         return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
 
     def record(
@@ -324,12 +324,12 @@ class _Loop:
         return True
 
     def save(self, only_best: bool = False) -> None:
-        """Begin a checkpoint, which is written while training goes on."""
+        """Begin a checkpoint, which is written while training continues."""
         self.checkpoints.save(self.learner, only_best)
         self.acknowledge()
 
     def acknowledge(self) -> None:
-        """Tell the worker of the groups that a durable checkpoint includes: it may forget them."""
+        """Report to the worker the groups that a durable checkpoint includes: it may forget them."""
         groups = self.checkpoints.take_groups()
         if self.source and groups:
             self.source.acknowledge(groups)

@@ -24,10 +24,10 @@ from agentfactory.trainers.update.losses import negative_log_likelihood
 
 
 def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[Row]:
-    """Returns one row per conversation: `messages`, and `tools` in the OpenAI format if the assistant has any. A
+    """Return one row per conversation: `messages`, and `tools` in the OpenAI format if the assistant has any. A
     message's `weight` is the loss weight of its tokens, by default 1 for assistant messages and 0 for others.
 
-    Raises ValueError that names the row if it is not such a conversation.
+    Raises ValueError with the row's number if it is not such a conversation.
     """
     rows = []
     for number, task in enumerate(tasks, 1):
@@ -37,14 +37,14 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
         try:
             specs = [ToolSpec(**tool["function"]) for tool in task.get("tools") or []]
         except (TypeError, KeyError) as error:
-            problem = f"row {number}: 'tools' is not in the OpenAI shape: {error!r}"
+            problem = f"row {number}: 'tools' is not in the OpenAI format: {error!r}"
             raise SettingError("data.path", problem, "correct it") from error
         rows.append(renderer.conversation_row(task["messages"], specs))
     return rows
 
 
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
-    """Returns the rows of all chains of a trajectories file that did not fail and have at least `min_reward`, if given
+    """Return the rows of all chains of a trajectories file that did not fail and have at least `min_reward`, if given
     (rejection sampling). Raises ValueError if none is left."""
     if not path.exists():
         raise SettingError("train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups")
@@ -68,7 +68,7 @@ def train_sft(
     stop: Stop | None = None,
     images: Path | None = None,
 ) -> TrainResult:
-    """Runs steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs. The loss is the weighted
+    """Run steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs. The loss is the weighted
     negative log-likelihood of the rows' tokens, as a mean over the weights of the step's tokens.
 
     Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints`, `stop` and `images` as in
@@ -117,9 +117,9 @@ def _weighted_likelihood(index: int, part: MicroBatch, logprob: Targets, entropy
 
 
 def _shuffled(rows: list[Row], seed: int) -> Iterator[TrainingRow]:
-    """Yields endless epochs, each with its own shuffle that depends only on (seed, epoch)."""
+    """Yield endless epochs, each with its own shuffle that depends only on (seed, epoch)."""
     examples = [example for example in map(training_row, rows) if example is not None]
     if not examples:
-        raise SettingError("data.path", f"none of its {len(rows)} rows has a token with a loss weight", "name others")
+        raise SettingError("data.path", f"none of its {len(rows)} rows has a token with a loss weight", "use others")
     for epoch in itertools.count():
         yield from random.Random(f"rows/{seed}/{epoch}").sample(examples, len(examples))

@@ -1,5 +1,4 @@
-"""Ends a run early in an orderly way: rank 0 gets a signal or a request, and all ranks stop between the same two
-steps."""
+"""Orderly early stopping: rank 0 gets a signal or a request, and all ranks stop between the same two steps."""
 
 import os
 import signal
@@ -21,13 +20,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _WaitCutShort(Exception):
-    """Raised by the signal handler into a wait, and nowhere else."""
+    """Raised by the signal handler, only during a wait."""
 
 
 class Stop:
-    """Decides whether the run ends early: after SIGTERM or Ctrl-C, or because of a symptom (`train.stop_when`). A
-    signal never interrupts an update or a checkpoint, but it interrupts waits; before the first step it ends the
-    process. A second signal ends the process in any case.
+    """The decision to end the run early: after SIGTERM or Ctrl-C, or because of a symptom (`train.stop_when`). A signal
+    never interrupts an update or a checkpoint, but it interrupts waits; before the first step it ends the process. A
+    second signal ends the process in any case.
 
     Without `listen`, signals have no effect here.
     """
@@ -45,11 +44,11 @@ class Stop:
 
     @property
     def heard(self) -> bool:
-        """Whether this process has received a signal, agreed on or not."""
+        """True if this process has received a signal, agreed on or not."""
         return self._heard is not None
 
     def listen(self, accelerator: Accelerator, on_signal: Callable[[], None]) -> None:
-        """Make rank 0 handle signals from now on, and call `on_signal` when it will stop for one; the other ranks end
+        """Make rank 0 handle signals from now on, and call `on_signal` when it will stop for one; the other ranks exit
         when rank 0 is gone. Every process calls it."""
         self._listens, self._on_signal = True, on_signal
         if accelerator.is_main_process:
@@ -63,11 +62,11 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether the run will stop after the present step because of a symptom."""
+        """True if the run will stop after the current step because of a symptom."""
         return self._asked is not None
 
     def ask(self, symptom: Symptom) -> None:
-        """Stop after the present step; rank 0 calls it."""
+        """Stop after the current step; rank 0 calls it."""
         self._asked = self._asked or symptom
 
     def wait_for(self, call: Callable[[], Result]) -> Result | None:
@@ -95,7 +94,7 @@ class Stop:
         return self.agreed_on is not None
 
     def end(self, accelerator: Accelerator) -> None:
-        """End the run, so that the ranks may exit one after another. Every process calls it."""
+        """End the run, so that ranks can exit at different times. Every process calls it."""
         if self._follows is not None:
             self._follows.set()
         accelerator.wait_for_everyone()

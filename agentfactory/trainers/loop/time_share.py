@@ -1,4 +1,4 @@
-"""Gives one GPU to trainer and server in turns (`placement.mode: time_share`)."""
+"""One GPU, used by trainer and server in turns (`placement.mode: time_share`)."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ _LEAST_FREED = 2**20
 
 
 class Turns:
-    """The training loop's interface: everything that computes with the policy's weights runs within `training`. In this
-    class trainer and server have separate devices, or separate shares of one, and nothing needs to be done."""
+    """The training loop's interface: all computation with the policy's weights runs within `training`. In this class,
+    trainer and server have separate devices, or separate shares of one, so the methods do nothing."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -29,10 +29,10 @@ class Turns:
         yield
 
     server_sleeps = False
-    """Whether the server sleeps during the trainer's turn."""
+    """True if the server sleeps during the trainer's turn."""
 
     def share(self, learner: Learner) -> None:
-        """Register `learner`, which was created in the present turn and leaves the device at its end."""
+        """Register `learner`, which was created in the current turn and leaves the device at its end."""
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds spent on changing turns since the last call, by metric name."""
@@ -44,8 +44,8 @@ class TimeShare(Turns):
 
     `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
     the server stays asleep: `waking` wakes it around the update of its weights, which is then proven as usual. A turn
-    that ends with an error offloads nothing. A run that is stopped within a turn leaves its server asleep, and the next
-    attempt finds it so. On a CPU the trainer's tensors are already in host memory, so only the order is kept.
+    that ends with an error offloads nothing. A run that is stopped within a turn leaves its server asleep for the next
+    attempt. On a CPU the trainer's tensors are already in host memory, so only the order is kept.
     """
 
     server_sleeps = True
@@ -58,9 +58,9 @@ class TimeShare(Turns):
         stop: Stop | None = None,
         moves: bool | None = None,
     ) -> None:
-        """`device` is the trainer's. If the server does not answer when it is to sleep, wait for `retry_seconds` or
-        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: unless
-        it is the CPU)."""
+        """`device` is the trainer's. If the server does not answer the request to sleep, wait for `retry_seconds` or
+        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: true
+        unless it is the CPU)."""
         self._server = server
         self._device = device
         self._retry_seconds = retry_seconds
@@ -105,7 +105,7 @@ class TimeShare(Turns):
         freed = (free_memory(self._device) or 0) - (before or 0)
         if first and freed < _LEAST_FREED:
             raise SyncError(
-                f"placement.mode: time_share: {self._server.url} says that it sleeps and has freed {max(freed, 0)} "
+                f"placement.mode: time_share: {self._server.url} reports that it sleeps but freed only {max(freed, 0)} "
                 f"bytes of {self._device}: start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use "
                 "placement.mode=separate"
             )
@@ -118,7 +118,7 @@ class TimeShare(Turns):
 
 
 class _WakingSync:
-    """A WeightSync to a sleeping server: its weights are woken before their update, its cache afterwards."""
+    """A WeightSync to a sleeping server: it wakes the weights before their update, the KV cache afterwards."""
 
     def __init__(self, sync: WeightSync, server: ServerControl, timed: Callable[[str], AbstractContextManager[None]]):
         self._sync = sync
@@ -128,7 +128,7 @@ class _WakingSync:
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """See WeightSync. Also raises SyncError if the server does not wake up."""
         if not self._server.asleep:
-            # the same version again, after the canary had found no server
+            # a second push of the same version, because the canary did not reach the server
             return self._sync.push(version, policy, state)
         with self._timed("seconds/wake"):
             self._server.wake_up("weights")

@@ -1,4 +1,4 @@
-"""Credit assignment: computes an advantage and a weight per sampled token from the rewards of a batch's chains."""
+"""Credit assignment: an advantage and a weight per sampled token, from the rewards of a batch's chains."""
 
 import math
 from collections.abc import Sequence
@@ -45,29 +45,29 @@ class _Chain:
     ends: list[int]
     """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
     malformed: list[int]
-    """Turns to be blamed."""
+    """Malformed turns, whose advantages are bounded."""
     rows: list[TrainingRow]
     places: list[int]
     """Indices of these rows in the trajectory; rows without sampled tokens are not trained."""
     sources: list[Row]
-    """The trajectory's rows that these were made from."""
+    """The trajectory's rows that `rows` were made from."""
     anchors: list[str | None]
-    """Per turn; empty if they are not known."""
+    """Per turn; empty if unknown."""
 
     @property
     def tokens(self) -> int:
         return sum(len(row.targets) for row in self.rows)
 
     def stream(self, name: str) -> list[float]:
-        """Return a stream of all its sampled tokens, which may be in several rows. Tool tokens are not steps."""
+        """Return a stream over all sampled tokens of the chain's rows. Tool tokens are not steps."""
         return [value for row in self.rows for value in np.asarray(row.streams[name]).tolist()]
 
 
 class Credit:
-    """Assigns credit to the chains of one batch of groups."""
+    """The credit of the chains of one batch of groups."""
 
     def __init__(self, groups: Sequence[Group], recipe: TrainRecipe) -> None:
-        """Chains without a reward, and those with an outcome to be dropped, are left out completely."""
+        """Chains without a reward, or with an outcome that is dropped, are left out completely."""
         self._recipe = recipe
         self._ids = [group.id for group in groups]
         self._groups = [
@@ -81,7 +81,7 @@ class Credit:
 
     @cached_property
     def _estimator(self) -> Estimator:
-        # loaded where there are groups: on rank 0
+        # loaded only where there are groups: on rank 0
         return Estimator(self._recipe.train.advantage)
 
     @property
@@ -95,7 +95,7 @@ class Credit:
         return [source for chain in self._chains() for source in chain.sources]
 
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
-        """Return advantages and weights for `rows`: those of the property, with the streams that `needed_scores` names.
+        """Add advantages and weights to `rows`: the property's rows, with the streams of `needed_scores`.
 
         Weights follow `train.loss.normaliser`. A token's share of the policy term is 0 if its entropy is below the
         batch's quantile (`train.loss.top_entropy`).
@@ -139,8 +139,8 @@ class Credit:
         return [chain for group in self._groups for chain in group]
 
     def _advantages(self) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
-        """Return, per chain and sampled token, the advantages and the returns that a critic learns (only with one); and
-        metrics."""
+        """Return, per chain and sampled token, the advantages and the critic's target returns (empty without a critic);
+        and metrics."""
         chains = self._chains()
         costs, metrics = self._costs(chains)
         has_critic = self._recipe.train.has_critic
@@ -166,7 +166,7 @@ class Credit:
 
     def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
         """Return rewards per sampled token: the chain's at its last token and its turns' at their last tokens, minus
-        the distance to the reference if that is a cost of the reward. Also return metrics."""
+        the KL cost if it is part of the reward. Also return metrics."""
         distance = self._recipe.train.loss.kl
         costs: list[list[float]] = []
         paid: list[float] = []
@@ -188,14 +188,14 @@ class Credit:
 
 
 _SAME_ENTROPY = 1e-3
-"""Nats. Equal tokens after equal contexts, such as the first ones of a group's chains, differ by rounding, which
-depends on how the rows were batched."""
+"""Tolerance in nats within which entropies count as equal. For equal tokens after equal contexts, such as the first
+ones of a group's chains, they differ by rounding, which depends on how the rows were batched."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
     if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
-        problem = f"{Path(estimator).name} returned an advantage that is no finite float32"
+        problem = f"{Path(estimator).name} returned an advantage that is not a finite float32"
         raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
 
 
@@ -247,11 +247,10 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe, compares_
 
 
 def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[float]]) -> None:
-    """Limits the advantages of tokens in malformed turns to at most minus the root mean square of the group's
-    advantages.
+    """Bound the advantages of tokens in malformed turns by minus the root mean square of the group's advantages.
 
-    A turn that could not be read never helps a chain to succeed; rewarding it would make the format drift. A bound of 0
-    is not enough: if chains with such a turn do well, chains without one are below average.
+    A malformed turn never helps a chain to succeed; rewarding it would make the format drift. A bound of 0 is not
+    enough: if chains with such a turn do well, chains without one are below average.
     """
     if not any(chain.malformed for chain in chains):
         return
@@ -284,7 +283,7 @@ def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -
 
 
 def _keep_uncertain(chains: Sequence[_Chain], advantages: list[list[float]], share: float) -> None:
-    """Set the advantage to 0 for all tokens except the `share` with the highest entropy (Wang et al., 2025,
+    """Set the advantage to 0 except for the `share` of tokens with the highest entropy (Wang et al., 2025,
     arXiv:2506.01939, equation 4), over the whole batch. Of equal entropies at the quantile, the first are kept."""
     lengths = [chain.tokens for chain in chains]
     flat = np.concatenate([np.asarray(chain.stream("entropy")) for chain in chains])

@@ -1,4 +1,4 @@
-"""The anchors of a chain's turns, by which the estimator `gigpo` compares them (train.advantage.options.anchors)."""
+"""The anchors of a chain's turns (train.advantage.options.anchors): `gigpo` compares turns with equal anchors."""
 
 import logging
 from statistics import fmean
@@ -15,19 +15,19 @@ Anchors = Literal["environment", "observation"]
 
 
 def turn_anchors(trajectory: Trajectory, kind: Anchors) -> list[str | None]:
-    """Return an anchor for each turn, or an empty list if there are none: those of the environment, or digests of what
-    the model was shown before each turn."""
+    """Return an anchor for each turn, or an empty list if there are none: the environment's anchors, or digests of the
+    observation before each turn."""
     return list(trajectory.anchors) if kind == "environment" else _observed(trajectory)
 
 
 def _observed(trajectory: Trajectory) -> list[str | None]:
-    """Return digests of the messages between one turn and the next. A turn that could not be read changed nothing: what
-    was shown before it still holds, and not the complaint. None where nothing was shown, as after a summary."""
+    """Return digests of the messages between one turn and the next. A malformed turn changes nothing: the turn after it
+    keeps its anchor, and the error message is ignored. None for turns without new messages, as after a summary."""
     if not trajectory.turns:
         return []
     messages = trajectory.messages
     said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    # the task itself may have messages of an assistant, which come before
+    # the task itself may begin with assistant messages
     said = said[-trajectory.turns :]
     anchors: list[str | None] = []
     before = 0
@@ -46,8 +46,8 @@ def _seen(message: dict[str, Any]) -> list[Any]:
 
 
 def step_metrics(groups: Groups) -> dict[str, float]:
-    """Return how many of a batch's turns have others to be compared with, and how many there are together. If none has
-    an anchor, a person is told: nothing tells `gigpo` from `grpo` then."""
+    """Return the share of a batch's turns that are compared with others, and the mean size of their step groups. If no
+    turn has an anchor, warn the user: `gigpo` is then the same as `grpo`."""
     anchored = turns = 0
     sizes: list[int] = []
     for group in groups:

@@ -1,5 +1,5 @@
-"""Attention without a dense mask, for lines whose tokens do not see everything before them (see tree): by runs on
-transformers' sdpa, by blocks on FlexAttention."""
+"""Attention without a dense mask, for lines whose tokens do not attend to everything before them (see packing): by runs
+on transformers' sdpa, by blocks on FlexAttention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +20,18 @@ from agentfactory.trainers.batches.packing import RUN_LENGTH
 BY_RUNS = "sdpa_by_runs"
 """transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""
 BY_BLOCKS = "flex_attention_by_blocks"
-"""transformers' flex_attention, on lines of whole blocks: it stands in for flex_attention."""
+"""transformers' flex_attention, on lines of whole blocks: it replaces flex_attention."""
 BLOCK = 128
 """Tokens per block of FlexAttention's masks."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of a line; each sees the previous token and everything that it sees."""
+    """Consecutive tokens of a line; each attends to the previous token and to everything that token attends to."""
 
     length: int
     seen: list[int]
-    """Pieces of the line that the last token of the run sees."""
+    """Pieces of the line that the last token of the run attends to."""
     mask: Float[Tensor, "1 1 run seen"] | None
     """Mask added to the scores; None if attention is causal."""
 
@@ -47,13 +47,13 @@ class Runs:
         branches = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
         starts = np.concatenate(
             [
-                # the first of a tree's branches, at depth 0, is plainly causal
+                # the first of a tree's branches, at depth 0, has plain causal attention
                 np.arange(start, end, RUN_LENGTH) if places[start] else [start]
                 for start, end in zip(branches, [*branches[1:], len(line)], strict=True)
             ]
         )
         context = [np.flatnonzero(last[:start] > start) for start in starts]
-        # a run sees some runs completely, and others up to where it, or a run that it sees, branched off
+        # a run attends to some runs completely, and to others up to the branch of the run or of one that it attends to
         forks = [seen[-1:] + 1 for seen in context]
         cuts = np.unique(np.concatenate([starts, *forks, line[-1:] + 1]))
         self.pieces: list[int] = np.diff(cuts).tolist()
@@ -80,7 +80,7 @@ def attention_by_runs(
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
     """Attention function for transformers; without `runs` it is transformers' own sdpa.
 
-    Work and memory grow with the pairs of tokens that see each other; with a dense mask they grow with all pairs.
+    Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs.
     """
     if runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -111,8 +111,8 @@ def _masked(
     mask: Float[Tensor, "1 1 run seen"],
     options: dict[str, Any],
 ) -> Float[Tensor, "1 run heads width"]:
-    """sdpa with a mask. Groups take the place of lines, so that the heads of a group share its keys: transformers would
-    copy the keys for each head, because few of torch's kernels take both a mask and groups."""
+    """Apply sdpa with a mask. Groups take the place of lines, so that the heads of a group share its keys: transformers
+    would copy the keys for each head, because few of torch's kernels support both a mask and groups."""
     _, heads, length, _ = query.shape
     groups = key.shape[1]
     grouped = query.reshape(groups, heads // groups, length, -1)
@@ -136,8 +136,8 @@ def attention_by_blocks(
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], Tensor | None]:
     """Attention function for transformers. Under autocast it computes in autocast's precision, as sdpa does: rotary
-    embeddings return float32 queries and keys, and FlexAttention's backward pass refuses to mix precisions. Only from
-    torch 2.13 on does autocast know FlexAttention, and there only its forward pass."""
+    embeddings return float32 queries and keys, and FlexAttention's backward pass refuses to mix precisions. autocast
+    supports FlexAttention only from torch 2.13 on, and only its forward pass."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -152,8 +152,8 @@ _OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
 
 
 def use_ours(network: PreTrainedModel) -> None:
-    """Replaces the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
-    accept the arguments below."""
+    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
+    accept `attention_arguments`."""
     if ours := _OURS.get(network.config._attn_implementation):
         network.set_attn_implementation(ours)
 
@@ -161,8 +161,8 @@ def use_ours(network: PreTrainedModel) -> None:
 def whole_blocks(
     ids: Int[Tensor, "batch length"], positions: Int[Tensor, "1 length"] | None, ends: Int[Tensor, "1 length"] | None
 ) -> tuple[Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"]]:
-    """Returns ids, positions and ends padded to whole blocks with tokens that no other token sees; without positions
-    and ends, those of lines that attend causally.
+    """Return ids, positions and ends padded to whole blocks with tokens that no other token attends to. Positions and
+    ends default to those of lines that attend causally.
 
     torch compiles FlexAttention once for all lengths that are whole blocks, and separately for others.
     """
@@ -171,7 +171,7 @@ def whole_blocks(
     if positions is None or ends is None:
         positions, ends = place[:, :length].expand_as(ids), torch.full_like(ids, length)
     rest = place[:, length:].expand(len(ids), -1)
-    # a token sees at least itself: the softmax of nothing is not a number
+    # a token attends at least to itself: an empty softmax is NaN
     return (
         nn.functional.pad(ids, (0, rest.shape[1])),
         torch.cat([positions, rest], dim=1),
@@ -180,10 +180,10 @@ def whole_blocks(
 
 
 def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
-    """Returns the mask of FlexAttention for lines of whole blocks. It skips blocks that no token sees, and does not
-    look into those that are seen completely.
+    """Return the mask of FlexAttention for lines of whole blocks. It skips blocks that no token attends to, and
+    evaluates no mask within blocks that are visible completely.
 
-    Only the first and the last end in each block decide, so no mask of length x length is made.
+    It depends only on the smallest and largest end in each block, so no mask of length x length is made.
     """
     batch, length = ends.shape
 
@@ -202,7 +202,7 @@ def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
 
 
 def _ordered(chosen: Bool[Tensor, "batch 1 queries keys"]) -> tuple[Tensor, Tensor]:
-    """Returns how many blocks of keys are chosen per block of queries, and all blocks of keys, chosen ones first."""
+    """Return the number of chosen key blocks per query block, and all key blocks, chosen ones first."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.int()
 
@@ -210,17 +210,18 @@ def _ordered(chosen: Bool[Tensor, "batch 1 queries keys"]) -> tuple[Tensor, Tens
 def attention_arguments(
     kind: str, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns the arguments that describe a line to the attention implementation `kind`; `dtype` is that of queries and
+    """Return the arguments that describe a line to the attention implementation `kind`; `dtype` is that of queries and
     keys.
 
-    FlashAttention gets none: it finds rows that are placed end to end by their positions, and does not support trees.
-    """
+    FlashAttention gets none: it separates rows placed end to end by their positions, and does not support trees."""
     if kind == BY_RUNS:
-        # without a four-dimensional mask, transformers would make a dense one from the positions; by this, a network
-        # that ignores the runs sees everything, which `resolve_batching` finds
+        # without a four-dimensional mask, transformers would make a dense one from the positions; with this one, a
+        # network that ignores the runs attends to everything, which `resolve_batching` detects
         return {"runs": Runs(positions, ends, dtype), "attention_mask": torch.zeros(1, 1, 1, 1, device=ends.device)}
     if kind == BY_BLOCKS:
         return {"attention_mask": block_mask(ends)}
     if kind.startswith("flash_attention"):
         return {}
-    raise SettingError("train.attention", f"{kind} takes no rows that share a line", "use sdpa or flex_attention")
+    raise SettingError(
+        "train.attention", f"{kind} does not support rows that share a line", "use sdpa or flex_attention"
+    )

@@ -1,5 +1,4 @@
-"""The network under a policy, a critic or a reference, which computes hidden states under every attention
-implementation."""
+"""The network of a policy, a critic or a reference: it computes hidden states with every attention implementation."""
 
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Backbone(nn.Module):
-    """A transformers network whose hidden states subclasses use in `forward`."""
+    """A transformers network; subclasses use its hidden states in `forward`."""
 
     def __init__(self, model: "PreTrainedModel | PeftModel", dtype: torch.dtype) -> None:
         """`dtype` is the precision of the forward pass; below float32 it runs under autocast."""
@@ -36,7 +35,7 @@ class Backbone(nn.Module):
 
     @property
     def is_lora(self) -> bool:
-        """Whether an adapter is trained instead of the network's own weights."""
+        """True if an adapter is trained instead of the network's own weights."""
         return has_adapter(self.model)
 
     @property
@@ -45,8 +44,8 @@ class Backbone(nn.Module):
         return sorted({type(layer).__name__ for layer in decoder_layers(self.network)})
 
     def train(self, mode: bool = True) -> Self:
-        """Switches only the adapter's dropout: a network's own dropout would make the trainer's log-probabilities
-        differ from the server's."""
+        """Switch only the adapter's dropout: a network's own dropout would make the trainer's log-probabilities differ
+        from the server's."""
         super().train(False)
         self.training = mode
         for name, module in self.named_modules():
@@ -61,11 +60,11 @@ class Backbone(nn.Module):
         ends: Int[Tensor, "1 length"] | None = None,
         images: Images | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """Returns the network's hidden state of each token, before any head.
+        """Return the network's hidden state of each token, before any head.
 
-        `positions` and `ends` say which tokens see each other in a line of several rows or a tree, as in MicroBatch.
-        Without them lines count from 0 and attend causally, which is exact for rows padded on the right. `images` are
-        those in the lines.
+        `positions` and `ends` define which tokens attend to each other in a line of several rows or a tree, as in
+        MicroBatch. Without them lines count from 0 and attend causally, which is exact for rows padded on the right.
+        `images` are the images in the lines.
         """
         arguments: dict[str, Any] = {}
         length, kind = ids.shape[1], self.network.config._attn_implementation
@@ -86,7 +85,7 @@ class Backbone(nn.Module):
             found = self.network.base_model(input_ids=ids, position_ids=places, use_cache=False, **arguments)
         hidden = found.last_hidden_state[:, :length]
         if images is not None and not images.places:
-            # every weight of the tower has a part in the result, so processes stay in step in the backward pass, too
+            # every weight of the tower contributes to the result, so processes stay in step in the backward pass, too
             hidden = hidden + 0.0 * sum(part.sum() for image in features for part in (image.tokens, *image.deep))
         return hidden
 
@@ -98,12 +97,12 @@ class Backbone(nn.Module):
 def _rotary(
     positions: Int[Tensor, "1 length"] | None, rotary: Int[Tensor, "3 batch shorter"] | None
 ) -> Int[Tensor, "streams batch length"] | None:
-    """Returns the positions that a network that sees takes: in time, height and width, after the places in a row if
-    several share a line, from which FlashAttention tells rows apart; None if lines count from 0."""
+    """Return the position ids of a multimodal network: in time, height and width. If rows share a line, the positions
+    in the rows come first, from which FlashAttention separates rows. None if lines count from 0."""
     if rotary is None:
         return None if positions is None else positions.expand(4, *positions.shape)
     if positions is None:
         return rotary
-    # lines of whole blocks end with tokens that nothing sees
+    # lines of whole blocks end with tokens that no other token attends to
     rotary = nn.functional.pad(rotary, (0, positions.shape[-1] - rotary.shape[-1]))
     return torch.cat([positions.expand(1, *rotary.shape[1:]), rotary])

@@ -1,4 +1,4 @@
-"""The critic: learns values of states for GAE in one model with the policy."""
+"""The critic: state values for GAE, learned in one model with the policy."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 
 def role_of(name: str) -> Role:
-    """Returns the role that learns the weight of this name in an ActorCritic (or in a Policy alone)."""
+    """Return the role that trains the weight of this name in an ActorCritic (or in a Policy alone)."""
     return Role.CRITIC if name.startswith("critic.") or f".{CRITIC_ADAPTER}." in name else Role.POLICY
 
 
@@ -46,7 +46,7 @@ class Critic(nn.Module):
         self.head = nn.Parameter(torch.zeros(width))
 
     def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
-        """Returns values, in units of reward."""
+        """Return values, in units of reward."""
         # fsdp2 gathers the head in the network's precision, but values are computed in float32
         dtype = torch.promote_types(self.head.dtype, torch.float32)
         return hidden.to(dtype) @ self.head.to(dtype)
@@ -82,7 +82,7 @@ class ActorCritic(nn.Module):
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]] | Float[Tensor, "targets"]:
-        """Returns, for the policy, log-probabilities and entropies: see `Policy.forward`. Returns, for the critic, the
+        """For the policy, return log-probabilities and entropies: see `Policy.forward`. For the critic, return the
         value of the state in which each label is sampled, read at `sources`: no other position has a value.
 
         A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
@@ -96,12 +96,11 @@ class ActorCritic(nn.Module):
         return self._guarded(self.critic(base.hidden(ids, positions, ends, images).flatten(0, 1)[sources]))
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
-        """Returns the weights that a role learns, so that each role's gradient can be clipped separately."""
+        """Return the weights that a role trains, so that each role's gradient can be clipped separately."""
         return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
 
     def _guarded(self, output: Tensor) -> Tensor:
-        """Returns `output` with a backward pass that fails if another adapter than that of its forward pass is in
-        use."""
+        """Return `output` with a backward pass that fails unless the adapter of its forward pass is active."""
         model = self.policy.model
         if has_adapter(model) and output.requires_grad:
             output.register_hook(_same_adapter(model, model.active_adapter))
@@ -122,11 +121,11 @@ def _same_adapter(model: "PeftModel", name: str) -> Callable[[Tensor], None]:
 def make_actor_critic(
     recipe: TrainRecipe, policy: Policy, device: torch.device | str = "cpu", network: PreTrainedModel | None = None
 ) -> ActorCritic:
-    """Creates a policy with a critic whose values are 0 until it has learned.
+    """Create a policy with a critic whose values are initially 0.
 
     With `model.lora`, the critic is a second adapter of the same shape on the policy's base; otherwise it is a separate
-    network, `network` or by default that of `model.path`, with weights in float32 and no language-model head. Call it
-    before the policy is prepared.
+    network (`network`, by default loaded from `model.path`), with weights in float32 and no language-model head. Call
+    it before the policy is prepared.
     """
     output = policy.network.get_output_embeddings().weight
     backbone = None

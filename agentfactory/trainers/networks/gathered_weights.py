@@ -1,4 +1,4 @@
-"""The trained weights of one version, gathered one after the other, so that no process needs room for all of them."""
+"""The trained weights of one version, gathered one by one, so that no process needs memory for all of them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 
 class Weights(Mapping[str, Tensor]):
-    """Weights by name, as they are when they are read; they may share memory with the policy's.
+    """Weights by name, with their values at the time of reading; they may share memory with the policy's.
 
-    `stream` yields one after the other. To read them as a mapping gathers all of them: sharded ones in host memory.
-    Where they are sharded, every process reads them once, and at the same time: only rank 0 gets them, and to the
-    others the mapping is empty.
+    `stream` yields them one by one. Reading them as a mapping gathers all of them: sharded ones into host memory.
+    Sharded weights are read once, by every process at the same time: only rank 0 gets them, and for the others the
+    mapping is empty.
     """
 
     def __init__(self, entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
@@ -34,7 +34,7 @@ class Weights(Mapping[str, Tensor]):
 
     @property
     def resident(self) -> bool:
-        """Whether the weights are the policy's own: to hold them takes no memory."""
+        """True if the weights are the policy's own: holding them takes no memory."""
         return all(
             not isinstance(value, DTensor) and value.dtype == self._dtype_of(value) and value.is_contiguous()
             for value in self._tensors.values()
@@ -46,7 +46,7 @@ class Weights(Mapping[str, Tensor]):
         return sum(value.nbytes for value in self.meta.values())
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, weight) in the order of `meta`; nothing in processes other than rank 0 if they are sharded.
+        """Yield (name, weight) in the order of `meta`; nothing in processes other than rank 0 if they are sharded.
         Raises RuntimeError if sharded ones were read before."""
         if self._read is not None:
             yield from self._read.items()
@@ -61,8 +61,8 @@ class Weights(Mapping[str, Tensor]):
             self.finish()
 
     def finish(self) -> None:
-        """Gathers what has not been read: the other processes take part until the last weight, also if rank 0 no longer
-        needs them."""
+        """Gather the weights that have not been read: the other processes take part until the last weight, even if rank
+        0 no longer needs them."""
         if self.sharded and self._read is None:
             self._rest = self._rest or self._gather()
             while self._next() is not None:
@@ -89,7 +89,7 @@ class Weights(Mapping[str, Tensor]):
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self._tensors.items():
-            # converted before it travels, and one at a time
+            # converted before the transfer, and one at a time
             converted = value.detach().to(self._dtype_of(value))
             whole = converted.full_tensor() if isinstance(converted, DTensor) else converted
             yield name, whole.contiguous()

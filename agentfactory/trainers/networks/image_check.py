@@ -1,4 +1,4 @@
-"""Compares, at start, what the trainer makes of images with what transformers does."""
+"""A check at start that the trainer processes images like transformers."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,16 +15,16 @@ from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.policy import BAN, Policy
 
 _SIZES = ((60, 60), (90, 45))
-"""Images of one tile, and of several, for processors that make tiles of one size."""
+"""Sizes that give one tile, and several, with processors that make tiles of one size."""
 
 
 @torch.no_grad()
 def check_images(policy: Policy, path: str) -> None:
-    """Compare a row with two images, as rollouts and the trainer make it, with the model's own processor and forward
-    pass: its ids, and the log-probability of each of its tokens.
+    """Compare a row with two images, as built by rollouts and trainer, with the model's own processor and forward pass:
+    its ids, and the log-probability of each token.
 
-    For models of `own_processor`; those of `patches` have one rule, which tests compare. Raises SettingError, with what
-    differs.
+    Only for models of `own_processor`; models of `patches` have one rule, which tests cover. Raises SettingError with
+    the difference.
     """
     vision = load_vision(path)
     if not isinstance(vision, OwnProcessor):
@@ -43,8 +43,8 @@ def check_images(policy: Policy, path: str) -> None:
     kind = type(network).__name__
     if ids != expected_ids:
         place = next((n for n, (a, b) in enumerate(zip(ids, expected_ids, strict=False)) if a != b), "their end")
-        problem = f"{kind} reads a row with two images as {len(expected_ids)} tokens, and rows here would have"
-        raise _different(f"{problem} {len(ids)}, with others from {place} on")
+        problem = f"{kind} tokenizes a row with two images to {len(expected_ids)} tokens, and rows here would have"
+        raise _different(f"{problem} {len(ids)}, with different ids from {place} on")
     with TemporaryDirectory() as folder:
         store = ImageStore(Path(folder))
         for image in images:
@@ -59,14 +59,14 @@ def check_images(policy: Policy, path: str) -> None:
         logits = network(**arguments, use_cache=False).logits[0, :-1].float()
     logits[:, list(vision.banned_token_ids)] -= BAN
     expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
-    # what stands for an image is never a target
+    # placeholder tokens of an image are never targets
     shown = torch.zeros(len(ids), dtype=torch.bool, device=device)
     for span in spans:
         shown[span.offset : span.offset + span.length] = True
     difference = float((found - expected)[~shown[1:]].abs().max())
     if not difference < (0.1 if lower else 1e-3):
-        problem = f"{kind} gives tokens after two images the log-probabilities of its own processor and forward pass"
-        raise _different(f"{problem} only to {difference:.2g}")
+        problem = f"log-probabilities of tokens after two images deviate from {kind}'s own processor and forward pass"
+        raise _different(f"{problem} by {difference:.2g}")
 
 
 def _different(problem: str) -> SettingError:

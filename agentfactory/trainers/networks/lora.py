@@ -1,6 +1,6 @@
-"""LoRA adapters on a network: adds them, and selects the one that the next forward pass uses.
+"""LoRA adapters on a network: adding them, and selecting the one that the next forward pass uses.
 
-peft is imported where an adapter exists: it takes seconds, with the optional packages that it tries.
+peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ CRITIC_ADAPTER = "critic"
 
 
 def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
-    """Returns whether an adapter has been added to this network."""
+    """Return whether an adapter has been added to this network."""
     return not isinstance(model, PreTrainedModel)
 
 
 def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | list[str], seed: int) -> "PeftModel":
-    """Returns the network with the policy's adapter on `modules` (peft's `target_modules`). The adapter's weights are
+    """Return the network with the policy's adapter on `modules` (peft's `target_modules`). The adapter's weights are
     float32 and determined by `seed`; the base is frozen."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
@@ -50,7 +50,7 @@ def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | lis
 
 
 def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
-    """Returns the weights of the policy's adapter, under the names that peft saves."""
+    """Return the weights of the policy's adapter, under the names that peft saves."""
     from peft import get_peft_model_state_dict
 
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -59,7 +59,7 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
 
 
 def use_adapter(model: "PeftModel", name: str) -> None:
-    """Makes later forward passes use only this adapter.
+    """Make later forward passes use only this adapter.
 
     peft's `set_adapter` also freezes the other adapters. Here `requires_grad` does not change: both adapters are
     trained in one step, and DDP and FSDP2 must always find the same trainable weights.
@@ -76,8 +76,8 @@ def use_adapter(model: "PeftModel", name: str) -> None:
 
 @contextmanager
 def adapters_off(model: "PeftModel") -> Iterator[None]:
-    """Makes forward passes in this context use the base alone. Afterwards the adapter in use and the trainable weights
-    are as before (peft's `disable_adapter` would leave only the adapter in use trainable)."""
+    """Make forward passes in this context use the base alone. Afterwards the active adapter and the trainable weights
+    are unchanged (peft's `disable_adapter` would leave only the active adapter trainable)."""
     layers = list(_layers(model))
     for layer in layers:
         layer._disable_adapters = True

@@ -1,5 +1,4 @@
-"""The transformers network of a recipe: loads it, and applies options that change how it computes, but not its
-results."""
+"""The transformers network of a recipe: loading it, and options that change its computation but not its results."""
 
 import logging
 from collections.abc import Callable
@@ -64,8 +63,8 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
 
 
 def class_of(config: Any) -> Any:
-    """Return the class of transformers that loads a network of this configuration: with its vision tower if it is
-    trained with images, else only what reads text."""
+    """Return the transformers class that loads a network of this configuration: with its vision tower if it is trained
+    with images, else the text model alone."""
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
@@ -106,11 +105,11 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     tower = tower_of(network)
     if tower is None and train.trains_vision:
         problem = f"got {train.vision}, but {type(network).__name__} has no vision tower that can be trained"
-        raise SettingError("train.vision", problem, "remove it, or train a model that sees")
+        raise SettingError("train.vision", problem, "remove it, or train a model that accepts images")
     untrained: set[nn.Module] = set()
     if tower is not None and not train.trains_vision:
         tower.requires_grad_(False)
-        # without gradients, nothing of it is stored
+        # without gradients, none of its activations are stored
         untrained = set(tower.modules())
     for layer in decoder_layers(network) if train.compile or train.gradient_checkpointing else []:
         if layer in untrained:
@@ -154,10 +153,8 @@ def _need_gpu(field: str, value: str, device: torch.device) -> None:
 
 
 def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that transformers keeps on one device, outermost ones only, before they are sharded; those of a
-    vision tower, too.
-
-    Raises ValueError if the network names none.
+    """Return the layers that transformers keeps on one device, outermost ones only, including a vision tower's; call it
+    before they are sharded. Raises ValueError if the network names none.
     """
     names = set(network._no_split_modules or ())
     layers: list[nn.Module] = []
@@ -167,6 +164,6 @@ def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
             layers.append(module)
             inside.update(module.modules())
     if not layers:
-        problem = f"{type(network).__name__} does not say what its layers are"
+        problem = f"{type(network).__name__} does not declare its layers (_no_split_modules)"
         raise SettingError("model.path", problem, "train it without fsdp2, compile and gradient_checkpointing")
     return layers

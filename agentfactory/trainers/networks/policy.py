@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 # Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
 
-# What servers subtract from the logits of tokens that must not be sampled (`logit_bias`).
+# Subtracted by servers from the logits of tokens that must not be sampled (`logit_bias`).
 BAN = 100.0
 
 
 class Policy(Backbone):
     """A causal language model that scores tokens.
 
-    Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA see ordinary calls. The head
-    runs only on tokens that are scored, in chunks. Log-softmax and entropy are computed in float32 (in float64 for a
-    network in float64).
+    Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA apply to ordinary calls. The
+    head runs only on tokens that are scored, in chunks. Log-softmax and entropy are computed in float32 (in float64 for
+    a network in float64).
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Policy(Backbone):
         batching: Batching = "padded",
         banned: Sequence[int] = (),
     ) -> None:
-        """`batching` is the layout of rows for this network; tokens `banned` get the bias that servers give them, so
-        that they are never sampled; see Backbone for the others."""
+        """`batching` is the layout of rows for this network; `banned` tokens get the servers' bias, so that they are
+        never sampled. For the other arguments, see Backbone."""
         super().__init__(model, dtype)
         self.batching = batching
         self.banned = list(banned)
@@ -68,7 +68,7 @@ class Policy(Backbone):
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
-        """Returns the log-probability of each label, and the entropy in nats of the distribution it was drawn from
+        """Return the log-probability of each label, and the entropy in nats of the distribution it was drawn from
         (detached, unless `entropy_gradient`).
 
         `sources` are flat indices into batch x length: the position whose output predicts the label. In a plain row it
@@ -113,7 +113,7 @@ class Policy(Backbone):
         return logprob, entropy
 
     def gather(self) -> Weights:
-        """Returns the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
+        """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
         policy's dtype), or the adapter's under their peft names. They are gathered when they are read, in all processes
         at the same time: see Weights. Read them before the next update."""
         if has_adapter(self.model):
@@ -121,13 +121,13 @@ class Policy(Backbone):
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
-        """Writes a gathered adapter to `folder` in peft's format, and returns the file of its weights. Raises
+        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights. Raises
         DiskError."""
         assert has_adapter(self.model)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "adapter_model.safetensors"
         with writing(file):
-            # a copy: a checkpoint and a sync may be written at a time
+            # a copy: a checkpoint and a sync may be written at the same time
             config = copy.copy(self.model.peft_config[POLICY_ADAPTER])
             # the saved adapter is for inference, not for training; the flag is part of peft's format
             config.inference_mode = True
@@ -138,7 +138,7 @@ class Policy(Backbone):
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yields the entries of a state dictionary, without the second names of tied weights."""
+    """Yield the entries of a state dictionary, without the second names of tied weights."""
     seen: set[int] = set()
     for name, value in network.state_dict(keep_vars=True).items():
         if id(value) not in seen:
@@ -147,7 +147,7 @@ def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Policy:
-    """Loads the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
+    """Load the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
     only on rank 0: see `sharding`).
 
     With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed determines the adapter's
@@ -167,8 +167,8 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Poli
 def make_policy(
     recipe: TrainRecipe, network: PreTrainedModel, batching: Batching, device: torch.device | str = "cpu"
 ) -> Policy:
-    """Makes a policy from a network: applies the recipe's options and adds its adapter, if any. Reads no weight of the
-    network, so it may have none, as in agentfactory.placement.trainer_memory."""
+    """Make a policy from a network: apply the recipe's options and add its adapter, if any. No weight is read, so the
+    network may have none, as in agentfactory.placement.trainer_memory."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)
@@ -181,10 +181,10 @@ def make_policy(
 
 @torch.no_grad()
 def _check_head(network: PreTrainedModel) -> None:
-    """Checks that the policy may call backbone and head itself; some networks process their logits further (scale them,
-    for example).
+    """Check that backbone and head give the network's logits; some networks process them further (scale them, for
+    example).
 
-    Compares one short forward pass with the network's own, and raises ValueError if they differ.
+    Compare one short forward pass with the network's own, and raise ValueError if they differ.
     """
     network.eval()
     tokens = ids(network, list(range(8)))[None]
@@ -198,5 +198,7 @@ def _check_head(network: PreTrainedModel) -> None:
     )
     given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
     if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
-        problem = f"{type(network).__name__} changes its logits after the head in a way that the trainer does not know"
+        problem = (
+            f"{type(network).__name__} changes its logits after the head in a way that the trainer does not support"
+        )
         raise SettingError("model.path", f"{problem}; its log-probabilities would be wrong", "train another model")

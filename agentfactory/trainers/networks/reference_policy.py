@@ -1,4 +1,4 @@
-"""The reference: the model that training began with, to which KL terms keep the policy close."""
+"""The reference: the initial model, to which KL terms keep the policy close."""
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ from agentfactory.trainers.processes.sharding import weights_of_rank_0
 
 
 class Reference:
-    """Scores tokens with the initial weights, using the policy's own code: at the start the two are equal."""
+    """A scorer of tokens with the initial weights, by the policy's own code: at the start the two are equal."""
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None) -> None:
         """`frozen` is None if the base of the policy's adapter is the reference."""
@@ -40,9 +40,9 @@ class Reference:
         images: Images | None = None,
         temperature: float = 1.0,
     ) -> Float[Tensor, "targets"]:
-        """Returns the log-probability of each label: see `Policy.forward`. `model` is the model that accelerate
-        prepared, whose base is used if an adapter is trained; its adapters and its trainable weights are unchanged.
-        Every process calls it."""
+        """Return the log-probability of each label: see `Policy.forward`. `model` is the model that accelerate
+        prepared; its base is used if an adapter is trained. Its adapters and trainable weights are unchanged. Every
+        process calls it."""
         inputs = (ids, sources, labels, positions, ends, images, temperature)
         if self._frozen is not None:
             return self._frozen(*inputs)[0]
@@ -55,7 +55,7 @@ class Reference:
 
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Reference:
-    """Creates the reference of a recipe: the base of the policy's adapter, or a frozen copy from `model.path` in the
+    """Create the reference of a recipe: the base of the policy's adapter, or a frozen copy from `model.path` in the
     model's dtype, which fsdp2 shards like the policy."""
     if has_adapter(policy.model):
         return Reference(accelerator, None)

@@ -1,4 +1,4 @@
-"""Determines which layouts of rows are exact for a network."""
+"""Exactness of row layouts for a network."""
 
 import inspect
 import logging
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool = True) -> Batching:
-    """Returns `train.batching`; for "auto", tree if that is exact for this network, else padded, which the log reports.
+    """Return `train.batching`; for "auto", tree if it is exact for this network, else padded. The choice is logged.
 
-    Call it with the attention that transformers chose: `train.attention` may run only on a GPU. Without `measure` the
-    network's own declaration is trusted and no weight is read. Raises ValueError if the requested layout would change
-    the network's results.
+    Call it while the network has transformers' choice of attention: `train.attention` may run only on a GPU. Without
+    `measure` the network's own declaration is trusted and no weight is read. Raises ValueError if the requested layout
+    would change the network's results.
     """
     if train.batching == "padded":
         return "padded"
@@ -35,7 +35,7 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
 
 
 def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
-    """Returns why rows that share a line would get different results than alone; None if they would not."""
+    """Return the reason why rows that share a line would get other results than alone; None if they would not."""
     config: Any = network.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -46,26 +46,29 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
         return f"{type(network).__name__} has layers of {', '.join(others)}; only full_attention is exact"
     takes = inspect.signature(network.base_model.forward).parameters
     if "position_ids" not in takes or getattr(config, "alibi", False):
-        return f"{type(network).__name__} takes no positions"
+        return f"{type(network).__name__} does not accept position_ids"
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
-        return f"{type(network).__name__} hands nothing on to its attention"
+        return f"{type(network).__name__} passes no arguments to its attention"
     use_ours(network)
     kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
     if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
-        return f"train.attention={kind} takes no {batching} rows; sdpa and flex_attention do"
+        return f"train.attention={kind} does not support {batching} rows; use sdpa or flex_attention"
     if not measure:
         return None
     # a network's own declaration is not enough: some accept the arguments and do not use them
     error = _error(network, batching)
     # NaN is an error, too
     if not error <= (1e-4 if network.dtype == torch.float32 else 0.05):
-        return f"{type(network).__name__} gives rows that share a line other results, by {error:.1g} of the largest"
+        return (
+            f"{type(network).__name__} gives rows that share a line other results, by {error:.1g} of the largest value"
+        )
     return None
 
 
 @torch.no_grad()
 def _error(network: PreTrainedModel, batching: Batching) -> float:
-    """Returns how far the hidden states of two short rows are from those computed alone, as a share of the largest."""
+    """Return the largest deviation of hidden states of two short rows from those of the rows alone, as a share of the
+    largest value."""
     network.eval()
     backbone = Backbone(network, network.dtype)
     first, second = ids(network, [1, 2, 3, 4, 5, 6]), ids(network, [1, 2, 3, 7, 8, 9])
@@ -84,5 +87,5 @@ def _error(network: PreTrainedModel, batching: Batching) -> float:
 
 
 def ids(network: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Returns tokens on the network's device, within its vocabulary."""
+    """Return tokens on the network's device, within its vocabulary."""
     return torch.tensor(tokens, device=network.device) % network.config.get_text_config().vocab_size

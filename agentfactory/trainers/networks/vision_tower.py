@@ -1,5 +1,4 @@
-"""The eyes of a network that sees, its vision tower and what leads from it to the language model: found, frozen, and
-kept apart from what adapters train."""
+"""Find the vision tower and projector of a multimodal network, freeze them, and exclude them from LoRA."""
 
 import re
 from typing import Any
@@ -11,7 +10,7 @@ from agentfactory.rollout.images.families import banned_token_ids as banned_in
 from agentfactory.tools.errors import SettingError
 
 _LANGUAGE = ("language_model", "text_model")
-"""How the networks of transformers call their language model; everything else in them is for images."""
+"""Names of the language model in transformers' multimodal networks; everything else in them is for images."""
 
 
 def sees(config: Any) -> bool:
@@ -25,13 +24,13 @@ def is_rotary(config: Any) -> bool:
 
 
 def language_name(network: Any) -> str:
-    """Return the name of the language model in a network that sees, with or without its head."""
+    """Return the name of the language model in a multimodal network, with or without its head."""
     return next(name for name in _LANGUAGE if hasattr(network.base_model, name))
 
 
 def tower_of(network: Any) -> Any:
-    """Return the vision tower of a transformers network, with or without its head; several modules as one if others
-    lead from it to the language model. None if it reads only text."""
+    """Return the vision tower of a transformers network, with or without its head, as one module with the projector if
+    that is separate. None for a text-only network."""
     if not sees(network.config):
         return None
     language = language_name(network)
@@ -46,12 +45,12 @@ def tower_is_trained(network: Any) -> bool:
 
 
 def is_of_tower(name: str) -> bool:
-    """Return whether a weight of this name is one of a vision tower."""
+    """Return whether a weight of this name belongs to a vision tower or projector."""
     return re.match(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|connector)\.", name) is not None
 
 
 def banned_token_ids(network: Any) -> list[int]:
-    """Return the tokens that stand for images and videos, which servers never sample: see Vision.banned_token_ids."""
+    """Return the placeholder tokens of images and videos, which servers never sample: see Vision.banned_token_ids."""
     if not sees(network.config):
         return []
     names = ("image_token_id", "video_token_id")
@@ -62,7 +61,7 @@ def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str 
     """Return peft's `target_modules` for model.lora.target_modules of a network that peft has not changed yet.
 
     "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if it is
-    frozen, and would be adapted.
+    frozen but would be adapted.
     """
     tower = tower_of(network)
     if tower is None or trained:
@@ -85,7 +84,7 @@ def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str 
 
 
 def within(language: str, names: list[str]) -> str:
-    """Return the pattern of the language model's modules of these names."""
+    """Return a pattern for the language model's modules with these names."""
     return rf".*\.{language}\..*\.({'|'.join(map(re.escape, names))})"
 
 

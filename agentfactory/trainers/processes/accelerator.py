@@ -1,5 +1,5 @@
-"""Creates and checks a run's Accelerator, because accelerate's launchers can silently set up something else than
-asked."""
+"""Creation and checks of a run's Accelerator: accelerate's launchers can silently set up something other than
+requested."""
 
 import os
 from datetime import timedelta
@@ -58,7 +58,7 @@ class LaunchError(Exception):
 
 
 def make_accelerator(recipe: TrainRecipe) -> Accelerator:
-    """Creates the accelerator of this process. Raises LaunchError if accelerate did not set up `train.processes`
+    """Create the accelerator of this process. Raises LaunchError if accelerate did not set up `train.processes`
     processes under `train.strategy`.
 
     `model.dtype` sets the precision, so a mixed precision from an accelerate config is not applied.
@@ -85,7 +85,7 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     )
     group = InitProcessGroupKwargs(timeout=PATIENCE, init_method=method)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)
-    # before the first object collective, which unpickles what arrives
+    # before the first object collective, which unpickles received data
     if method is not None and has_foreign_peer(earlier):
         raise LaunchError(
             "another user of this machine has connected to this process in place of one of ours: start the run again"
@@ -113,7 +113,7 @@ def _fsdp2(mixed_precision: MixedPrecisionPolicy, method: str | None) -> FullySh
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Returns the precision of sharded networks. Below float32, weights are gathered and used in `dtype`, and so is the
+    """Return the precision of sharded networks. Below float32, weights are gathered and used in `dtype`, and so is the
     residual stream, as in inference servers. Every rank keeps its share of weights and gradients in float32, and
     gradients are added up in float32.
 
@@ -129,20 +129,20 @@ def _check_fsdp_settings(train: TrainConfig) -> None:
         value = os.environ.get(variable, right).lower()
         if value != right:
             raise LaunchError(
-                f"the launcher's configuration has {name}: {value}, which is not done here: {why}. "
+                f"the launcher's configuration has {name}: {value}, which is not supported: {why}. "
                 f"Start it with: {launch_command(train, 'cuda')}"
             )
 
 
 def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
-    """Compares the recipe, the launcher's environment and accelerate's setup. Raises LaunchError with the fix."""
+    """Compare the recipe, the launcher's environment and accelerate's setup. Raises LaunchError with the fix."""
     asked = f"the recipe asks for train.processes={train.processes} and train.strategy={train.strategy}"
     got = f"accelerate set up {accelerator.num_processes} process(es) as {accelerator.distributed_type.value}"
     fix = f"start it with: {launch_command(train, accelerator.device.type)}"
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
         # a launcher started several processes, each of which believes that it is alone
-        raise LaunchError(f"the launcher started {world} processes, but {got}: they would train apart. {fix}")
+        raise LaunchError(f"the launcher started {world} processes, but {got}: they would train independently. {fix}")
     if train.strategy != "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise LaunchError(f"{asked}, but the launcher's configuration asks for FSDP, and {got}. {fix}")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
@@ -152,7 +152,7 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def check_same_recipe(recipe: TrainRecipe) -> None:
-    """Checks that the recipes of all processes agree: each machine has read its own. Raises LaunchError in every
+    """Check that the recipes of all processes agree: each machine reads its own file. Raises LaunchError in every
     process."""
     told = recipe.model_dump(mode="json", include=_SAME)
     seed = told.pop("seed")
@@ -168,7 +168,7 @@ def check_same_recipe(recipe: TrainRecipe) -> None:
 
 
 def launch_command(train: TrainConfig, device: str) -> str:
-    """Returns the command that starts what the recipe asks for on this kind of device; with several machines, run it on
+    """Return the command that launches the recipe's processes on this kind of device; with several machines, run it on
     each."""
     if train.strategy == "single":
         return "python -m agentfactory.train RECIPE (or change train.processes and train.strategy)"

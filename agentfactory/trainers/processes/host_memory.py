@@ -1,4 +1,4 @@
-"""Host memory that takes copies of a device's tensors. For a GPU it is page-locked, which makes copies several times as
+"""Host memory for copies of a device's tensors. For a GPU it is page-locked, which makes copies several times as
 fast."""
 
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from torch import Tensor
 Bytes = UInt8[Tensor, "bytes"]
 
 _LEAST_LOCKED = 2**25 + 1
-"""Bytes from which host memory is page-locked: smaller pieces could share a page, which can be locked only once (glibc
-maps pieces beyond 32 MiB separately)."""
+"""Minimum number of bytes to page-lock: smaller pieces could share a page, which can be locked only once (glibc maps
+pieces beyond 32 MiB separately)."""
 _ALIGNMENT = 64
 
 
 def lock(host: Bytes, device: torch.device) -> None:
-    """Page-locks memory that is copied to or from `device`, if that is a GPU. Raises torch.cuda.CudaError."""
+    """Page-lock memory that is copied to or from `device`, if that is a GPU. Raises torch.cuda.CudaError."""
     # torch's own page-locked memory is allocated in powers of two, up to twice the requested size
     if device.type == "cuda" and host.numel() >= _LEAST_LOCKED:
         status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
@@ -25,7 +25,7 @@ def lock(host: Bytes, device: torch.device) -> None:
 
 
 def unlock(host: Bytes) -> None:
-    """Undoes `lock`; call it before the memory is freed."""
+    """Undo `lock`; call it before the memory is freed."""
     if host.is_pinned():
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
@@ -34,14 +34,14 @@ class HostBuffer:
     """One piece of host memory for copies of tensors. It is kept, so that later copies find it allocated."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is where the tensors are."""
+        """`device` is the device of the tensors."""
         self._device = device
         self._memory: Bytes = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def copy(self, like: Sequence[Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Returns copies of `tensors` in host memory, each with a storage of its own; they are valid until the next
-        call. `like` has their shapes and dtypes. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
+        """Return copies of `tensors` in host memory, each with its own storage; they are valid until the next call.
+        `like` has their shapes and dtypes. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
         starts = [0]
         for tensor in like:
             starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -60,6 +60,6 @@ class HostBuffer:
         return copies
 
     def free(self) -> None:
-        """Frees the memory; no copy is used any more."""
+        """Free the memory; copies must not be used afterwards."""
         unlock(self._memory)
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Connect the ranks of one machine over loopback, and their store through a private file.
 
-torch's default store is a TCP server on all interfaces without authentication. Whoever writes to it can redirect gloo's
-connections, and object collectives unpickle the data that arrives: this runs code.
+torch's default store is a TCP server on all interfaces without authentication. Anyone who writes to it can redirect
+gloo's connections, and object collectives unpickle the data that arrives, which can run code.
 """
 
 import logging
@@ -40,9 +40,10 @@ def on_one_machine() -> bool:
 
 
 def init_method(urls: Iterable[str]) -> str | None:
-    """Return torch's `init_method` for this launch; None keeps torch's own, which needs the network of several
-    machines. On one machine, bind gloo and NCCL to loopback, unless the user names an interface; NCCL only if it also
-    reaches the inference servers at `urls` there. Warn, on rank 0, about ports that are open to the network.
+    """Return torch's `init_method` for this launch; None keeps torch's own: for one process, or for several machines,
+    which need the network. On one machine, bind gloo and NCCL to loopback, unless the user names an interface; NCCL
+    only if it also reaches the inference servers at `urls` there. Warn, on rank 0, about ports that are open to the
+    network.
 
     Raises PrivacyError.
     """
@@ -66,11 +67,11 @@ def init_method(urls: Iterable[str]) -> str | None:
 
 _LOOPBACK = "127.0.0.1"
 _REACHABLE = (
-    "torch's store at {0} and the connections of gloo and NCCL ask for no key: whoever reaches these ports can run "
-    "code as you; let a firewall or a network of your own keep others out"
+    "torch's store at {0} and the connections of gloo and NCCL have no authentication: anyone who reaches these ports "
+    "can run code as you; protect them by a firewall or a private network"
 )
 _LAUNCHER = (
-    "the launcher's store listens on all interfaces, port {0}, without a key: others can end this run; "
+    "the launcher's store listens on all interfaces, port {0}, without authentication: others can end this run; "
     "`agentfactory train` opens no such port, and neither does "
     f"`{' '.join(f'{name}={value}' for name, value in PORTLESS_ENVIRONMENT.items())} accelerate launch "
     f"{' '.join(PORTLESS_OPTIONS)} ...`"
@@ -83,15 +84,15 @@ def _address() -> str:
 
 def _store_file() -> Path:
     """Return the file for this launch, named by the launcher's process. Files of earlier launches are removed."""
-    # containers that share the folder number their processes apart
+    # containers that share the folder number their processes independently
     processes = os.stat("/proc/self/ns/pid").st_ino
     folder = Path(tempfile.gettempdir(), f"agentfactory-ranks-{os.geteuid()}-{processes}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        fix = "remove it, or let TMPDIR name a folder of yours"
-        raise PrivacyError(f"{folder}: another user could read or change this folder of ours; {fix}")
+        fix = "remove it, or set TMPDIR to a folder of yours"
+        raise PrivacyError(f"{folder}: another user could read or change this folder of the ranks' store; {fix}")
     for file in folder.iterdir():
         pid, started, _ = file.name.split("-")
         if _start_of(int(pid)) != started:
@@ -101,7 +102,7 @@ def _store_file() -> Path:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return the start of a process in clock ticks since boot, which no change of the clock moves; None if it has
+    """Return the start of a process in clock ticks since boot, which clock changes do not affect; None if it has
     ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
@@ -110,7 +111,7 @@ def _start_of(pid: int) -> str | None:
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the store, the rank and the number of ranks. Without a file, as for ranks started by hand, the store is a
+    """Yield the store, the rank and the number of ranks. Without a file, as for manually started ranks, the store is a
     TCP server on loopback."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if file := urlsplit(url).path:

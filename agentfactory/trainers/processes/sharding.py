@@ -1,4 +1,4 @@
-"""Networks that fsdp2 shards: only rank 0 loads their weights, and the other ranks get their shares from it."""
+"""Loading of networks for fsdp2: only rank 0 loads the weights, and the other ranks get their shards from it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ Decision = TypeVar("Decision")
 
 
 def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
-    """Returns the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0,
-    the same network on the CPU with arbitrary weights and buffers, of which only those that are later written to take
-    up memory. Every process calls it.
+    """Return the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0,
+    the same network on the CPU with arbitrary weights and buffers, which take up memory only once they are written.
+    Every process calls it.
 
     transformers' own option for this (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank, and then
     replaces them by as many zeros.
@@ -30,14 +30,14 @@ def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dt
             network = kind.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
         # new memory for each name, so tied weights are no longer tied
         network.to_empty(device="cpu")
-    # weights that the checkpoint contains under both names, and that differ, are not tied, whatever its config says
+    # weights that the checkpoint stores under both names with different values are not tied, whatever its config says
     network.all_tied_weights_keys = decided_by_rank_0(lambda: dict(network.all_tied_weights_keys))
     network.tie_weights(recompute_mapping=False)
     return network
 
 
 def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
-    """Returns, in all ranks, the result of `decide` on rank 0, or raises the SettingError that it raises there. Every
+    """Return, in all ranks, the result of `decide` on rank 0, or raise the SettingError that it raises there. Every
     process calls it."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -54,12 +54,12 @@ def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
 
 @contextmanager
 def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Fills `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
+    """Fill `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
     it. Rank 0 keeps its whole weights in host memory until then."""
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     yield
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
     for buffer in model.buffers():
-        # those outside the state dictionary, such as the frequencies of rotary embeddings
+        # buffers outside the state dictionary, such as the frequencies of rotary embeddings
         dist.broadcast(buffer, src=0)

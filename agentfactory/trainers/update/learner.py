@@ -1,5 +1,4 @@
-"""The learner: policy, optimiser and schedule on accelerate; scores rows, and performs an optimiser update on a
-batch."""
+"""The learner: policy, optimiser and schedule on accelerate. It scores rows and performs optimiser updates."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,7 +37,7 @@ class Terms:
     sums: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
     """Metrics that are added up over micro-batches and processes."""
     maxima: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
-    """Metrics of which the largest over micro-batches and processes is kept."""
+    """Metrics whose maximum over micro-batches and processes is kept."""
 
 
 Loss = Callable[[int, MicroBatch, Targets, Targets], Terms]
@@ -61,7 +60,7 @@ class Update:
 
 
 class Learner:
-    """Performs optimiser updates, in the same way for every algorithm."""
+    """The trained networks and their optimiser, updated in the same way for every algorithm."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Learner:
         temperature: float = 1.0,
         images: Path | None = None,
     ) -> None:
-        """`images` is the folder of the images in the rows, an ImageStore's."""
+        """`images` is the folder of the ImageStore with the rows' images."""
         train = recipe.train
         self.accelerator = accelerator
         self.temperature = temperature
@@ -99,7 +98,7 @@ class Learner:
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained with the policy."""
+        """True if a critic is trained with the policy."""
         return self._actor_critic is not None
 
     @property
@@ -124,9 +123,9 @@ class Learner:
 
     @torch.no_grad()
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
-        """Return rank 0's `rows` with further streams, computed with the present weights: `proximal`
-        (log-probabilities) and `entropy`, `reference`, `value`. Every process calls it, with the same `names`; the
-        others get no rows back."""
+        """Return rank 0's `rows` with further streams, computed with the current weights: `proximal`
+        (log-probabilities) and `entropy`, `reference`, `value`. Every process calls it, with the same `names`; only
+        rank 0 gets rows back."""
         batch, made = self.deal(rows), []
         for part in batch.micro_batches:
             streams: dict[str, Targets] = {}
@@ -142,8 +141,8 @@ class Learner:
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
     def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, np.ndarray]]:
-        """Collect values along the targets of a batch's micro-batches from all processes, by the number of their row
-        among those that were dealt. Every process passes the values of its own share; only rank 0 gets the result."""
+        """Collect per-target values of a batch's micro-batches from all processes, keyed by their row's index among the
+        dealt rows. Every process passes the values of its own share; only rank 0 gets the result."""
         found: list[tuple[int, dict[str, np.ndarray]]] = []
         for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
@@ -186,7 +185,7 @@ class Learner:
         return self._report(terms, batch.normaliser, grad_norm)
 
     def end_step(self) -> None:
-        """Advance the schedule, which counts steps: call once per step, after its updates."""
+        """Advance the schedule, which counts steps. Call once per step, after its updates."""
         self.schedule.step()
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
@@ -235,7 +234,7 @@ class Learner:
 
 
 def _joined(made: list[Terms]) -> Terms:
-    """Join terms: the first loss is the one reported; metrics of all are kept."""
+    """Join terms: the first loss is reported; the metrics of all are kept."""
     first, *others = made
     for terms in others:
         first.sums |= terms.sums

@@ -1,7 +1,7 @@
 """The state of a learner on disk: trained weights in float32, optimiser, schedule and random states.
 
-It is a folder of torch.distributed.checkpoint, to which every process writes its own part: its shards of what is
-sharded, and of what all processes hold the share that is dealt to it. Any number of processes can load it.
+The state is a folder of torch.distributed.checkpoint. Every process writes its own part: its shards of sharded tensors,
+and its assigned share of replicated ones. Any number of processes can load it.
 """
 
 import io
@@ -26,11 +26,11 @@ from agentfactory.trainers.update.learner import Learner
 TRAINING_STATE = "training_state"
 """The folder of the state in a checkpoint."""
 FILE_BEFORE = "training_state.pt"
-"""The file that had the whole state in checkpoints of 0.1."""
+"""The file with the whole state in checkpoints of version 0.1."""
 
 _SETTINGS = "settings"
-"""Key of what is no tensor, as the bytes of a file of torch.save; the other keys are weights/NAME, optimizer/NAME/SLOT
-and random/RANK/DEVICE."""
+"""Key of everything that is not a tensor, as the bytes of a torch.save file. The other keys are weights/NAME,
+optimizer/NAME/SLOT and random/RANK/DEVICE."""
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
         "ChunkStorageMetadata",
@@ -45,9 +45,9 @@ _METADATA = {
     "torch.serialization": ("_get_layout",),
     "pathlib": ("Path", "PosixPath", "WindowsPath"),
 }
-"""Module -> names that the metadata of a state is made of, in addition to torch's dtypes and sizes."""
+"""Module -> names that a state's metadata may contain, in addition to torch's dtypes and sizes."""
 
-# of one process alone, and of ranks that load without asking one another
+# raised for a single process, and for ranks that load independently
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 Part = dict[str, Tensor]
@@ -55,7 +55,7 @@ Part = dict[str, Tensor]
 
 
 def part_of(learner: Learner) -> Part:
-    """Returns this process's part of the state; its tensors are the learner's own. Every process calls it."""
+    """Return this process's part of the state; its tensors are the learner's own. Every process calls it."""
     rank, processes = learner.accelerator.process_index, learner.accelerator.num_processes
     optimizer = _bare(learner.optimizer)
     tensors: dict[str, Tensor] = {}
@@ -84,9 +84,9 @@ def part_of(learner: Learner) -> Part:
 
 
 def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Writes `part`, whose tensors are in host memory, to `folder`, and makes it durable. All processes of `group`
-    call it at a time (None: there is only one); each writes files whose names begin with its `prefix`. Raises the first
-    error of any process in all of them."""
+    """Write `part`, whose tensors are in host memory, to `folder`, and make it durable. All processes of `group` call
+    it at the same time (None: a single process); each writes files whose names begin with its `prefix`. Raises the
+    first error of any process, in all processes."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     try:
         dcp.save(
@@ -101,16 +101,16 @@ def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> Non
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reads a state that may come from somebody else. torch unpickles whatever a folder's metadata names, which may run
-    any code; this reader accepts only what describes tensors."""
+    """A reader of states from untrusted sources. torch unpickles whatever a folder's metadata names, which can run
+    arbitrary code; this reader accepts only classes that describe tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See FileSystemReader. Raises ValueError if the metadata names anything else, or a file elsewhere."""
+        """See FileSystemReader. Raises ValueError if the metadata names anything else, or a file outside the folder."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
         for stored in (metadata.storage_data or {}).values():
             if Path(stored.relative_path).name != stored.relative_path:
-                raise ValueError(f"the metadata of a training state names {stored.relative_path!r}, which is elsewhere")
+                raise ValueError(f"the metadata of a training state names {stored.relative_path!r}, outside its folder")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -119,7 +119,7 @@ class StateReader(dcp.FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            # Python 3.11.0 to 3.11.3 pickles the member of an enumeration so
+            # Python 3.11.0 to 3.11.3 pickles members of enumerations this way
             return _member
         module = module.removesuffix("._local")  # of Python 3.13's pathlib
         if name in _METADATA.get(module, ()):
@@ -137,7 +137,7 @@ def _member(kind: Any, name: str) -> Enum:
 
 
 def settings_in(state: Part) -> dict[str, Any]:
-    """Returns what a state has in addition to tensors. Raises ValueError if unpickling it would run code."""
+    """Return everything in a state that is not a tensor. Raises ValueError if unpickling it would run code."""
     try:
         settings: dict[str, Any] = torch.load(io.BytesIO(state[_SETTINGS].numpy().tobytes()), weights_only=True)
     except pickle.UnpicklingError as error:
@@ -146,16 +146,15 @@ def settings_in(state: Part) -> dict[str, Any]:
 
 
 def prefix(rank: int) -> str:
-    """Returns the beginning of the names of the files that a process writes."""
+    """Return the prefix of the names of the files that a process writes."""
     return f"__{rank}_"
 
 
 def load_state(checkpoint: Path, learner: Learner) -> None:
-    """Restores `learner` to the state in a checkpoint. Every process calls it.
+    """Restore `learner` from the state in a checkpoint. Every process calls it.
 
-    With the same number of processes as when it was written, training continues bit for bit as it would have; with
-    another number, processes without a predecessor keep their own random numbers. Raises ValueError if the checkpoint
-    contains other weights than are trained.
+    With the number of processes that wrote it, training continues bit for bit; with more, the additional processes keep
+    their own random state. Raises ValueError if the checkpoint contains other weights than are trained.
     """
     if (checkpoint / FILE_BEFORE).exists():
         _load_file(checkpoint, learner)
@@ -212,7 +211,7 @@ def _restore(
     schedule: dict[str, Any],
     random: dict[str, Tensor],
 ) -> None:
-    """Restores all but the weights. `states` has the optimiser's state by the weights' names."""
+    """Restore everything but the weights. `states` has the optimiser's state by weight name."""
     optimizer, trained = _bare(learner.optimizer), _trained(learner)
     optimizer.state.clear()
     for name, slots in states.items():
@@ -223,7 +222,7 @@ def _restore(
     before = {"last_epoch": schedule["last_epoch"] - 1, "_step_count": schedule["_step_count"] - 1}
     learner.schedule.load_state_dict({**schedule, **before})
     with warnings.catch_warnings():
-        # torch knows nothing of the optimiser's steps before this process
+        # torch does not know of the optimiser's steps before this process
         warnings.simplefilter("ignore", UserWarning)
         learner.schedule.step()
     if random:
@@ -231,7 +230,7 @@ def _restore(
 
 
 def _trained(learner: Learner) -> dict[str, nn.Parameter]:
-    """Returns the trained weights by name; tied weights have one name."""
+    """Return the trained weights by name; tied weights have one name."""
     if isinstance(learner.model, FSDPModule):
         # after a forward pass without a backward pass the outermost weights are still whole
         learner.model.reshard()
@@ -246,7 +245,7 @@ def _check_names(checkpoint: Path, held: Iterable[str], trained: dict[str, nn.Pa
 
 
 def _deal(tensors: dict[str, Tensor], processes: int) -> dict[str, int]:
-    """Deals tensors to processes by size, the largest first to whoever has least; returns the rank of each."""
+    """Assign tensors to processes by size, the largest first, each to the least loaded; return the rank of each."""
     load, owners = [0] * processes, {}
     for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
         owners[key] = load.index(min(load))
@@ -255,7 +254,7 @@ def _deal(tensors: dict[str, Tensor], processes: int) -> dict[str, int]:
 
 
 def _room(entry: TensorStorageMetadata, weight: nn.Parameter) -> Tensor:
-    """Returns an empty tensor for a part of the optimiser's state of `weight`: sharded like the weight if it has its
+    """Return an empty tensor for a part of the optimiser's state of `weight`: sharded like the weight if it has its
     shape."""
     if entry.size == weight.shape:
         return torch.empty_like(weight.detach(), dtype=entry.properties.dtype)
@@ -263,7 +262,7 @@ def _room(entry: TensorStorageMetadata, weight: nn.Parameter) -> Tensor:
 
 
 def _like(weight: nn.Parameter, value: Tensor) -> Tensor:
-    """Returns `value` on the device of `weight`, and sharded like it if it has its shape."""
+    """Return `value` on the device of `weight`, and sharded like it if it has its shape."""
     value = value.to(weight.device)
     if not isinstance(weight, DTensor) or value.shape != weight.shape:
         return value
@@ -271,12 +270,12 @@ def _like(weight: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimiser without accelerate's wrapper."""
+    """Return the optimiser without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns torch's random state: torch is the only source of randomness in a trainer."""
+    """Return torch's random state: torch is the only source of randomness in a trainer."""
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)

@@ -1,10 +1,11 @@
 """Losses, one term per trained token.
 
 Terms are unweighted: callers sum weight x term over all tokens of all processes and divide by the batch's global
-normaliser (`token_weights` returns both), so that micro-batches, packing and processes change nothing. The policy's
-log-probability is compared with two others, never with both in one ratio: `proximal`, the trainer's at the start of the
-update, which clipping uses, and `behaviour`, the server's, whose mismatch with `proximal` is corrected by a weight.
-`sequence` is the number of the row that contains a token; sums over a sequence are over the row's trained tokens.
+normaliser (`token_weights` returns both), so that the result does not depend on micro-batches, packing and processes.
+The policy's log-probability is compared with two others, never with both in one ratio: `proximal`, the trainer's at the
+start of the update, which clipping uses, and `behaviour`, the server's, whose mismatch with `proximal` is corrected by
+a weight. `sequence` is the number of the row that contains a token; sums over a sequence are over the row's trained
+tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from agentfactory.tools.user_code.extension import load_extension
 from agentfactory.trainers.config import LossConfig
 
 SMALLEST_COMPLEMENT = 1e-6
-"""Smallest complement of a probability: less cannot be distinguished from 0 in float32."""
+"""Lower bound of 1 - p: smaller values cannot be distinguished from 0 in float32."""
 
 PerToken = Float[Tensor, "targets"]
 Flags = Bool[Tensor, "targets"]
@@ -29,9 +30,9 @@ RowNumbers = Int[Tensor, "targets"]
 def token_weights(
     lengths: Sequence[int], normaliser: Literal["token", "sequence", "sequence_sum", "constant"], max_total_tokens: int
 ) -> tuple[list[float], float]:
-    """Returns the weight of each token of a chain, per chain, and the divisor of the sum over the batch.
+    """Return the weight of each token of a chain, per chain, and the divisor of the sum over the batch.
 
-    `lengths` are the trained tokens of each chain, in all its rows; n of the chains have any.
+    `lengths` are the trained tokens of each chain, in all its rows; n is the number of chains that have any.
     token: 1, and the sum of the lengths (Yu et al., 2025, DAPO, arXiv:2503.14476, equation 8).
     sequence: 1 / length, and n (Shao et al., 2024, GRPO, arXiv:2402.03300, equation 3).
     sequence_sum: 1, and n (Ahmadian et al., 2024, RLOO, arXiv:2402.14740: the log-probability of the whole chain).
@@ -131,12 +132,12 @@ class PolicyLoss:
     """`train.loss.policy`: one of POLICY_LOSSES, or the user's own `FILE.py:NAME`."""
 
     def __init__(self, config: LossConfig) -> None:
-        """Raises SettingError if it cannot be loaded or its parameters do not fit."""
+        """Raise SettingError if the function cannot be loaded or its parameters do not fit."""
         self._function = load_extension("train.loss.policy", config.policy, POLICY_LOSSES, POLICY_INPUTS, config)
 
     def __call__(self, **inputs: Tensor) -> tuple[PerToken, Flags]:
-        """Returns the term of each token, and whether a bound stops its update. `inputs` are all of POLICY_INPUTS that
-        it takes. Raises SettingError if the function returned something else."""
+        """Return the term of each token, and whether a bound stops its update. `inputs` are the POLICY_INPUTS that the
+        function takes. Raises SettingError if it returned something else."""
         found = self._function(**inputs)
         terms, clipped = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         logprob = inputs["logprob"]
@@ -170,18 +171,17 @@ def _clipped_surrogate(
 
 
 def over_sequence(values: PerToken, sequence: RowNumbers, mean: bool = False) -> PerToken:
-    """Returns for each token the sum, or the mean, over the tokens of its sequence."""
+    """Return for each token the sum, or the mean, over the tokens of its sequence."""
     counts = torch.bincount(sequence)
     totals = values.new_zeros(len(counts)).index_add(0, sequence, values)
     return (totals / counts if mean else totals)[sequence]
 
 
 def kl(estimator: Literal["k1", "k2", "k3"], logprob: PerToken, reference: PerToken) -> PerToken:
-    """Estimates KL(policy || reference) from tokens of the policy (Schulman, 2020, "Approximating KL divergence").
+    """Estimate KL(policy || reference) from tokens of the policy (Schulman, 2020, "Approximating KL divergence").
 
     With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. The mean of k1 and of k3 is the
-    divergence, and k3 is never negative. In a loss, only the gradient matters: the following times the gradient of log
-    pi:
+    divergence, and k3 is never negative. In a loss, only the gradient matters. It is the gradient of log pi times:
     k1: 1, whose mean is 0, so it has no effect: use k1 only as a cost in the reward.
     k2: d, whose mean is the gradient of KL(policy || reference).
     k3: 1 - exp(-d), whose mean is the gradient of KL(reference || policy); it is at most 1 where the policy has become
@@ -198,22 +198,22 @@ def kl(estimator: Literal["k1", "k2", "k3"], logprob: PerToken, reference: PerTo
 
 
 def behaviour_kl(logprob: PerToken, behaviour: PerToken) -> PerToken:
-    """KL(policy || behaviour) of a binary choice: the sampled token, or any other. With p and q the policy's and the
-    behaviour's probabilities of the sampled token:
+    """Compute KL(policy || behaviour) of a binary choice: the sampled token, or any other. With p and q the policy's
+    and the behaviour's probabilities of the sampled token:
 
     p log(p / q) + (1 - p) log((1 - p) / (1 - q))
 
     This is the binary divergence of Qi et al., 2026, arXiv:2602.04879, in the other direction; it is at most the
     divergence over the vocabulary. Its gradient is p (logit p - logit q) times that of log p. It is strong where tokens
     that were almost certain no longer are, long before others are sampled in their place, and weak where the policy
-    chooses among many. Value and gradient are 0 where the policy is the one that sampled.
+    chooses among many. Value and gradient are 0 where the policy equals the one that sampled.
 
     Complements below 1e-6 count as 1e-6: float32 log-probabilities cannot distinguish smaller ones.
     """
     p, odds = logprob.detach().exp(), _log_odds(logprob.detach())
     gap = odds - _log_odds(behaviour)
     value = p * gap + _log_complement(logprob.detach()) - _log_complement(behaviour)
-    # written out: where a complement is bounded, terms that should cancel would not
+    # written out: where the bound on 1 - p applies, autograd's terms would not cancel as they should
     return value + p * gap * (logprob - logprob.detach())
 
 
@@ -227,9 +227,9 @@ def _log_complement(logprob: PerToken) -> PerToken:
 
 
 def value_loss(value: PerToken, old_value: PerToken, returns: PerToken, clip: float | None) -> tuple[PerToken, Flags]:
-    """The critic's squared error, and whether clipping stops its update: max((V - R)^2, (V' - R)^2) / 2, where V' is V
-    clipped to within `clip` of the value before the update, or (V - R)^2 / 2 for None (the value loss of OpenAI's PPO;
-    Engstrom et al., 2020, arXiv:2005.12729, section 3)."""
+    """Compute the critic's squared error, and whether clipping stops its update: max((V - R)^2, (V' - R)^2) / 2, where
+    V' is V clipped to within `clip` of the value before the update, or (V - R)^2 / 2 for None (the value loss of
+    OpenAI's PPO; Engstrom et al., 2020, arXiv:2005.12729, section 3)."""
     error = (value - returns).square()
     if clip is None:
         return error / 2, torch.zeros_like(value, dtype=torch.bool)

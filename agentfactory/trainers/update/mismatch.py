@@ -1,5 +1,5 @@
-"""Mismatch between trainer and server: corrected by weights of the loss (importance sampling), and measured by age and
-role of the tokens."""
+"""Mismatch between trainer and server: loss weights that correct it (importance sampling), and its measurement by token
+age and role."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from agentfactory.trainers.update.losses import Flags, PerToken, RowNumbers, ove
 
 
 def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
-    """Returns weights of the policy's terms that correct for the difference between the server's sampling probabilities
-    and the trainer's. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W
-    its product over the sequence:
+    """Return weights of the policy's terms that correct the difference between the server's sampling probabilities and
+    the trainer's. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W its
+    product over the sequence:
 
     token_truncate: min(w, high) (TIS: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"; Ionides, 2008). token_mask: w, but 0 outside [low, high] (IcePop: Ling Team, 2025, arXiv:2510.18855).
@@ -49,7 +49,7 @@ def _within(config: MismatchConfig, ratio: PerToken) -> Flags:
 
 
 def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
-    """Returns the k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020,
+    """Return the k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020,
     "Approximating KL divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
     difference = trainer - server
     return difference.exp() - 1 - difference
@@ -61,13 +61,13 @@ def mismatch_by_kind(
     proximal: Sequence[np.ndarray],
     age: Callable[[str], int] | None = None,
 ) -> dict[str, float]:
-    """Returns means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`,
+    """Return means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`,
     ...) and of each age in versions (`mismatch/age/2`, ...).
 
     `sources` are the rollout's rows from which `rows` were made, `proximal` the trainer's log-probabilities of their
     targets. `age` returns the age of the weights with a given label; without it there are no ages. A drift of the
-    format shows in `mismatch/format` long before it appears in samples, because the policy was almost certain there.
-    """
+    format shows in `mismatch/format` long before it shows in samples, because the policy was almost certain of these
+    tokens."""
     gaps: dict[str, list[np.ndarray]] = defaultdict(list)
     for row, source, scored in zip(rows, sources, proximal, strict=True):
         gap = np.abs(np.asarray(scored) - row.streams["behaviour"])

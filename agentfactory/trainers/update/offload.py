@@ -1,4 +1,4 @@
-"""Offload: moves a learner's tensors from its device to host memory between two steps, and back."""
+"""Offloading of a learner's tensors from its device to host memory between two steps, and back."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,15 +17,16 @@ class _Place:
 
     tensors: list[Tensor]
     frozen: bool
-    """Whether nothing changes it, so that its copy stays valid and is kept while it is on the device."""
+    """True if the memory never changes: its copy stays valid, and is kept while the tensors are on the device."""
     host: Bytes
 
 
 class Offload:
-    """Weights, buffers, constants of quantised weights, optimiser state and the reference of a learner.
+    """The offloadable tensors of a learner: weights, buffers, constants of quantised weights, optimiser state,
+    reference.
 
     Tensors remain the same objects and change only their memory, so that everything that references them (an optimiser,
-    tied layers, bitsandbytes) finds them in both places. An offloaded learner can be gathered and written to a
+    tied layers, bitsandbytes) finds them on both sides. An offloaded learner can be gathered and written to a
     checkpoint, but cannot compute. Between two steps there are no gradients. Host memory is page-locked if the device
     is a GPU, and stays allocated after the first offload. Not for weights that several processes share.
     """
@@ -39,7 +40,7 @@ class Offload:
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Moves everything to host memory, and frees the device's memory. Raises torch.cuda.CudaError if host memory
+        """Move everything to host memory, and free the device's memory. Raises torch.cuda.CudaError if host memory
         cannot be page-locked."""
         if self._offloaded:
             return
@@ -57,7 +58,7 @@ class Offload:
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """Moves everything back to the device. Raises torch.OutOfMemoryError if it does not fit."""
+        """Move everything back to the device. Raises torch.OutOfMemoryError if it does not fit."""
         if not self._offloaded:
             return
         for place in self._places:
@@ -84,7 +85,7 @@ class Offload:
 
 
 def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
-    """Yields every tensor that is kept between two steps, and whether it is frozen."""
+    """Yield every tensor that is kept between two steps, and whether it is frozen."""
     for network in learner.networks:
         for parameter in network.parameters():
             yield parameter, not parameter.requires_grad
@@ -95,7 +96,7 @@ def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields all tensors in nested dictionaries, lists and quantisation states."""
+    """Yield all tensors in nested dictionaries, lists and quantisation states."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -111,7 +112,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tensor], bool]]:
-    """Groups tensors that are stored in the same memory; if one of them may change, the memory is not frozen."""
+    """Group tensors that are stored in the same memory; if one of them may change, the memory is not frozen."""
     found: dict[int, dict[int, tuple[Tensor, bool]]] = {}
     for tensor, frozen in held:
         if tensor.untyped_storage().nbytes():
@@ -121,13 +122,13 @@ def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tenso
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
-    """Returns the whole memory that a tensor is stored in."""
+    """Return the whole memory that a tensor is stored in."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _lay(tensors: list[Tensor], memory: Bytes) -> None:
-    """Moves tensors to other memory, at the same offsets."""
+    """Move tensors to other memory, at the same offsets."""
     for tensor in tensors:
         laid = torch.empty(0, dtype=tensor.dtype, device=memory.device)
         laid.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

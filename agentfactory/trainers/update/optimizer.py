@@ -84,7 +84,7 @@ class MuonAndAdamW(Optimizer):
     equation 4), so that one learning rate serves both."""
 
     def __init__(self, groups: Groups, config: OptimizerConfig) -> None:
-        """Groups with `matrix` set to true are Muon's."""
+        """Muon updates the groups with `matrix` set to true."""
         self._parts: list[tuple[bool, Optimizer]] = []
         if mine := [group for group in groups if group["matrix"]]:
             muon = torch.optim.Muon(mine, momentum=config.betas[0], adjust_lr_fn="match_rms_adamw")
@@ -97,7 +97,7 @@ class MuonAndAdamW(Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update all weights that have a gradient."""
         for matrix, part in self._parts:
-            # pass on loaded or scheduled settings; the parts have no state of their own
+            # pass loaded or scheduled settings to the parts, which have no own state
             part.param_groups = [group for group in self.param_groups if group["matrix"] is matrix]
             part.state = self.state
             part.step()
@@ -145,7 +145,7 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
             names = [name for name, weight in model.named_parameters() if weight.requires_grad]
             raise SettingError(
                 f"train.optimizer.groups.{number}.match",
-                f"{asked.match!r} matches no trainable weight that an earlier group leaves",
+                f"{asked.match!r} matches no trainable weight beyond those of earlier groups",
                 f"some names are {', '.join(names[:3])}",
             )
     # the sort is stable; the first group's learning rate is the logged one
@@ -167,9 +167,9 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
 
 
 def _share_of_rate(config: TrainConfig, done: int) -> float:
-    """Return the factor of the learning rate in the step after `done` ones. In every step of the run it is above 0: a
-    step with a rate of 0 would teach nothing. So the first step of the warm-up has 1/warmup_steps, and a decay would
-    reach 0 in the step after the last."""
+    """Return the factor of the learning rate after `done` steps. It is above 0 in every step of the run, because a step
+    with a rate of 0 would be wasted: the warm-up begins at 1/warmup_steps, and a decay reaches 0 one step after the
+    last."""
     if done < config.warmup_steps:
         return (done + 1) / config.warmup_steps
     begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps

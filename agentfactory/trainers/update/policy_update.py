@@ -23,10 +23,10 @@ class PolicyUpdate:
 
 
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
-    """Performs `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
+    """Perform `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
 
-    The proximal log-probabilities come from the first update's own forward pass, since all its micro-batches see the
-    weights from before the update: they need no separate pass. The mismatch correction weights the policy term by
+    The proximal log-probabilities come from the first update's own forward pass, since all its micro-batches use the
+    weights from before the update: no separate pass is needed. The mismatch correction weights the policy term by
     proximal over behaviour, and is the same in all updates.
     """
     train = recipe.train
@@ -91,7 +91,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
 
 
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
-    """Returns means over a step's updates; entropy and mismatch are those before the first."""
+    """Return means over a step's updates; entropy and mismatch are those before the first."""
     count, first = len(updates), updates[0]
 
     def mean(name: str) -> float:

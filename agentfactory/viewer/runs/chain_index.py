@@ -15,7 +15,7 @@ _PREVIEW = 240
 _FACETS = 200
 _BINS = 20
 _FAR = 1e300
-"""Rewards beyond it, such as an infinite one, have no place in a histogram."""
+"""Larger rewards, such as infinity, are left out of histograms."""
 
 _SCHEMA = """
 CREATE TABLE chains (
@@ -72,7 +72,7 @@ def source_of(file: str) -> str:
 
 
 def has_run_version(file: str) -> bool:
-    """Return whether all chains of a file have weights that only their run names: those of `eval` and `rollout`."""
+    """Return whether only the run knows the version of the weights of a file's chains, as for `eval` and `rollout`."""
     source = source_of(file)
     return source == "rollout" or (source.startswith("eval ") and _numbered(file) is None)
 
@@ -94,7 +94,7 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
     """
     group = outline(line)
     try:
-        group["task"]  # must exist, because a text search looks at it
+        group["task"]  # must exist, because text search reads it
         preview = task_text(group)[:_PREVIEW]
         version, source = _version_of(file, group), source_of(file)
         place_in_file = (run, file, source, byte, len(line))
@@ -182,7 +182,7 @@ class Index:
             self._database.execute("DELETE FROM chains WHERE run = ? AND file = ?", (run, file))
 
     def note_steps(self, run: str, steps: Sequence[tuple[str, int]]) -> None:
-        """Note the steps that trained these groups."""
+        """Record the steps that trained these groups."""
         with self._lock, self._database:
             self._database.executemany(
                 "UPDATE chains SET step = ? WHERE run = ? AND group_id = ? AND source = 'train'",
@@ -190,7 +190,7 @@ class Index:
             )
 
     def note_version(self, run: str, file: str, version: int) -> None:
-        """Note the version of all chains of a file."""
+        """Record the version of all chains of a file."""
         with self._lock, self._database:
             self._database.execute("UPDATE chains SET version = ? WHERE run = ? AND file = ?", (version, run, file))
 
@@ -201,7 +201,7 @@ class Index:
         }
 
     def page(self, query: Query, search: int | None) -> dict[str, Any]:
-        """Return one page of the chains (or groups) that a query asks for, and their total number.
+        """Return one page of the chains (or groups) that match a query, and their total number.
 
         `search` is the number of a text search, which restricts the result to its matches; None: no restriction.
         """
@@ -222,12 +222,12 @@ class Index:
         return {"total": self._read(total, values)[0]["total"], "rows": found}
 
     def rewards(self, query: Query, search: int | None) -> dict[str, Any]:
-        """Return the distribution of the rewards of the chains that a query asks for.
+        """Return the reward distribution of the chains that match a query.
 
         `bins` has per bin and run its beginning `from`, the lowest and the highest reward in it, and the number of
         `chains`; all bins have the same `width` (0: all rewards are equal). `steps` has the first and last step of the
-        chains in any step, and those before and after the ones asked for; `by` is what it counts: steps, or versions if
-        no step is known.
+        chains in any step, and the nearest steps before and after the requested ones; `by` is its unit: steps, or
+        versions if no step is known.
         """
         where, values = _where(query, search)
         finite = f"{where} AND abs(reward) < {_FAR}"
@@ -241,7 +241,7 @@ class Index:
         if told["scored"]:
             width = _bin_width(told["lowest"], told["highest"])
             first = math.floor(told["lowest"] / width + 1e-9) if width else 0
-            # the highest reward closes the last bin, and begins no further one
+            # the highest reward falls into the last bin, instead of beginning another one
             last = math.ceil(told["highest"] / width - first - 1e-9) - 1 if width else 0
             place = f"MIN(CAST(reward / {width!r} - {first} + 1e-9 AS INTEGER), {last})" if width else "0"
             counted = (
@@ -290,7 +290,7 @@ class Index:
         return {kind: {row["name"]: row["count"] for row in rows} for kind, rows in counted.items()}
 
     def line(self, run: str, file: str, byte: int) -> Line | None:
-        """Return the line that begins at `byte`, if it was read."""
+        """Return the line that begins at `byte`; None if it was not read."""
         for row in self._read(
             "SELECT max(length) AS length, max(id) AS last FROM chains WHERE run = ? AND file = ? AND byte = ?",
             (run, file, byte),
@@ -322,7 +322,7 @@ class Index:
         return self._read("SELECT count(*) AS count FROM chains WHERE id > ?", (chain,))[0]["count"]
 
     def note_found(self, search: int, line: Line, places: Sequence[int]) -> None:
-        """Note the chains of a line that match a text search."""
+        """Record the chains of a line that match a text search."""
         wanted = (
             "INSERT OR IGNORE INTO found SELECT ?, id FROM chains WHERE run = ? AND file = ? AND byte = ? AND place = ?"
         )

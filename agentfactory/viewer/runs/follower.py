@@ -1,4 +1,4 @@
-"""Follows the files of all runs in a thread, while somebody looks at the page."""
+"""A thread that reads new data of all runs while the page is open."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from agentfactory.viewer.runs.saved_groups import outline, read_bytes
 
 _EVERY_SECONDS = 0.4
 _IDLE_SECONDS = 15.0
-"""Reading stops this long after the last request."""
+"""Seconds after the last request when reading stops."""
 _BYTES_AT_ONCE = 4 << 20
 _MOST_STEPS = 1 << 63
 """Largest number that the index holds."""
@@ -45,7 +45,7 @@ class Follower:
         self._thread.join()
 
     def asked(self) -> None:
-        """Note that somebody looks, and continue to read."""
+        """Record a request, so that reading continues."""
         self._asked = time.monotonic()
         self._wake.set()
 
@@ -90,7 +90,7 @@ class Follower:
         return {"read": sum(file.offset for file in files), "total": sum(file.size for file in files)}
 
     def state(self) -> dict[str, Any]:
-        """Return what a page needs to detect new data."""
+        """Return the state by which a page detects new data."""
         counts = self.index.counts()
         return {
             "runs": [
@@ -132,12 +132,12 @@ class Follower:
         return any([read, *(self._read_part(run, self._read_file, run, name) for name in list(run.files))])
 
     def _read_part(self, run: Run, read: Callable[..., bool | None], *given: Any) -> bool:
-        """Read one part; an unreadable file is noted as a problem and does not prevent reading the others."""
+        """Read one part; an unreadable file is recorded as a problem and does not stop the others."""
         try:
             return bool(read(*given))
         except OSError as error:
             run.note_unreadable(error)
-        except Exception as error:  # boundary: files of others may hold anything
+        except Exception as error:  # boundary: other users' files may hold anything
             run.note(f"{read.__name__.strip('_').replace('_', ' ')}: {error!r:.500}")
         return False
 

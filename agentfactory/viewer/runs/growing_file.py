@@ -1,4 +1,4 @@
-"""Reads a file that another process appends lines to; each read continues where the last one ended."""
+"""A reader of a file to which another process appends lines; each read continues where the last one ended."""
 
 import os
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Taken:
 
 
 class GrowingFile:
-    """Reads every whole line once. An incomplete last line is read later, once it is complete. Links below the folder
-    `within` are not followed."""
+    """A reader that returns every whole line once; an incomplete last line, only once it is complete. Links below the
+    folder `within` are not followed."""
 
     def __init__(self, path: Path, within: Path) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class GrowingFile:
                     if lines or restarted:
                         break
                     problem = f"has a line of more than {LINE_BYTES:,} bytes, at byte {self.offset}"
-                    raise RefusedFileError(self.path, problem, "leave out the line: what follows it is not read")
+                    raise RefusedFileError(self.path, problem, "remove the line: the rest of the file is not read")
                 if not line.endswith(b"\n"):
                     # a run that was killed while it wrote leaves such a line permanently
                     self.size = self.offset

@@ -24,7 +24,7 @@ _OF_CHAINS = ("errors", "tokens", "seconds")
 
 
 class BadQuery(ValueError):
-    """A parameter is invalid; the message says which."""
+    """A parameter is invalid; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _number(given: Mapping[str, str], name: str, default: float) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise BadQuery(f"{name}: got {text!r}; it has to be a number") from None
+        raise BadQuery(f"{name}: got {text!r}; use a number") from None
     if math.isnan(number):
-        raise BadQuery(f"{name}: got {text!r}; it has to be a number")
+        raise BadQuery(f"{name}: got {text!r}; use a number")
     return number

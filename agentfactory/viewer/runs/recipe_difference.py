@@ -1,4 +1,4 @@
-"""What differs between two resolved recipes, key by key."""
+"""The differences between two resolved recipes, key by key."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def _text(value: Any) -> str | None:
     if value is _MISSING:
         return None
     if value and (isinstance(value, dict) or _has_sections(value)):
-        # what is null in a section says nothing when the other recipe lacks the section
+        # null fields of a section that the other recipe lacks carry no information
         shown = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()
     if isinstance(value, str):

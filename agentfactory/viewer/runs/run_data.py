@@ -1,4 +1,4 @@
-"""The runs to show: found in the folders that the user names, and followed."""
+"""The runs to show, found in the folders that the user names, and their data so far."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ from agentfactory.viewer.runs.growing_file import GrowingFile
 
 _MOST_PROBLEMS = 20
 _MOST_STEPS, _MOST_FIGURES = 1_000_000, 100_000
-"""Lines of metrics that are shown, and values in a line."""
+"""Maximum lines of metrics that are shown, and values in a line."""
 
 
 class ViewError(Exception):
@@ -52,13 +52,13 @@ class Run:
 
     def __init__(self, path: Path, label: str, within: Path) -> None:
         self.id = _id_of(path)
-        """Stable, because it is part of URLs."""
+        """Stable identifier, which is part of URLs."""
         self.whole = _id_of(within)
-        """The id of the whole run, which its stages share."""
+        """Identifier of the whole run, which its stages share."""
         self.label = label
         self.folder = RunFolder(path, within=within)
         self.generation = 0
-        """How often metrics.jsonl has restarted."""
+        """Number of times that metrics.jsonl has restarted."""
         self._begin()
 
     def _begin(self) -> None:
@@ -74,13 +74,13 @@ class Run:
         self.best: BestCheckpoint | None = None
         """The best checkpoint by the metric that train.keep_best names, if it names one."""
         self.supervised = False
-        """Whether the recipe is of supervised fine-tuning."""
+        """True if the recipe is for supervised fine-tuning."""
         self._model: str | None = None
         self._checkpoints_seen: list[tuple[str, int]] = []
         self._recipe = _RecipeFile(self.folder)
 
     def forget(self) -> None:
-        """Note that the run is gone, such as a deleted stage. If it reappears, it is read from the beginning."""
+        """Drop the data of a run that is gone, such as a deleted stage. If it reappears, read it from the beginning."""
         self._begin()
         self.generation += 1
 
@@ -116,7 +116,7 @@ class Run:
 
     def _can_be_named(self, name: str) -> bool:
         if not _is_text(name):
-            self.note(f"{name!a}: left out, for its name is not UTF-8")
+            self.note(f"{name!a}: left out, because its name is not UTF-8")
             return False
         return True
 
@@ -125,7 +125,7 @@ class Run:
         return checkpoints(self.folder.checkpoints, self.folder.within)
 
     def find_checkpoints(self) -> None:
-        """Find the best checkpoint so far, and read what the recipe says about the run."""
+        """Find the best checkpoint so far, and read the recipe's settings for display."""
         found = self.saved_checkpoints()
         try:
             seen = [(path.name, path.lstat().st_mtime_ns) for path in [self.folder.recipe, *found]]
@@ -159,7 +159,7 @@ class Run:
         return bool(taken.lines) or taken.restarted
 
     def note_line(self, path: Path, offset: int, error: Exception) -> None:
-        """Note that a line of a file cannot be read."""
+        """Record that a line of a file cannot be read."""
         self.note(f"{self._line_of(path)}{offset}: {error}")
 
     def drop_problems(self, path: Path) -> None:
@@ -171,7 +171,7 @@ class Run:
         return f"{path.relative_to(self.path)}, byte "
 
     def note_unreadable(self, error: OSError | ValueError) -> None:
-        """Note that a file cannot be read."""
+        """Record that a file cannot be read."""
         # name it without folders outside of the run, because an exported page is shared with others
         text = str(error).replace(f"{self.path}/", "").replace(f"{self.folder.within}/", "")
         if isinstance(error, OSError) and isinstance(error.filename, str):
@@ -179,13 +179,13 @@ class Run:
         self.note(text)
 
     def note_recipe(self) -> None:
-        """Note why the recipe cannot be read, if it cannot."""
+        """Record the problem if the recipe cannot be read."""
         problem = self._recipe.problem()
         if problem is not None:
             self.note(problem)
 
     def note(self, problem: str) -> None:
-        """Note a problem for people to see."""
+        """Record a problem to show to the user."""
         if problem not in self.problems and len(self.problems) < _MOST_PROBLEMS:
             self.problems.append(problem)
 
@@ -222,8 +222,8 @@ class Run:
 
     def model_file(self, name: str) -> tuple[Path, Path | None] | None:
         """Return a file of the run's initial model that is on this machine, and the folder below which it has no links;
-        it may be missing. None if there is no such model, or it is outside of the run folder and the recipe is another
-        user's: what that names may be private."""
+        it may be missing. None if there is no such model, or if it is outside of the run folder and the recipe is
+        another user's, because such a path may be private."""
         model = self.model_path()
         if not model:
             return None
@@ -231,7 +231,7 @@ class Run:
         if os.path.isabs(model) and path.is_relative_to(self.folder.within):
             return path, self.folder.within
         if not self._recipe.is_own():
-            self.note("model: not read, for the recipe is another user's and names one outside of the run")
+            self.note("model: not read, because the recipe is another user's and names one outside of the run")
             return None
         if os.path.isabs(model):
             return path, None
@@ -240,7 +240,7 @@ class Run:
         return (Path(cached), None) if isinstance(cached, str) else None
 
     def coordinates(self) -> str:
-        """Return how the model states places in images: `rollout.coordinates`."""
+        """Return the model's image coordinates, `rollout.coordinates`."""
         return self._setting("rollout", "coordinates") or "auto"
 
     def step(self) -> Any:
@@ -248,8 +248,8 @@ class Run:
         return next((line["step"] for line in reversed(self.lines) if "step" in line), None)
 
     def weights(self) -> list[Path]:
-        """Return what may be the folder of the weights that the run began with: the model of its recipe, and the
-        checkpoint that its summary names, because the model of a recipe with an adapter is the base."""
+        """Return candidates for the folder of the run's initial weights: the model of its recipe, and the checkpoint in
+        its summary, because the model of a recipe with an adapter is the base."""
         return [Path(name) for name in (self._model, self.summary().get("checkpoint")) if isinstance(name, str)]
 
     def _setting(self, section: str, name: str) -> str | None:
@@ -291,7 +291,7 @@ class _RecipeFile:
         return self._data
 
     def problem(self) -> str | None:
-        """Return why the recipe cannot be read; None if it can."""
+        """Return the reason why the recipe cannot be read; None if it can."""
         self.data()
         return self._problem
 
@@ -373,7 +373,7 @@ def _check_run(root: Path) -> None:
         raise ViewError(f"{root}: no such folder; fix: name the folder of a run, such as runs/NAME")
     inside = [path.name for path in _parts(root, ())][:3]
     fix = f"name a run in it, such as {root / inside[0]}" if inside else "name the `output` folder of a run"
-    raise ViewError(f"{root} is no run folder, for it has no {RECIPE}; fix: {fix}")
+    raise ViewError(f"{root} is not a run folder, because it has no {RECIPE}; fix: {fix}")
 
 
 def _has_begun(path: Path) -> bool:

@@ -20,8 +20,8 @@ _STREAM = re.compile(
 
 
 def outline(line: bytes) -> Any:
-    """Parse a line of a trajectories file or of the trainer's credit, with the number of values in place of each stream
-    that it has itself. This is several times faster than parsing them. Raises ValueError if the line is not JSON."""
+    """Parse a line of a trajectories file or of the trainer's credit, with each inline stream replaced by its number of
+    values. This is several times faster than parsing the streams. Raises ValueError if the line is not JSON."""
     counted = _STREAM.sub(_count, line)
     if not has_few_values(counted):
         raise ValueError(f"it has more than {JSON_VALUES:,} values")
@@ -40,7 +40,7 @@ def read_line(path: Path, offset: int, length: int, within: Path) -> Any:
 
 def read_group(path: Path, offset: int, length: int, within: Path) -> tuple[Any, str | None]:
     """Parse a complete group, with arrays for the streams of its rows. If its arrays cannot be read, its chains have no
-    rows, and the second value says why.
+    rows, and the second value gives the reason.
 
     Raises ValueError if the line is not a group, OSError if the file cannot be read.
     """
@@ -69,7 +69,7 @@ def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def texts_of(task: dict[str, Any], chain: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts that a text search looks at: the task, and everything that is said in a chain."""
+    """Yield the texts for text search: the task, and all messages of a chain."""
     yield str(chain["id"])
     yield json.dumps(task, ensure_ascii=False)
     yield str(chain.get("error") or "")
@@ -82,8 +82,7 @@ def texts_of(task: dict[str, Any], chain: dict[str, Any]) -> Iterator[str]:
 
 
 def task_text(group: dict[str, Any]) -> str:
-    """Return what a group's chains are asked: the question and the text of an environment's reset, or the task as
-    JSON."""
+    """Return the task of a group as text: the question and the text of an environment's reset, or the task as JSON."""
     asked = []
     for chain in group["trajectories"][:1]:
         for message in takewhile(lambda message: message.get("role") != "assistant", chain["messages"]):

@@ -1,4 +1,4 @@
-"""The metrics of a run by name. For many lines, this is a fraction of their size, and of a browser's work on them."""
+"""The metrics of a run by name, which is a fraction of the size of many lines, and of a browser's work on them."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 def series_of(lines: Sequence[dict[str, Any]], start: int) -> dict[str, Any]:
     """Return the metrics of `lines` from number `start` on.
 
-    `from` and `lines` are the numbers of the first line and after the last one. `series` has per name `y`, the finite
+    `from` is the number of the first line, `lines` the number after the last one. `series` has per name `y`, the finite
     numbers, and `at`, the numbers of their lines; without `at`, every line has the metric.
     """
     new = lines[start:]

@@ -9,14 +9,14 @@ from agentfactory.viewer.runs.chain_index import Index, Line
 from agentfactory.viewer.runs.saved_groups import outline, texts_of
 
 SECONDS = 0.3
-"""How long one request searches."""
+"""Seconds that one request searches."""
 _KEPT = 8
 _CHAINS_AT_ONCE = 200
 
 
 class TextSearch:
-    """Searches the lines in the order of the index, and stores matches in the index's table `found`. When the index
-    grows, the search continues where it stopped."""
+    """A search of the lines in the order of the index, which stores matches in the index's table `found`. When the
+    index grows, the search continues where it stopped."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number = number
@@ -56,7 +56,7 @@ class TextSearch:
 
 
 class TextSearches:
-    """Keeps the last few searches, so that further pages and new chains need no new search."""
+    """A cache of the last few searches, so that further pages and new chains need no new search."""
 
     def __init__(self, index: Index) -> None:
         self._index = index

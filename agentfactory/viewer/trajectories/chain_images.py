@@ -8,7 +8,7 @@ from agentfactory.rollout.images.store import ImageStore, stored_digest
 from agentfactory.viewer.runs.run_data import Run
 
 SHOWN_KINDS = ("image/png", "image/jpeg", "image/webp", "image/gif")
-"""Kinds of images that are shown. Other kinds, and images elsewhere on the web, are named and never loaded."""
+"""Kinds of images that are shown. Other kinds, and images on the web, are named and never loaded."""
 
 
 def image_url(part: Any) -> str | None:

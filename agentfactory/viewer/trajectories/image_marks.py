@@ -1,4 +1,4 @@
-"""Where in its images a chain's tools looked, as boxes, and acted, as places: in any coordinates of models."""
+"""Boxes and points in a chain's images where its tools looked and acted, from any image coordinates of models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ from agentfactory.viewer.runs.saved_groups import calls_of
 from agentfactory.viewer.trajectories.chain_images import image_url, read_image
 
 _BOXES = ("bbox_2d", "bbox", "box")
-"""Arguments of tools that are a box: left, top, right and bottom."""
+"""Tool arguments that contain a box: left, top, right and bottom."""
 _NUMBERS = ("img_idx", "image_index")
-"""Arguments of tools that are the number of an image in the chain, counted from 0."""
+"""Tool arguments that contain the number of an image in the chain, counted from 0."""
 _PLACES = ("start_coordinate", "coordinate", "point", "point_2d")
-"""Arguments of tools that are a place: x and y. Of several, the first is where a drag begins."""
+"""Tool arguments that contain a point: x and y. The first of several is the start of a drag."""
 _SIDES = (("start_x", "start_y"), ("startX", "startY"), ("x", "y"), ("endX", "endY"))
-"""Arguments of tools that are the two sides of a place."""
+"""Tool arguments that contain x and y of a point."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, as shares of the image's width and height."""
@@ -36,19 +36,19 @@ Call = tuple[int, int]
 
 @dataclass
 class Marks:
-    """What is to be drawn into a chain's images."""
+    """The marks to draw into a chain's images."""
 
     boxes: dict[Part, list[Box]] = field(default_factory=dict)
-    """By the part with the image that they are in."""
+    """Boxes by the message part with their image."""
     places: dict[Call, list[Place]] = field(default_factory=dict)
-    """By the call that acted there, in the image that was the last one before its message."""
+    """Points by the call that acted there, in the last image before its message."""
 
 
 def marks_of(run: Run, messages: list[dict[str, Any]]) -> Marks:
-    """Return the boxes and the places that a chain's tools were given.
+    """Return the boxes and the points of a chain's tool calls.
 
-    A box is in the image whose number is another argument of the call, else in the chain's first one. A place is in the
-    last image before the call. Of both, what a tool has told in its result's info goes before what the model stated.
+    A box is in the image whose number is another argument of the call, else in the chain's first one. A point is in the
+    last image before the call. For both, the info of a tool's result takes precedence over the model's arguments.
     """
     coordinates = _coordinates(run)
     images: list[tuple[Part, str]] = []
@@ -89,8 +89,8 @@ def _asked(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
 
 
 def _told(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
-    """Yield the part that `image_tools` says it showed, as shares of an image of the task, and the number of that: its
-    size in full is known nowhere else."""
+    """Yield the box that `image_tools` reports, as shares of a task's image, and the number of that image. Its full
+    size is recorded nowhere else."""
     info = message.get("info")
     given = info if isinstance(info, dict) else {}
     box, size, number = _numbers(given.get("box"), 4), _numbers(given.get("size"), 2), given.get("of")
@@ -102,7 +102,7 @@ def _told(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
 
 
 def _places_told(info: Any) -> list[Place]:
-    """Return where a screen says it acted, from the info of a result."""
+    """Return the points where a screen reports that it acted, from the info of a result."""
     given = info if isinstance(info, dict) else {}
     size, places = _numbers(given.get("size"), 2), given.get("places")
     if size is None or min(size) <= 0 or not isinstance(places, list):
@@ -112,8 +112,8 @@ def _places_told(info: Any) -> list[Place]:
 
 
 def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordinates) -> list[Place]:
-    """Return the places in the arguments of a call, in the image at an address; none if they are pixels of a full size
-    that is not known."""
+    """Return the points in the arguments of a call, in the image at `url`; none if they are pixels of an unknown full
+    size."""
     [(_, given)] = calls_of({"tool_calls": [call]})
     if not isinstance(given, dict) or coordinates is Coordinates.PIXELS:
         return []
@@ -125,19 +125,19 @@ def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordin
 
 
 def _within(places: list[Place]) -> list[Place]:
-    """Return those of the places that are in the image."""
+    """Return the points that are in the image."""
     return [place for place in places if all(0 <= share <= 1 for share in place)]
 
 
 def _numbers(value: Any, count: int) -> list[float] | None:
-    """Return a list of so many numbers; None for anything else."""
+    """Return `value` if it is a list of `count` numbers, else None."""
     if not isinstance(value, list) or len(value) != count or any(type(one) not in (int, float) for one in value):
         return None
     return value
 
 
 def _box_share(run: Run, url: str, box: Box, coordinates: Coordinates) -> Box | None:
-    """Return a box that a model stated as shares of the image, cut to it. None if nothing of the image is in it."""
+    """Return a model's box as shares of the image, clipped to it; None if it is outside of the image."""
     units = _units(run, url, coordinates)
     if units is None:
         return None
@@ -146,7 +146,7 @@ def _box_share(run: Run, url: str, box: Box, coordinates: Coordinates) -> Box | 
 
 
 def _units(run: Run, url: str, coordinates: Coordinates) -> tuple[int, int] | None:
-    """Return how many of a model's units are the width and the height of an image. None if it cannot be read."""
+    """Return the width and height of an image in the model's units; None if it cannot be read."""
     if coordinates is not Coordinates.RESIZED:
         return (1, 1) if coordinates is Coordinates.RELATIVE1 else (1000, 1000)
     try:
@@ -157,7 +157,7 @@ def _units(run: Run, url: str, coordinates: Coordinates) -> tuple[int, int] | No
 
 
 def _coordinates(run: Run) -> Coordinates:
-    """Return how the run's model states places; from 0 to 1000 if that is not known."""
+    """Return the image coordinates of the run's model; 0 to 1000 if unknown."""
     asked = run.coordinates()
     if asked in tuple(Coordinates):
         return Coordinates(asked)

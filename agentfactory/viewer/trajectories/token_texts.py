@@ -19,16 +19,16 @@ _INCOMPLETE = "\ufffd"
 _LONGEST = 8
 """Maximum number of tokens that one character may be spread over."""
 _LONGEST_TEXT = 4096
-"""Characters of the longest token."""
+"""Maximum characters of a token."""
 _DECODERS = {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
 """Decoders whose output is not longer than the texts of the tokens."""
 _ONLY_TO_ENCODE = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
-"""Parts of a tokenizer that are not needed to decode, and with which a damaged file can use up the memory."""
+"""Parts of a tokenizer that decoding does not need, and that can exhaust memory if a file is damaged."""
 
 
 class TokenTexts:
-    """Returns the text of each token in its context. If several tokens share a character, the first one has its text
-    and the others have none."""
+    """A decoder that returns the text of each token in its context. If several tokens share a character, the first one
+    has its text and the others have none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class TokenTexts:
 
 
 def token_texts(run: Run) -> TokenTexts | None:
-    """Use the tokenizer of the run's last checkpoint, or of its model if that is on this machine; None if neither."""
+    """Load the tokenizer of the run's last checkpoint, or of its model if it is on this machine; None if neither."""
     try:
         found = _find(run)
         return None if found is None else _load(*found)
@@ -78,7 +78,7 @@ def token_texts(run: Run) -> TokenTexts | None:
 
 
 def _find(run: Run) -> tuple[Path, Path | None, tuple[int, ...]] | None:
-    """Return the file, the folder below which it has no links, and what changes with its content."""
+    """Return the file, the folder below which it has no links, and values that change with its content."""
     checkpoints = run.saved_checkpoints()
     places: list[tuple[Path, Path | None]] = [(checkpoints[-1] / _FILE, run.folder.within)] if checkpoints else []
     if (of_model := run.model_file(_FILE)) is not None:
@@ -108,7 +108,7 @@ def _load(path: Path, within: Path | None, changed: tuple[int, ...]) -> TokenTex
     except OSError:
         raise
     except Exception as error:  # boundary: the library raises Exception itself
-        raise ValueError(f"{path.name} is no tokenizer: {error}".replace(f"{path.parent}/", "")) from None
+        raise ValueError(f"{path.name} is not a tokenizer: {error}".replace(f"{path.parent}/", "")) from None
 
 
 def _check_decoder(decoder: Any) -> None:
@@ -129,10 +129,10 @@ def _check_decoder(decoder: Any) -> None:
 
 @contextmanager
 def _named_panics() -> Iterator[None]:
-    """Raise ValueError for a panic of the library, which is no Exception."""
+    """Raise ValueError for a panic of the library, which is not an Exception."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the library of tokenizers panics: {error}") from None
+        raise ValueError(f"the tokenizers library panicked: {error}") from None

@@ -1,4 +1,4 @@
-"""The data of a chain's page: messages with separate images, and rows of tokens with everything that is known."""
+"""The data of a chain's page: messages with separate images, and rows of tokens with all recorded values."""
 
 import json
 import math
@@ -26,7 +26,7 @@ Place = Callable[[int, int, str], str]
 
 
 class NotThere(Exception):
-    """The requested data is not in the runs; the message says so."""
+    """The requested data is not in the runs; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Chain:
     group: dict[str, Any]
     place: int
     rows_problem: str | None
-    """Why the group's rows cannot be read; None if they can."""
+    """The reason why the group's rows cannot be read; None if they can."""
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int
     """Return the chain at `place` in the group at the line that begins at `byte`. Raises NotThere."""
     run, line = follower.run(run_id), follower.index.line(run_id, file, byte)
     if run is None or line is None:
-        raise NotThere("no such trajectory: the run's files may have been cut since, or are not read so far yet")
+        raise NotThere("no such trajectory: the run's files may have been cut since, or have not been read that far")
     try:
         folder = run.folder
         with open_file(folder.trajectories / line.file, folder.within) as lines:
@@ -73,7 +73,7 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
     """Return everything about a chain; `image` returns the URL for each image. Raises NotThere if that fails."""
     try:
         return _page_of(follower, chain, image)
-    except Exception as error:  # boundary: the files of others may hold anything
+    except Exception as error:  # boundary: other users' files may hold anything
         problem = f"trajectory {chain.saved.get('id')}: {chain.line.file}, byte {chain.line.byte}"
         raise NotThere(f"{problem}: it cannot be shown: {error!r:.500}") from error
 
@@ -106,7 +106,7 @@ def _page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
 
 
 def image_of(chain: Chain, message: int, part: int) -> tuple[str, bytes]:
-    """Return the kind and bytes of one image. Raises NotThere if there is none that may be shown."""
+    """Return the kind and bytes of one image. Raises NotThere if no image may be shown there."""
     try:
         url = image_url(chain.saved["messages"][message]["content"][part])
     except (LookupError, TypeError):
@@ -164,7 +164,7 @@ def _parts(content: Any, message: int, image: Place, marks: Marks) -> list[dict[
 
 
 def _timeline(saved: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the stretches that can be drawn; None if the chain was saved before they were recorded."""
+    """Return the intervals to draw; None if the chain was saved before they were recorded."""
     stretches = saved.get("timeline")
     if not isinstance(stretches, list):
         return None
@@ -175,7 +175,7 @@ def _timeline(saved: dict[str, Any]) -> list[dict[str, Any]] | None:
             if 0 <= made.start <= made.end < math.inf and (made.turn is None or type(made.turn) is int):
                 drawn.append({**asdict(made), "name": str(made.name)})
         except (TypeError, ValueError, KeyError):
-            continue  # of another version, or written by hand
+            continue  # of another version, or edited
     return drawn
 
 
@@ -213,7 +213,7 @@ def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
             (entry["row"], name, _stream(rows[entry["row"]], entry, name)) for entry in saved for name in _CREDITED
         ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"What {path.name} says of this trajectory does not fit it: {error!r}"
+        return f"The data in {path.name} does not fit this trajectory: {error!r}"
     for row, name, stream in streams:
         if stream is not None:
             rows[row][name] = stream

@@ -1,4 +1,4 @@
-"""`AlfWorld`: an environment in which a model does a household task, by text."""
+"""`AlfWorld`: an environment with text-based household tasks."""
 
 import os
 from collections.abc import Iterator
@@ -13,31 +13,31 @@ from agentfactory.worlds.alfworld.games import Games, GeneratedGames, PublishedG
 from agentfactory.worlds.alfworld.generator import TaskType
 
 QUESTION = "Do the task that is described below: take one action per turn, until it is done."
-"""The `question` of a data row; the room and the task follow it."""
+"""The `question` of a data row, followed in the prompt by the room and the task."""
 MAX_STEPS = 50
-"""The published limit."""
+"""The published limit of actions."""
 
 _engines: Shared[Engine] = Shared()
-"""Of this process: one for each setting."""
+"""This process's engines, one per setting."""
 
 
 class AlfWorld(Environment):
     """ALFWorld (Shridhar et al., 2021): the reward is 1 if the task is done within `max_steps` actions, else 0.
 
-    The data row's `game` names a game; `alfworld_tasks` makes such rows. Games run in processes of their own, which all
-    instances share.
+    The data row's `game` names a game; `alfworld_tasks` makes such rows. Games run in subprocesses shared by all
+    instances.
 
     Args:
-        data: folder of ALFWorld's games, such as $ALFWORLD_DATA; null: games of our own, made from a seed.
-        seed: of our own games.
-        show_actions: whether each observation ends with a line of the actions that would do something.
+        data: folder of ALFWorld's games, such as $ALFWORLD_DATA; null: our own games, generated from a seed.
+        seed: seed of our own games.
+        show_actions: whether each observation ends with a line of the admissible actions.
         max_steps: actions after which the chain ends.
-        processes: number of processes; null: one for each processor.
-        games_per_process: games after which a process, whose memory grows with each, is replaced by another one.
-        python: the Python that has the package `alfworld`, relative to where you start; null: this one.
+        processes: number of subprocesses; null: one per processor.
+        games_per_process: games after which a subprocess is replaced, because its memory grows with each.
+        python: the Python that has the package `alfworld`, relative to the working directory; null: this one.
 
     Raises:
-        SettingError: an option out of its range, no such folder, or a package that is missing.
+        SettingError: an option is out of range, the folder does not exist, or a package is missing.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AlfWorld(Environment):
             raise
 
     def reset(self, game: str, task_type: str = "", **task: Any) -> str:
-        """Begin the game of this name. Raises ValueError if there is none, or it cannot be loaded."""
+        """Begin the game of this name. Raises ValueError if it does not exist or cannot be loaded."""
         self.release()
         content = self._games.content(game)
         try:
@@ -100,12 +100,13 @@ class AlfWorld(Environment):
         return self._shown(scene)
 
     def reward(self) -> dict[str, float]:
-        """Return `reward` and `success` (whether the task is done), `steps`, and success under the task's type."""
+        """Return `reward` and `success` (both 1 if the task is done), `steps`, and success again under the task
+        type."""
         by_type = {self._type: float(self._won)} if self._type else {}
         return {"reward": float(self._won), "success": float(self._won), "steps": float(self._steps), **by_type}
 
     def anchor(self) -> list[Any] | None:
-        """Return what the last action showed, and the actions that would do something; None once the task is done."""
+        """Return the last observation and the admissible actions; None once the task is done."""
         scene = self._scene
         return None if scene is None or scene.won else [scene.observation, scene.admissible]
 
@@ -117,11 +118,11 @@ class AlfWorld(Environment):
         self._steps, self._won, self._type = 0, False, ""
 
     def gauges(self) -> dict[str, float]:
-        """Return how many processes were `started`."""
+        """Return the number of subprocesses `started`."""
         return {"started": float(self._engine.started)}
 
     def close(self) -> None:
-        """End the engine's processes, if no other instance needs them."""
+        """Release the engine; the last user ends its subprocesses."""
         self.release()
         engine = _engines.release(self._key)
         if engine is not None:
@@ -139,10 +140,10 @@ def alfworld_tasks(
     types: list[str] | None = None,
     python: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Return the data rows of a split: `question`, `game` (its name) and `task_type`. `types` are those that are
-    wanted, by name; null: all six. `data` and `python` are those of the environment.
+    """Return the data rows of a split: `question`, `game` (its name) and `task_type`. `types` selects task types by
+    name; null: all six. `data` and `python` must equal the environment's options.
 
-    Raises SettingError if there is no such split or type, or it has no games; or if the packages are missing.
+    Raises SettingError if a split or type is unknown, if there are no such games, or if the packages are missing.
     """
     if split not in tuple(Split):
         raise SettingError("split", f"got {split!r}", f"use one of {', '.join(Split)}")

@@ -1,4 +1,4 @@
-"""`Engine`: the processes in which games run, and the games that chains play in them."""
+"""`Engine`: a pool of subprocesses that run games, and the games that chains play in them."""
 
 import itertools
 import subprocess
@@ -19,13 +19,12 @@ PROCESS = Path(__file__).with_name("engine_process.py")
 
 
 class GameError(ValueError):
-    """A game that the engine cannot load."""
+    """The engine cannot load a game."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a game shows: the observation, the actions that would do something, in order, and whether the task is
-    done."""
+    """A game's output: the observation, the admissible actions in order, and whether the task is done."""
 
     observation: str
     admissible: tuple[str, ...]
@@ -33,13 +32,12 @@ class Scene:
 
 
 class Engine:
-    """Games of ALFWorld, each in one of some processes. Any thread may use it; calls for one process wait for each
-    other.
+    """A pool of subprocesses, each running several games. Thread-safe; calls to one subprocess are serialized.
 
     Args:
-        processes: How many take new games at a time. They start when they are needed.
-        games: How many a process is given before another one replaces it: its memory grows with each.
-        python: The Python that has the package `alfworld`; null: this one.
+        processes: Maximum number of subprocesses that take new games. They start on demand.
+        games: Games after which a subprocess is replaced, because its memory grows with each.
+        python: The Python that has the package `alfworld`; None: this one.
     """
 
     def __init__(self, processes: int, games: int, python: str | None = None) -> None:
@@ -49,14 +47,14 @@ class Engine:
         self._package: Package | None = None
         self._reading = threading.Lock()
         self.started = 0
-        """Processes since the beginning."""
+        """Subprocesses started so far."""
 
     def open(self, game: Path | dict[str, Any]) -> tuple["Play", Scene]:
-        """Begin a game, given by its file or its content. Return it with what it shows; `close` it after use.
+        """Begin a game, given by its file or its content. Return it with its first scene; `close` it after use.
 
         Raises:
             GameError: the game cannot be loaded.
-            ToolInfrastructureError: the process ended, or did not start.
+            ToolInfrastructureError: the subprocess ended, or did not start.
         """
         process = self._place()
         play = Play(process, self._leave)
@@ -67,8 +65,8 @@ class Engine:
             raise
 
     def package(self) -> Package:
-        """Return what the package says of floor plans, objects and goals, which is read once. Raises
-        ToolInfrastructureError as `open`."""
+        """Return the package's tables of floor plans, objects and goals, which are read once. Raises
+        ToolInfrastructureError as `open` does."""
         with self._reading:
             if self._package is None:
                 process = self._place()
@@ -91,7 +89,7 @@ class Engine:
             return [process.pid for process in self._processes if process.pid]
 
     def _place(self) -> "_Process":
-        """Return the process that takes the next game: the one with the fewest, or a new one."""
+        """Return the process for the next game: the one with the fewest games, or a new one."""
         with self._lock:
             self._processes = [process for process in self._processes if not process.gone]
             taking = [process for process in self._processes if process.given < self._games]
@@ -125,13 +123,13 @@ class Play:
         self._closed = False
 
     def begin(self, game: str | dict[str, Any]) -> Scene:
-        """Load the game. Raises as `Engine.open`."""
+        """Load the game. Raises the errors of `Engine.open`."""
         return self._ask("open", game=game)
 
     def act(self, action: str) -> Scene:
-        """Return what the game shows after `action`.
+        """Take an action and return the resulting scene.
 
-        Raises ToolInfrastructureError if the process ended.
+        Raises ToolInfrastructureError if the subprocess ended.
         """
         return self._ask("act", action=action)
 
@@ -143,7 +141,7 @@ class Play:
         try:
             self._process.ask({"do": "close", "play": self._number})
         except (GameError, ToolInfrastructureError):
-            pass  # it was never loaded, or ended with its process
+            pass  # the game was never loaded, or ended with its process
         finally:
             self._leave(self._process)
 
@@ -153,13 +151,13 @@ class Play:
 
 
 class _Process:
-    """One process; it starts at its first request."""
+    """A subprocess, started by its first request."""
 
     def __init__(self, python: str | None) -> None:
         self.given = 0
-        """Games that it was given since its start."""
+        """Games given to it since its start."""
         self.plays = 0
-        """Games that are being played in it."""
+        """Games currently being played in it."""
         self.dead = False
         self._python = python
         self._process: KillableProcess | None = None
@@ -171,11 +169,11 @@ class _Process:
 
     @property
     def gone(self) -> bool:
-        """Whether it can take no game any more."""
+        """True if it can take no more games."""
         return self.dead or (self._process is not None and not self._process.running)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer. Raises GameError, ToolInfrastructureError."""
+        """Send a request and return the answer. Raises GameError, ToolInfrastructureError."""
         with self._lock:
             if self.dead:
                 raise ToolInfrastructureError("ALFWorld's process, with this chain's game, has ended")
@@ -205,8 +203,8 @@ class _Process:
 
 
 def found_python(python: str | None) -> str | None:
-    """Return the Python that has the packages as an absolute path; null: this one. Raises SettingError as
-    `check_python`, or if a variable in `python` is not set."""
+    """Return the absolute path of the Python with the packages; None: this one. Raises SettingError as `check_python`
+    does, or if a variable in `python` is not set."""
     try:
         found = None if python is None else str(expanded_path("python", python))
     except SettingError as error:
@@ -217,7 +215,7 @@ def found_python(python: str | None) -> str | None:
 
 
 def check_python(python: str | None) -> None:
-    """Raise SettingError if a Python (null: this one) cannot be run, or lacks ALFWorld's packages. Imports nothing."""
+    """Raise SettingError if a Python (None: this one) cannot be run, or lacks ALFWorld's packages. Imports nothing."""
     if python is None:
         lacking = [name for name in PACKAGES if not is_installed(name)]
     else:

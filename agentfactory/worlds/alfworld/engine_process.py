@@ -1,15 +1,15 @@
-"""The process in which games of ALFWorld run: TextWorld with its planner, parts of which are GPL.
+"""The subprocess that runs ALFWorld's games: TextWorld with its planner, parts of which are GPL.
 
-It imports nothing of AgentFactory, so that it can run in another Python environment, in which only `alfworld` is
-installed. It reads requests on stdin and answers each with a line of JSON:
+It imports nothing from AgentFactory, so it can run in a Python environment with only `alfworld` installed. It reads
+requests on stdin and answers each with a line of JSON:
 
 - {"do": "open", "play": N, "game": PATH or content}: `observation`, `admissible` (actions), `won`
 - {"do": "act", "play": N, "action": TEXT}: the same, after the action
 - {"do": "close", "play": N}: nothing
-- {"do": "read_package"}: what the package `alfworld` says about floor plans, objects and goals
+- {"do": "read_package"}: the tables of the package `alfworld` for floor plans, objects and goals
 
-A request that fails is answered by `error`. The kernel's alarm ends a process that takes too long over one request;
-one whose parent is gone ends by itself.
+A failed request is answered by `error`. The kernel's alarm kills the process if a request takes too long, and the
+process exits when its parent is gone.
 """
 
 import contextlib
@@ -31,25 +31,25 @@ REQUEST_SECONDS = 120.0
 GAMES_REMEMBERED = 16
 _POLL_SECONDS = 0.5
 
-# the package makes this folder when it is imported, by default one in the user's home; nothing here uses it
+# on import the package creates this folder, by default in the user's home; nothing here uses it
 os.environ["ALFWORLD_DATA"] = tempfile.gettempdir()
 
 
 class Engine:
-    """The games that are being played in this process, by number."""
+    """The games being played in this process, by number."""
 
     def __init__(self) -> None:
         import fast_downward
 
         self._plays: dict[int, Any] = {}
         self._libraries: list[Any] = []
-        """Copies of the planner's library that no game uses. A game has one to itself, and loads its problem into it;
-        they are used again, because they are large, and because unloading one can crash the process."""
+        """Unused copies of the planner's library. Each game needs its own copy, into which it loads its problem. Copies
+        are reused because they are large, and because unloading one can crash the process."""
         load = fast_downward.load_lib
         fast_downward.load_lib = lambda: self._libraries.pop() if self._libraries else load()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for."""
+        """Execute a request and return its answer."""
         match request["do"]:
             case "open":
                 return self._open(request["play"], request["game"])
@@ -68,7 +68,7 @@ class Engine:
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
         from textworld.envs import PddlEnv
 
-        # without "walkthrough" and "policy_commands", for which the planner searches, sometimes for minutes
+        # without "walkthrough" and "policy_commands", which need a planner search of up to minutes
         infos = textworld.EnvInfos(won=True, admissible_commands=True)
         environment = AlfredDemangler(PddlEnv(infos), shuffle=False)
         try:
@@ -86,7 +86,7 @@ def _shown(state: Any) -> dict[str, Any]:
 
 
 def read_package() -> dict[str, Any]:
-    """Return what games are made of: `domain` and `grammar`, `floor_plans` (with the `objects` and `openable`
+    """Return the tables for generating games: `domain` and `grammar`, `floor_plans` (with the `objects` and `openable`
     receptacles of each), `holds` (receptacle -> objects), `affords` (action -> objects), and `goals`."""
     import alfworld.gen
     from alfworld.gen import constants, goal_library
@@ -113,8 +113,8 @@ def read_package() -> dict[str, Any]:
 
 
 def remember() -> None:
-    """Let TextWorld parse each text, and translate each of the last problems, once. By itself it translates a problem
-    again for its planner, and both again at the reset, and parses the texts of all actions at each step."""
+    """Cache TextWorld's parsed texts and its last translated problems. Without this it translates each problem again
+    for its planner, again on reset, and parses the texts of all actions at every step."""
     import fast_downward
     import textworld.logic
     from textworld.envs.pddl import logic, textgen
@@ -126,7 +126,7 @@ def remember() -> None:
     )
     translate = fast_downward.pddl2sas
     parsed = lru_cache(maxsize=10_000)(lambda text, rule: parse(text, rule_name=rule))
-    # symbols get their contexts later
+    # a copy, because symbols get their contexts later
     textgen._parse_and_convert = lambda text, rule_name, **_: copy.deepcopy(parsed(text, rule_name))
     textworld.logic.Rule.parse_conjunctive_query = lru_cache(maxsize=10_000)(query)
     logic._parse_and_convert = lru_cache(maxsize=GAMES_REMEMBERED)(read)
@@ -135,7 +135,7 @@ def remember() -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent is gone, whatever it is doing."""
+    """Exit this process when its parent is gone, even during a request."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -152,7 +152,7 @@ def main() -> None:
     end_with_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # other output is not a reply
+    os.dup2(2, 1)  # other output must not mix with replies
     remember()
     engine = Engine()
     print(json.dumps({"ready": True}), file=replies)

@@ -1,4 +1,4 @@
-"""The games by split and name: those of a folder in the published layout, and those that are made from a seed."""
+"""Games by split and name: from a folder in the published layout, or generated from a seed."""
 
 import json
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from agentfactory.worlds.alfworld.generator import Game, Package, TaskType, make
 from agentfactory.worlds.alfworld.paths import expanded_path
 
 FOLDER = "json_2.1.1"
-"""The folder of the games in ALFWORLD_DATA."""
+"""The games' folder in ALFWORLD_DATA."""
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 """The files of a game."""
 _GET = "run alfworld-download, which fetches the games into $ALFWORLD_DATA (default: ~/.cache/alfworld)"
 
 
 class Split(StrEnum):
-    """The published splits. `valid_unseen` is in rooms that training never shows."""
+    """The published splits. `valid_unseen` uses rooms that never occur in training."""
 
     TRAIN = "train"
     VALID_SEEN = "valid_seen"
@@ -26,14 +26,14 @@ class Split(StrEnum):
 
 
 COUNTS = {Split.TRAIN: 3000, Split.VALID_SEEN: 150, Split.VALID_UNSEEN: 150}
-"""Games that are made, about as many as the published ones: 3,553, 140 and 134."""
+"""Number of generated games per split, close to the published 3,553, 140 and 134."""
 
 
 class Games(Protocol):
-    """Where games come from."""
+    """A source of games."""
 
     def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
-        """Yield name and type of each game of a split, in a fixed order."""
+        """Yield the name and type of each game of a split, in a fixed order."""
         ...
 
     def content(self, name: str) -> Path | dict[str, Any]:
@@ -42,11 +42,11 @@ class Games(Protocol):
 
 
 class PublishedGames:
-    """The games of a folder, by their paths in it: ALFWORLD_DATA, its folder json_2.1.1, or one that `write_games`
-    wrote. As the published loader does, it leaves out games that are not known to be solvable, and tasks with movable
-    receptacles and sliced objects.
+    """The games of a folder, named by their paths in it. The folder is ALFWORLD_DATA, its subfolder json_2.1.1, or the
+    output of `write_games`. Like the published loader, it skips games that are not known to be solvable, and tasks with
+    movable receptacles or sliced objects.
 
-    Raises SettingError if there is no such folder.
+    Raises SettingError if the folder does not exist.
     """
 
     def __init__(self, data: str) -> None:
@@ -56,7 +56,7 @@ class PublishedGames:
             raise SettingError("data", f"{data}: there is no folder {given / FOLDER} with games", _GET)
 
     def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
-        """Yield name and type of each game of a split, by name."""
+        """Yield the name and type of each game of a split, sorted by name."""
         for trajectory in sorted((self._root / split).rglob(TRAJECTORY)):
             name, game = str(trajectory.parent.relative_to(self._root)), trajectory.with_name(GAME)
             if "movable" in name or "Sliced" in name or not game.exists():
@@ -66,7 +66,7 @@ class PublishedGames:
                 yield name, TaskType(task_type)
 
     def content(self, name: str) -> Path:
-        """Return the game's file. Raises ValueError if there is none."""
+        """Return the game's file. Raises ValueError if it does not exist."""
         file = self._root / name / GAME
         if not isinstance(name, str) or not file.is_file():
             raise ValueError(f"game: got {name!r}, and there is no file {file}")
@@ -74,14 +74,14 @@ class PublishedGames:
 
 
 class GeneratedGames:
-    """The games that `make_game` makes: train/000000 and so on, whose types alternate. A game is made when it is
-    needed; `package` is what to make it of, and not needed for names."""
+    """Games generated on demand by `make_game`, named train/000000 and so on, with alternating types. `package` has the
+    tables for generation; listing names does not need it."""
 
     def __init__(self, seed: int, package: Package | None = None) -> None:
         self._seed, self._package = seed, package
 
     def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
-        """Yield name and type of each game of a split."""
+        """Yield the name and type of each game of a split."""
         for number in range(COUNTS[split]):
             if _type_of(number) in types:
                 yield f"{split}/{number:06d}", _type_of(number)
@@ -91,11 +91,11 @@ class GeneratedGames:
         return self.game(name).content
 
     def game(self, name: str) -> Game:
-        """Make a game. Raises ValueError if the name is none."""
+        """Generate a game. Raises ValueError if the name is invalid."""
         assert self._package is not None
         split, _, number = name.partition("/") if isinstance(name, str) else ("", "", "")
         if split not in tuple(Split) or not number.isdecimal():
-            raise ValueError(f"game: got {name!r}; the games that are made are called train/000000 and so on")
+            raise ValueError(f"game: got {name!r}; generated games are called train/000000 and so on")
         plans = self._package.unseen if split == Split.VALID_UNSEEN else self._package.seen
         return make_game(self._package, _type_of(int(number)), plans, f"{self._seed}/{split}/{int(number):06d}")
 

@@ -1,7 +1,7 @@
-"""Games of our own in ALFWorld's format, from the floor plans and tables of the package `alfworld`.
+"""A generator of games in ALFWorld's format, from the floor plans and tables of the package `alfworld`.
 
-Rooms have the receptacles and objects that a floor plan of ALFRED lists; how many there are, and where objects lie, is
-drawn here. The solution of each game follows from how it was made: no planner is asked.
+Rooms have the receptacles and objects listed in ALFRED's floor plans; their numbers and the objects' positions are
+random. Each game's solution follows from its construction, without a planner.
 """
 
 import random
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class TaskType(StrEnum):
-    """ALFWorld's six types of task, in the order of its numbers 1 to 6."""
+    """ALFWorld's six task types, in the order of their numbers 1 to 6."""
 
     PLACE = "pick_and_place_simple"
     LOOK = "look_at_obj_in_light"
@@ -25,8 +25,8 @@ class TaskType(StrEnum):
 
 @dataclass(frozen=True)
 class Treatment:
-    """What is done to an object before it is put down: the verb, the receptacle that does it, and the table of the
-    objects for which this is possible."""
+    """An operation on an object before it is put down: the verb, the receptacle that does it, and the table of the
+    objects that allow it."""
 
     verb: str
     station: str
@@ -40,53 +40,53 @@ TREATMENTS = {
 }
 _PROPERTIES = ("Cleanable", "Heatable", "Coolable", "Toggleable", "Sliceable")
 _SEVERAL = ("CounterTop", "Shelf", "SideTable", "StoveBurner")
-"""Receptacles of which a room may have up to three; floor plans say how many there are of those that open."""
+"""Receptacles of which a room may have up to three; for those that open, the floor plan gives the number."""
 _FLAT = ("Desk", "SideTable", "Dresser", "Shelf", "CoffeeTable", "DiningTable")
-"""Where a lamp stands."""
+"""Receptacles on which a lamp can stand."""
 _MANGLED = {"|": "_bar_", "-": "_minus_", "+": "_plus_", ".": "_dot_", ",": "_comma_"}
 
 
 class Package:
-    """What the package says about floor plans, objects and goals: see `engine_process.read_package`."""
+    """The package's tables of floor plans, objects and goals: see `engine_process.read_package`."""
 
     def __init__(self, tables: dict[str, Any]) -> None:
         self.tables = tables
         self.lamps = tables["affords"]["Toggleable"]
 
     def holds(self, receptacle: str, thing: str) -> bool:
-        """Return whether receptacles of a type may hold objects of a type."""
+        """Return whether receptacles of this type may hold objects of this type."""
         return thing in self.tables["holds"].get(receptacle, ())
 
     @cached_property
     def seen(self) -> list[str]:
-        """Names of the floor plans for training."""
+        """The names of the floor plans for training."""
         return [plan for plan in self.tables["floor_plans"] if plan not in self.unseen]
 
     @cached_property
     def unseen(self) -> list[str]:
-        """Names of the floor plans that training never shows."""
+        """The names of the floor plans that never occur in training."""
         return [plan for plan in self.tables["floor_plans"] if plan in self.tables["unseen"]]
 
 
 @dataclass
 class Room:
-    """The receptacles of a room, and what lies in them: ids and types, as AI2-THOR writes them."""
+    """A room's receptacles and their contents, as ids and types in AI2-THOR's notation."""
 
     floor_plan: str
     receptacles: dict[str, str]
     things: dict[str, str] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    """Thing -> receptacle, at the start."""
+    """Object -> receptacle, at the start."""
 
     def of_type(self, kind: str) -> list[str]:
-        """Return the ids of the receptacles, or of the things, of a type."""
+        """Return the ids of the receptacles or objects of a type."""
         return [name for name, its in (self.receptacles | self.things).items() if its == kind]
 
 
 @dataclass(frozen=True)
 class Game:
-    """A game: `content` is that of its file game.tw-pddl, `trajectory` of traj_data.json, and `folder` the name of the
-    folder that groups such games, as in the published ones."""
+    """A game: `content` for its file game.tw-pddl, `trajectory` for traj_data.json, and `folder`, the name of the
+    folder that groups such games in the published layout."""
 
     task_type: TaskType
     folder: str
@@ -100,7 +100,7 @@ class Game:
 
 
 def make_game(package: Package, task_type: TaskType, floor_plans: list[str], seed: str) -> Game:
-    """Make a game of a type in one of the floor plans; the same arguments always make the same."""
+    """Generate a game of a type in one of the floor plans, deterministically from the arguments."""
     rng = random.Random(seed)
     while True:
         room = _furnish(package, rng.choice(floor_plans), rng)
@@ -140,7 +140,7 @@ def make_game(package: Package, task_type: TaskType, floor_plans: list[str], see
 def _furnish(package: Package, floor_plan: str, rng: random.Random) -> Room:
     """Return an empty room with the receptacles of a floor plan."""
     plan = package.tables["floor_plans"][floor_plan]
-    # the basin of a sink is what holds and cleans: Sink|+00.00|+00.89|-02.00|SinkBasin
+    # a sink's basin holds and cleans objects: Sink|+00.00|+00.89|-02.00|SinkBasin
     parts = {name: name.split("|") for name in plan["openable"]}
     receptacles = {name: part[-1] if part[-1].endswith("Basin") else part[0] for name, part in parts.items()}
     listed = [
@@ -155,7 +155,7 @@ def _furnish(package: Package, floor_plan: str, rng: random.Random) -> Room:
 
 
 def _portable(package: Package, room: Room) -> list[str]:
-    """Return the types of objects that the floor plan lists and that its receptacles can hold."""
+    """Return the object types that the floor plan lists and the room's receptacles can hold."""
     listed = package.tables["floor_plans"][room.floor_plan]["objects"]
     kinds = set(room.receptacles.values())
     return [
@@ -164,8 +164,8 @@ def _portable(package: Package, room: Room) -> list[str]:
 
 
 def _goals(package: Package, room: Room, task_type: TaskType) -> list[tuple[str, str]]:
-    """Return the types of object and destination for which the task is possible, and not done from the start: the
-    object has another place to lie. Of LOOK, destination is any receptacle, and says nothing."""
+    """Return the (object, destination) types for which the task is possible and not done from the start, because the
+    object can lie elsewhere. For LOOK the destination is an arbitrary receptacle without meaning."""
     kinds = sorted(set(room.receptacles.values()))
     treatment = TREATMENTS.get(task_type)
     if treatment is not None and treatment.station not in kinds:
@@ -184,13 +184,13 @@ def _goals(package: Package, room: Room, task_type: TaskType) -> list[tuple[str,
 
 
 def _lamps(package: Package, room: Room) -> list[str]:
-    """Return the types of lamps of the floor plan, if the room has a place for one."""
+    """Return the floor plan's lamp types, if the room has a place for a lamp."""
     listed = package.tables["floor_plans"][room.floor_plan]["objects"]
     return [lamp for lamp in package.lamps if lamp in listed] if set(room.receptacles.values()) & {*_FLAT} else []
 
 
 def _fill(package: Package, room: Room, task_type: TaskType, target: str, destination: str, rng: random.Random) -> None:
-    """Put objects into the room; the target's lie elsewhere than where they shall be."""
+    """Put objects into the room, the target objects outside their destination."""
     for thing in _portable(package, room):
         wanted = thing == target
         count = 2 if wanted and task_type is TaskType.TWO else rng.choice((1, 1, 2))
@@ -209,7 +209,7 @@ def _fill(package: Package, room: Room, task_type: TaskType, target: str, destin
 
 
 def _problem(package: Package, room: Room) -> str:
-    """Return the room as a PDDL problem, up to its goal."""
+    """Return the room as a PDDL problem without the goal."""
     tables = package.tables
     locations = {name: f"loc|{number}" for number, name in enumerate(room.receptacles, 1)}
     things, kinds = sorted(set(room.things.values())), sorted(set(room.receptacles.values()))
@@ -276,12 +276,12 @@ def _solve(package: Package, room: Room, task_type: TaskType, target: str, desti
 
 
 def _mangled(name: str) -> str:
-    """Return a name as PDDL can write it, as ALFWorld's games do."""
+    """Escape a name for PDDL as ALFWorld's games do."""
     return "".join(_MANGLED.get(letter, letter) for letter in name)
 
 
 def _display_names(room: Room) -> dict[str, str]:
-    """Return id -> what the engine calls it: type and number, which counts down in the order of the mangled ids."""
+    """Return id -> the engine's display name: type and number, counting down in the order of the mangled ids."""
     mangled = {_mangled(name).lower(): name for name in (*room.receptacles, *room.things)}
     kinds = {name: key.split("_bar_")[0] + ("basin" if "basin" in key else "") for key, name in mangled.items()}
     left = Counter(kinds.values())

@@ -1,4 +1,4 @@
-"""Paths in options, which may name environment variables."""
+"""Paths in options, with environment variables expanded."""
 
 import os
 import re
@@ -10,8 +10,8 @@ _VARIABLE = re.compile(r"\$\{?(\w+)")
 
 
 def expanded_path(option: str, text: str) -> Path:
-    """Return an absolute path, with ~ and variables replaced; links stay. Raises SettingError if a variable has no
-    value."""
+    """Return an absolute path with ~ and variables expanded; links are not resolved. Raises SettingError if a variable
+    is not set."""
     for name in _VARIABLE.findall(text):
         if not os.environ.get(name):
             raise SettingError(

@@ -1,7 +1,7 @@
-"""Write games of our own as a folder in the published layout, which ALFWorld's own loader takes, too:
+"""Write generated games to a folder in the published layout, which ALFWorld's own loader accepts:
 `python -m agentfactory.worlds.alfworld.write_games FOLDER [--train N] [--valid_seen N] [--valid_unseen N]`.
 
-Each game is won by its walkthrough before it is written. A run that was ended is resumed by the same command.
+Each game's walkthrough is played to a win before the game is written. The same command resumes an interrupted run.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from agentfactory.worlds.alfworld.generator import Game, TaskType
 
 
 def main() -> None:
-    """Parse the command line and write. Exit with the reason: status 2 if nothing was done, 1 if writing failed, 130 if
-    it was interrupted."""
+    """Parse the command line and write the games. Exit with a message: status 2 if nothing was done, 1 if writing
+    failed, 130 if interrupted."""
     parser = argparse.ArgumentParser("python -m agentfactory.worlds.alfworld.write_games", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder to write; ALFWORLD_DATA may name it")
+    parser.add_argument("folder", type=Path, help="folder to write; usable as ALFWORLD_DATA")
     for split in Split:
         about = f"games of this split, at most {COUNTS[split]}; default: 0"
         parser.add_argument(f"--{split}", type=int, default=0, metavar="N", help=about)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other games; default: 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the games; default: 0")
     about = "the Python that has the package alfworld, such as .venv-alfworld/bin/python; default: this one"
     parser.add_argument("--python", metavar="FILE", help=about)
     options = parser.parse_args()
@@ -38,7 +38,7 @@ def main() -> None:
         if not 0 <= count <= COUNTS[split]:
             parser.error(f"--{split}: got {count}; fix: give 0 to {COUNTS[split]}")
     if not any(counts.values()):
-        parser.error(f"no games are asked for; fix: give {' or '.join(f'--{split} N' for split in Split)}")
+        parser.error(f"no games are requested; fix: give {' or '.join(f'--{split} N' for split in Split)}")
     if options.folder.exists() and not options.folder.is_dir():
         parser.error(f"folder: {options.folder} is a file; fix: name a folder")
     try:
@@ -52,10 +52,10 @@ def main() -> None:
             print(f"\r{number} of {sum(counts.values())}: {file.parent}", end="", flush=True)
         print()
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        print("\ninterrupted; the same command resumes", file=sys.stderr)
         sys.exit(130)
     except (ToolInfrastructureError, ValueError, OSError) as error:
-        sys.exit(f"\nfailed: {error}; the same command goes on")
+        sys.exit(f"\nfailed: {error}; the same command resumes")
     finally:
         engine.close()
 
@@ -63,7 +63,7 @@ def main() -> None:
 def write_games(
     engine: Engine, folder: Path, counts: dict[Split, int], seed: int = 0, at_once: int = 1
 ) -> Iterator[Path]:
-    """Write the first games of each split, and yield the file of each when it is there; `at_once` threads work.
+    """Write the first games of each split in `at_once` threads, yielding each game's file when it is written.
 
     Raises ValueError if a game is not won by its walkthrough.
     """
@@ -76,7 +76,7 @@ def write_games(
             check(engine, game)
             place.mkdir(parents=True, exist_ok=True)
             write_whole(place / TRAJECTORY, json.dumps(game.trajectory, indent=1).encode())
-            # the last, because without it the game does not count
+            # written last, because a game counts only if this file exists
             write_whole(place / GAME, json.dumps(game.content).encode())
         return place / GAME
 
@@ -87,13 +87,13 @@ def write_games(
 
 def check(engine: Engine, game: Game, on_scene: Callable[[str], None] = lambda observation: None) -> None:
     """Play a game's walkthrough; `on_scene` gets each observation. Raises ValueError if an action is not admissible, or
-    if it is not the last one that wins."""
+    if the game is not won exactly by the last one."""
     play, scene = engine.open(game.content)
     try:
         for action in game.walkthrough:
             on_scene(scene.observation)
             if scene.won or action not in scene.admissible:
-                raise ValueError(f"{game.folder}: {action!r} comes too late, or cannot be done")
+                raise ValueError(f"{game.folder}: {action!r} comes after the win, or is not admissible")
             scene = play.act(action)
         on_scene(scene.observation)
         if not scene.won:

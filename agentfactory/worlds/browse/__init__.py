@@ -1,1 +1,1 @@
-"""Pages of the web for agents: guarded fetching, HTML to markdown, windows over long texts, the tool `browse`."""
+"""The tool `browse` and its parts: guarded fetching, HTML to markdown, windows over long texts."""

@@ -1,4 +1,4 @@
-"""Which addresses pages may be fetched from: only http(s), and no private network unless the recipe allows a host."""
+"""Checks of the addresses to fetch: only http(s), and no private network unless the recipe allows a host."""
 
 import ipaddress
 import re
@@ -17,19 +17,19 @@ _MOST_CHARACTERS = 2000
 _USUAL_PORTS = (80, 443)
 _ENTRY = re.compile(r"(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\])(:(?P<port>\d{1,5}))?")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
-"""The beginning of an address with a scheme; `host:8000` has none."""
+"""Start of an address with a scheme; does not match `host:8000`."""
 _NUMBER = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
 """A last label that makes some systems read the host as an IPv4 address (WHATWG URL, "ends in a number")."""
 _GLOBAL_V6 = ipaddress.ip_network("2000::/3")
 _TUNNELS_V6 = [ipaddress.ip_network(each) for each in ("2001::/32", "2002::/16")]
-"""Teredo and 6to4: they lead to an IPv4 address that the IPv6 one contains."""
+"""Teredo and 6to4: tunnels to an IPv4 address embedded in the IPv6 address."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PROTOCOLS_V4 = [ipaddress.ip_network(each) for each in ("192.0.0.0/24", "192.88.99.0/24")]
-"""Addresses for protocols of the network; the second leads into 6to4."""
+"""IETF protocol assignments, and 6to4 relays."""
 
 
 class AllowedHosts:
-    """Hosts in private networks that a recipe allows: `HOST` with the ports 80 and 443, or `HOST:PORT`.
+    """The hosts in private networks that a recipe allows: `HOST` for ports 80 and 443, or `HOST:PORT`.
 
     Raises SettingError for an entry that is neither.
     """
@@ -45,15 +45,15 @@ class AllowedHosts:
             self._ports.setdefault(host, set()).update({port} if port else _USUAL_PORTS)
 
     def include(self, host: str, port: int) -> bool:
-        """Return whether the recipe allows this host, as it is written in an address, on this port."""
+        """Return whether the recipe allows this host, as written in an address, on this port."""
         return port in self._ports.get(host.lower(), ())
 
 
 def parse_address(text: str, allowed: AllowedHosts) -> URL:
-    """Return the address that a model or a page wrote, without its fragment; a missing scheme is https.
+    """Parse an address written by a model or a page: drop its fragment, and add https if it lacks a scheme.
 
-    Raises PageError if it is not one that may be fetched. A name still has to be checked when it is resolved:
-    `CheckedResolver`.
+    Raises PageError if the address must not be fetched. Host names are checked later, when `CheckedResolver` resolves
+    them.
     """
     text = text.strip()
     if len(text) > _MOST_CHARACTERS:
@@ -89,15 +89,15 @@ def parse_address(text: str, allowed: AllowedHosts) -> URL:
 
 
 def refusal(host: str) -> PageError:
-    """Return the error for a host that is in no public network."""
+    """Return the error for a host outside the public internet."""
     return PageError(f"{short(host)} is not in the public internet, so it is not opened.")
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether the address is an ordinary one of the public internet.
+    """Return whether the address is an ordinary unicast address of the public internet.
 
-    It is not if it is private, shared (CGNAT), loopback, link-local, multicast or reserved, nor if it is an IPv6 form
-    of an IPv4 address. NAT64 is the exception, because networks without IPv4 need it: the IPv4 address decides.
+    False for private, shared (CGNAT), loopback, link-local, multicast and reserved addresses, and for IPv6 forms of
+    IPv4 addresses. Exception: a NAT64 address, which networks without IPv4 need, is judged by its IPv4 address.
     """
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
@@ -110,13 +110,12 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolves names, and refuses those that lead anywhere else than to the public internet.
+    """A resolver that refuses names with an address outside the public internet.
 
-    The connection is made to the addresses that were checked: a name that resolves differently the next time changes
-    nothing.
+    Connections go to the checked addresses, so DNS rebinding has no effect.
 
     Args:
-        resolver: What resolves; None: the system.
+        resolver: The underlying resolver; None: the system's.
     """
 
     def __init__(self, allowed: AllowedHosts, resolver: AbstractResolver | None = None) -> None:
@@ -129,8 +128,8 @@ class CheckedResolver(AbstractResolver):
         """Return the addresses of `host`.
 
         Raises:
-            PageError: there is no such host, or one of its addresses is not public.
-            ToolInfrastructureError: names cannot be resolved at present.
+            PageError: the host does not exist, or one of its addresses is not public.
+            ToolInfrastructureError: name resolution fails at present.
         """
         try:
             found = await self._resolver.resolve(host, port, family)
@@ -138,7 +137,7 @@ class CheckedResolver(AbstractResolver):
             if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) and not self._allowed.include(host, port):
                 raise PageError(f"There is no host {host}.") from None
             raise ToolInfrastructureError(f"{host} cannot be resolved: {error.strerror}") from error
-        except UnicodeError:  # a label that is empty or too long
+        except UnicodeError:  # a label is empty or too long
             raise PageError(f"{short(host)} is not the name of a host.") from None
         if not self._allowed.include(host, port):
             for result in found:
@@ -147,5 +146,5 @@ class CheckedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close the resolver that it uses."""
+        """Close the underlying resolver."""
         await self._resolver.close()

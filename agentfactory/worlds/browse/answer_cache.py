@@ -1,4 +1,4 @@
-"""`DiskCache`: answers of engines and texts of pages, kept on disk for all chains, workers and steps."""
+"""`DiskCache`: a cache on disk for engines' answers and pages' texts, shared by all chains, workers and steps."""
 
 import asyncio
 import hashlib
@@ -14,9 +14,9 @@ from agentfactory.worlds.search.database import Database
 
 _DAY = 86400.0
 _ROOM = 0.9
-"""What remains of the most bytes when the oldest entries are removed."""
+"""Eviction removes the oldest entries down to this fraction of the maximum size."""
 _REMOVED = 256
-"""Entries that are removed at a time."""
+"""Maximum entries per batch of an eviction."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, value BLOB, stored REAL);
 CREATE INDEX IF NOT EXISTS ages ON entries (stored);
@@ -26,15 +26,15 @@ INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
 
 
 class DiskCache:
-    """JSON values by JSON keys in a folder, which any number of processes of one machine use at once.
+    """A cache from JSON keys to JSON values, in a folder that any number of processes on one machine share.
 
-    Keys are kept as digests, which cannot be read back. Entries expire, and the oldest ones are removed when all
-    together are too large. `hits` and `misses` count what this object was asked since it was made.
+    Keys are stored as digests, so they cannot be read back. Entries expire, and the oldest are evicted when the total
+    size exceeds `max_bytes`. `hits` and `misses` count this object's lookups.
 
     Args:
-        folder: Where it is kept; made if it does not exist.
-        seconds: How long an entry is used.
-        max_bytes: Size of all entries.
+        folder: Folder of the cache; created if it does not exist.
+        seconds: Lifetime of an entry.
+        max_bytes: Maximum size of all entries together.
     """
 
     def __init__(self, folder: Path, seconds: float = 30 * _DAY, max_bytes: int = 4 << 30) -> None:
@@ -44,10 +44,10 @@ class DiskCache:
         self.hits = self.misses = 0
 
     async def get(self, key: Any, make: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the value of `key`; if there is none, that of `make`, which is then kept.
+        """Return the value of `key`; on a miss, store and return the value of `make`.
 
-        A key that several chains ask for at once is made once. What `make` raises, each of them gets, and nothing is
-        kept. Raises ToolInfrastructureError if the file fails.
+        Concurrent lookups of one key share one call of `make`. If it raises, all of them raise, and nothing is stored.
+        Raises ToolInfrastructureError if the file fails.
         """
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
         making = self._making.get(digest)
@@ -59,7 +59,7 @@ class DiskCache:
         return await asyncio.shield(making)
 
     async def close(self) -> None:
-        """Give up what is being made, and close the file."""
+        """Cancel pending calls of `make`, and close the file."""
         making = list(self._making.values())
         for task in making:
             task.cancel()
@@ -79,7 +79,7 @@ class DiskCache:
     def _made(self, digest: bytes, task: "asyncio.Task[Any]") -> None:
         del self._making[digest]
         if not task.cancelled():
-            task.exception()  # retrieved, because everybody who waited may be gone
+            task.exception()  # avoids asyncio's warning if every waiter was cancelled
 
     def _load(self, digest: bytes) -> bytes | None:
         with self._database.reading() as connection:

@@ -1,4 +1,4 @@
-"""`Browse`: the tools with which a model reads pages of the web as text."""
+"""`Browse`: tools to read web pages as text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,20 +15,21 @@ _shared: Shared[Pages] = Shared()
 
 
 class Browse(Environment):
-    """Open pages, follow their links, and find text in them. It judges nothing: give the recipe `rewards:`.
+    """An environment with tools to open pages, follow links and find text. It has no reward: set `rewards:` in the
+    recipe.
 
-    Pages come as markdown, in windows; a link reads `[label][3]`. The info of a result that shows a page for the first
-    time has `opened`, its address.
+    Pages are shown as markdown, in windows; links have the form `[label][3]`. The info of a result that opens a page
+    has `opened`, the page's address.
 
     Args:
         allow_hosts: hosts in private networks that may be opened: HOST, or HOST:PORT. All others there are refused.
-        window_characters: length of a window.
-        cache: folder in which pages are kept for all workers and steps; null: pages are not kept.
-        robots: whether a site's robots.txt is obeyed.
+        window_characters: length of a window in characters.
+        cache: folder of the page cache, shared by all workers and steps; null: no cache.
+        robots: whether to obey a site's robots.txt.
 
     Raises:
-        SettingError: an entry of `allow_hosts` is no host, or the extra `browse` is not installed.
-        ValueError: `window_characters` is out of its range.
+        SettingError: an entry of `allow_hosts` is not a host, or the extra `browse` is not installed.
+        ValueError: `window_characters` is out of range.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Browse(Environment):
         self._visited: list[tuple[str, int]] = []
 
     async def reset(self, **task: Any) -> None:
-        """Begin without a page."""
+        """Forget the last chain's pages."""
         self._begin()
 
     @tool
@@ -109,11 +110,11 @@ class Browse(Environment):
         return shown
 
     def gauges(self) -> dict[str, float]:
-        """Return the counts since the start: pages that came from the cache, and those that did not."""
+        """Return the page cache's hits and misses since the start."""
         return self._pages.gauges()
 
     async def close(self) -> None:
-        """Close what no other chain uses."""
+        """Release the shared pages; the last user closes them."""
         pages = _shared.release(self._key)
         if pages is not None:
             await pages.close()

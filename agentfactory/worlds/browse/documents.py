@@ -1,16 +1,15 @@
-"""`Document`: what an address gave; `Text`: what a model reads of it."""
+"""`Document`, a fetched response, and `Text`, its text for the model."""
 
 from dataclasses import dataclass
 
 
 class PageError(Exception):
-    """A page that cannot be read. The message is for the model."""
+    """A page cannot be read. The message is shown to the model."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What an address gave: `url` is the one after redirects, `type` the media type, `charset` the one that the server
-    named."""
+    """A fetched document: `url` is the address after redirects, `type` the media type, `charset` the server's."""
 
     url: str
     type: str
@@ -20,7 +19,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Text:
-    """A document as plain text or markdown. Its links read `[label][3]`; the address of number 3 is `links[2]`."""
+    """A document as plain text or markdown. Link 3 appears as `[label][3]`; its address is `links[2]`."""
 
     title: str
     text: str

@@ -1,4 +1,4 @@
-"""`Fetcher`: gets pages of the public internet for a model, within limits."""
+"""`Fetcher`: fetches pages of the public internet for a model, within limits."""
 
 import asyncio
 import time
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from protego import Protego
 
 AGENT = "AgentFactory"
-"""The name by which a robots.txt addresses us."""
+"""Our user agent in a robots.txt."""
 _HEADERS = {
     "User-Agent": f"{AGENT}/0.1 (agent of a language model; obeys robots.txt)",
     "Accept": "text/html,application/xhtml+xml,text/plain,application/pdf;q=0.8,*/*;q=0.5",
     "Accept-Language": "en,*;q=0.5",
-    # of the encodings, those whose decompression is bounded everywhere
+    # only encodings whose decompression is bounded on every installation
     "Accept-Encoding": "gzip, deflate",
 }
 _READABLE = ("application/xhtml+xml", "application/xml", "application/json", "application/pdf")
@@ -31,25 +31,25 @@ _MOST_REDIRECTS = 5
 _CONNECT_SECONDS = 10.0
 _CONNECTIONS, _TO_ONE_HOST, _TO_OWN_HOSTS = 64, 8, 512
 _ROBOTS_BYTES = 500 << 10
-"""How much of a robots.txt is read: what RFC 9309, section 2.5, asks for."""
+"""Maximum bytes read of a robots.txt, as RFC 9309, section 2.5, requires."""
 _ROBOTS_SECONDS, _ROBOTS_DOWN_SECONDS = 3600.0, 60.0
-"""How long rules are kept, and that a site cannot give any."""
+"""Lifetime of a site's cached rules, and of a cached failure to get them."""
 _ROBOTS_KEPT = 1000
 
 
 class Fetcher:
-    """Gets documents over HTTP. One object serves all chains of an event loop.
+    """An HTTP client for documents. One object serves all chains of an event loop.
 
-    Every address, also each redirect's, is checked after its name was resolved, and the connection is made to the
-    address that was checked. Cookies, proxies of the environment and passwords are not used.
+    Every address, including each redirect's, is checked after name resolution, and the connection goes to the checked
+    address. Cookies, environment proxies and passwords are not used.
 
     Args:
-        allow_hosts: Hosts in private networks that may be reached: HOST, or HOST:PORT. They belong to the recipe's
-            world: if one fails, this is a failure of the infrastructure and nothing that a model has to cope with.
-        robots: Whether a site's robots.txt is obeyed.
-        seconds: Time for one document, with its redirects and robots.txt.
-        max_bytes: Size of a document, after decompression.
-        resolver: What resolves names; None: the system.
+        allow_hosts: Hosts in private networks that may be fetched: HOST, or HOST:PORT. They belong to the recipe's
+            world, so their failures are infrastructure failures, which the model does not have to handle.
+        robots: Whether to obey a site's robots.txt.
+        seconds: Timeout of one document, including redirects and robots.txt.
+        max_bytes: Maximum size of a document after decompression.
+        resolver: Resolver of host names; None: the system's.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Fetcher:
         """Return the document at `address`.
 
         Raises:
-            PageError: there is none that the model may read; the message tells it why.
-            ToolInfrastructureError: names cannot be resolved, or a host of `allow_hosts` does not answer.
+            PageError: the model cannot or must not read it; the message tells the model why.
+            ToolInfrastructureError: name resolution fails, or a host in `allow_hosts` does not answer.
         """
         url = parse_address(address, self._allowed)
         try:
@@ -103,11 +103,11 @@ class Fetcher:
             await session.close()
 
     def _session(self, url: URL) -> aiohttp.ClientSession:
-        # a session belongs to the event loop that runs when it is made
+        # a session belongs to the event loop that was running when it was created
         own = self._is_own(url)
         if own not in self._opened:
             resolver = CheckedResolver(self._allowed, self._resolver)
-            # the recipe's own hosts serve all chains at once: one that waited for the others would run out of time
+            # the recipe's own hosts serve all chains concurrently: a chain that waited for others would time out
             most, to_one_host = (_TO_OWN_HOSTS, 0) if own else (_CONNECTIONS, _TO_ONE_HOST)
             self._opened[own] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(resolver=resolver, limit=most, limit_per_host=to_one_host),
@@ -119,7 +119,7 @@ class Fetcher:
         return self._opened[own]
 
     def _redirect(self, response: aiohttp.ClientResponse) -> URL | None:
-        """Return where a redirect leads; None if it is none."""
+        """Return a redirect's target; None if the response is not a redirect."""
         location = response.headers.get("Location")
         if response.status not in _REDIRECTS or location is None:
             return None
@@ -148,7 +148,7 @@ class Fetcher:
         return Document(str(url), kind, response.charset, content)
 
     async def _ask_robots(self, url: URL) -> None:
-        """Raise PageError if the site's robots.txt does not want us to open `url`."""
+        """Raise PageError if the site's robots.txt disallows `url`."""
         origin = url.origin()
         async with self._asking.setdefault(origin, asyncio.Lock()):
             known = self._rules.get(origin)
@@ -167,9 +167,9 @@ class Fetcher:
             raise PageError(f"{url.host} does not want {url} to be opened by programs (robots.txt).")
 
     async def _robots(self, origin: URL) -> "Protego | str":
-        """Return the rules of a site (RFC 9309, section 2.3.1): without a robots.txt everything may be opened; of a
-        site that cannot give it nothing, and the reason is returned."""
-        # searches use this module, too, and need no package for robots.txt
+        """Return a site's robots.txt rules (RFC 9309, section 2.3.1). A missing file allows everything. If the site
+        cannot serve the file, nothing is allowed: return the reason as a string."""
+        # searches import this module, too, and must not need the extra
         from protego import Protego
 
         url = origin / "robots.txt"
@@ -187,19 +187,19 @@ class Fetcher:
         return Protego.parse("")
 
     def _is_own(self, url: URL) -> bool:
-        """Return whether `allow_hosts` names the host of `url`."""
+        """Return whether `allow_hosts` includes the host of `url`."""
         return self._allowed.include(url.raw_host or "", url.port or 0)
 
     def _down(self, url: URL, told: str) -> Exception:
-        """Return the error of a host that does not serve a page."""
+        """Return the error for a host that fails to serve a page."""
         if self._is_own(url):
             return ToolInfrastructureError(f"{url.host}:{url.port}, which allow_hosts names, {told}")
         return PageError(f"{url.host} {told}.")
 
 
 async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
-    """Return the decompressed body, of which no more than `most` bytes are kept in memory; None if it is larger, or
-    its beginning with `cut`."""
+    """Return the decompressed body, holding at most `most` bytes in memory. If it is larger, return None, or its first
+    `most` bytes if `cut`."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk

@@ -1,4 +1,4 @@
-"""Documents of the web as markdown whose links have numbers."""
+"""Web documents as markdown with numbered links."""
 
 import codecs
 import re
@@ -15,11 +15,11 @@ from yarl import URL
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 
 _MOST_LINKS = 5000
-"""Links of a page that get numbers."""
+"""Maximum number of numbered links per page."""
 _HEAD_BYTES = 1024
-"""Where HTML names its charset (WHATWG, "prescan")."""
+"""Bytes at the start in which HTML declares its charset (WHATWG, "prescan")."""
 _HEAD_CHARACTERS = 64 << 10
-"""Where HTML has its title."""
+"""Characters at the start in which the title is looked for."""
 _META = re.compile(rb"""<(?:meta[^>]*\bcharset|\?xml[^>]*\bencoding)\s*=\s*["']?\s*([A-Za-z0-9_:.-]+)""", re.IGNORECASE)
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _SUPERSETS: dict[str, str] = {
@@ -32,7 +32,7 @@ _SUPERSETS: dict[str, str] = {
     "euc_kr": "cp949",
     "big5": "big5hkscs",
 }
-"""Charsets that pages name, and those that browsers read them as (WHATWG Encoding)."""
+"""Charset labels -> the encodings that browsers use for them (WHATWG Encoding)."""
 _CHARSETS = re.compile(
     r"utf-(8|16(-[lb]e)?)|cp\d+|iso8859-\d+|koi8-[ru]|gb18030|euc_jp|iso2022_jp|big5hkscs|mac-.*|tis-620"
 )
@@ -50,7 +50,7 @@ _TITLE_CHARACTERS = 200
 
 
 def read_document(document: Document) -> Text:
-    """Return a document as text. Some documents take minutes: call it where it can be ended (`Reader`).
+    """Convert a document to text. Some documents take minutes: call it in a process that can be killed (`Reader`).
 
     Raises PageError if it cannot be read.
     """
@@ -63,7 +63,7 @@ def read_document(document: Document) -> Text:
 
 
 def decode(content: bytes, charset: str | None) -> str:
-    """Return text: by its byte order mark, the server's charset, the page's own, UTF-8, or else Windows-1252."""
+    """Decode text by its byte order mark, else the server's charset, the page's own, UTF-8, or Windows-1252."""
     for mark, marked in _MARKS:
         if content.startswith(mark):
             return content[len(mark) :].decode(marked, "replace")
@@ -78,7 +78,7 @@ def decode(content: bytes, charset: str | None) -> str:
 
 
 def _known_charset(name: str) -> str | None:
-    # only charsets of pages: Python also calls `punycode` and `unicode_escape` encodings of text
+    # only web charsets: Python also has text encodings such as `punycode` and `unicode_escape`
     try:
         known: str = codecs.lookup(name).name
     except (LookupError, ValueError):
@@ -88,14 +88,14 @@ def _known_charset(name: str) -> str | None:
 
 
 class _Numbers:
-    """The links of a page, numbered in the order in which they come; two links to one address have one number."""
+    """The links of a page, numbered in order of first occurrence; links to the same address share a number."""
 
     def __init__(self, base: URL) -> None:
         self._page = self._base = base.with_fragment(None)
         self.numbers: dict[str, int] = {}
 
     def relate(self, base: str | None) -> None:
-        """Take what `<base href>` says: to what relative addresses relate."""
+        """Set the base of relative addresses from `<base href>`."""
         with suppress(ValueError):
             self._base = self._base.join(URL(base or ""))
 
@@ -113,11 +113,11 @@ class _Numbers:
         return {"custom": f"[{label}][{number}]"}
 
     def visit_image(self, _context: Any, _source: str, description: str, _title: str) -> Any:
-        """Return an image's markdown: what it shows."""
+        """Return an image's markdown: its alternative text."""
         return {"custom": " ".join(description.split())}
 
     def _target(self, href: str) -> str | None:
-        """Return the address of a link to another page; None for a place on this one, or something else."""
+        """Return the address of a link to another page; None for a link within this page, or to anything else."""
         href = href.strip()
         if not href or href.startswith("#"):
             return None

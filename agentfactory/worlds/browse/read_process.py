@@ -1,8 +1,8 @@
-"""The process in which documents become text: hostile ones can keep a library busy for minutes, or crash it.
+"""The subprocess that converts documents to text: hostile ones can keep a library busy for minutes, or crash it.
 
-It reads requests on stdin: a line of JSON (`url`, `type`, `charset`, `bytes`: how many follow, `seconds`) and the
-document. It answers each with a line of JSON: `title`, `text`, `links`, or `error`. The kernel's alarm ends a process
-that takes too long; one whose parent is gone ends by itself.
+A request on stdin is a line of JSON with `url`, `type`, `charset`, `bytes` (the document's length) and `seconds` (the
+time limit), followed by the document. The answer is a line of JSON with `title`, `text` and `links`, or with `error`.
+The kernel's alarm kills the process if a request exceeds its time limit, and the process exits when its parent is gone.
 """
 
 import json
@@ -22,11 +22,11 @@ MEMORY_BYTES = 2 << 30
 def main() -> None:
     """Answer requests until stdin ends."""
     parent_watch.follow_parent()
-    logging.disable()  # what pypdf says of malformed files
+    logging.disable()  # pypdf's warnings about malformed files
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # other output is not a reply
+    os.dup2(2, 1)  # other output must not mix with replies
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin.buffer:
         request = json.loads(line)

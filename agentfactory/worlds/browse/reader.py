@@ -1,4 +1,4 @@
-"""`Reader`: documents become text in processes of their own, which are ended if they take too long."""
+"""`Reader`: converts documents to text in subprocesses, which are killed if they take too long."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 
 _PROCESSES = 2
-"""Documents that are read at a time."""
+"""Documents read concurrently."""
 
 
 class Reader:
-    """Turns documents into text. One object serves all chains of a process; processes start when they are needed.
+    """A converter of documents to text. One object serves all chains of a process; subprocesses start on demand.
 
     Args:
-        seconds: Time for one document.
+        seconds: Time limit per document.
     """
 
     def __init__(self, seconds: float = 10.0) -> None:
@@ -23,16 +23,16 @@ class Reader:
         self._processes = KillableProcesses("agentfactory.worlds.browse.read_process", _PROCESSES)
 
     async def read(self, document: Document) -> Text:
-        """Return a document as text.
+        """Convert a document to text.
 
         Raises:
-            PageError: it cannot be read, or takes too long; the message is for the model.
-            ToolInfrastructureError: no process started.
+            PageError: it cannot be read, or takes too long; the message is shown to the model.
+            ToolInfrastructureError: no subprocess could be started.
         """
         return await run_in_thread(lambda: self._read(document))
 
     def close(self) -> None:
-        """End the processes that read nothing; the next document starts new ones."""
+        """End the idle subprocesses; the next document starts new ones."""
         self._processes.close()
 
     def _read(self, document: Document) -> Text:

@@ -1,4 +1,4 @@
-"""`Pages`: pages of the web as text, from the network or from a cache."""
+"""`Pages`: web pages as text, from the network or a cache."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ class WebPage:
 
 
 class Pages:
-    """Gets pages and reads them. One object serves all chains of a process.
+    """A source of web pages as text. One object serves all chains of a process.
 
     Args:
         allow_hosts: See Fetcher.
         robots: See Fetcher.
-        cache: Folder in which pages are kept for a month; None: they are not kept.
+        cache: Folder of the page cache, with a lifetime of a month; None: no cache.
     """
 
     def __init__(self, allow_hosts: tuple[str, ...] = (), robots: bool = True, cache: Path | None = None) -> None:
@@ -32,15 +32,15 @@ class Pages:
         self._fetcher = Fetcher(allow_hosts, robots)
         self._reader = Reader()
         self._cache = None if cache is None else DiskCache(cache)
-        # what one recipe may reach, another one must not find in the cache
+        # part of the cache key: a recipe must not find pages that only another recipe may fetch
         self._settings = ["page", 1, sorted(allow_hosts), robots]
 
     async def open(self, address: str) -> WebPage:
         """Return the page at `address`.
 
         Raises:
-            PageError: there is none that can be read; the message is for the model.
-            ToolInfrastructureError: the network, the cache or a host of `allow_hosts` fails.
+            PageError: it cannot be read; the message is shown to the model.
+            ToolInfrastructureError: the network, the cache or a host in `allow_hosts` fails.
         """
         url = str(parse_address(address, self._allowed))
         if self._cache is None:
@@ -54,13 +54,13 @@ class Pages:
         return WebPage(kept["url"], Text(text["title"], text["text"], tuple(text["links"])))
 
     def gauges(self) -> dict[str, float]:
-        """Return the counts since the start: pages that came from the cache, and those that did not."""
+        """Return the cache's hits and misses since the start."""
         if self._cache is None:
             return {}
         return {"cache_hits": float(self._cache.hits), "cache_misses": float(self._cache.misses)}
 
     async def close(self) -> None:
-        """Close connections, processes and files."""
+        """Close connections, subprocesses and files."""
         if self._cache is not None:
             await self._cache.close()
         await self._fetcher.close()

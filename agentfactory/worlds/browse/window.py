@@ -1,26 +1,26 @@
-"""`Page`: a long text that a model reads in windows, one at a time."""
+"""`Page`: a long text that the model reads one window at a time."""
 
 import re
 from collections.abc import Iterator, Sequence
 
 WINDOW_CHARACTERS = 4000
-"""Default size of a window: about a thousand tokens of English."""
+"""Default size of a window, about a thousand tokens of English."""
 _SURROUNDINGS = 120
-"""Characters that `find` shows before and after what it found."""
+"""Characters of context that `find` shows before and after a match."""
 _SHOWN = 8
-"""Passages that `find` shows."""
+"""Maximum number of passages that `find` shows."""
 _QUOTED = 80
-"""Characters of the text to find that are repeated to the model."""
+"""Maximum characters of the search text that `find` repeats."""
 
 
 class Page:
-    """A document in windows of at most `size` characters, which end where a paragraph, a line or a word ends.
+    """A document split into windows of at most `size` characters, at ends of paragraphs, lines or words.
 
-    The model is told of windows as pages: "page 2 of 7".
+    Texts for the model call a window a page: "page 2 of 7".
 
     Args:
-        text: Plain text or markdown. Its links read `[label][3]`.
-        links: The addresses of the links; that of number 3 is `links[2]`.
+        text: Plain text or markdown, with links as `[label][3]`.
+        links: The addresses of the links; link 3 has the address `links[2]`.
     """
 
     def __init__(self, title: str, text: str, links: Sequence[str] = (), size: int = WINDOW_CHARACTERS) -> None:
@@ -35,10 +35,10 @@ class Page:
         return len(self._ends)
 
     def window(self, number: int) -> str:
-        """Return the `number`-th window, from 1, below its title and place.
+        """Return window `number`, from 1, preceded by the title and its position.
 
         Raises:
-            ValueError: there is no such window; the message tells the model which there are.
+            ValueError: there is no such window; the message tells the model the valid numbers.
         """
         if not 1 <= number <= self.count:
             there_is = "only page 1" if self.count == 1 else f"pages 1 to {self.count}"
@@ -49,9 +49,9 @@ class Page:
         return f"{self.title} ({place})\n\n{shown}" if self.title else f"({place})\n\n{shown}"
 
     def find(self, text: str) -> str:
-        """Return where `text` occurs, with its surroundings and the window of each place, in the document's order.
+        """Return the occurrences of `text` in document order, each with its window and surrounding text.
 
-        Case and the kind of white space between words do not matter.
+        Ignores case and the kind of white space between words.
         """
         words = text.split()
         if not words:
@@ -75,7 +75,7 @@ class Page:
         return "\n".join([f'"{shown}" occurs {times}{first}:', *passages])
 
     def _surroundings(self, start: int, end: int) -> tuple[str, int]:
-        """Return the place from `start` to `end` with whole words around it, on one line, and where this ends."""
+        """Return the text around `start` to `end`, extended by whole words, on one line, and its end position."""
         first = max(0, start - _SURROUNDINGS)
         last = min(len(self.text), end + _SURROUNDINGS)
         if first:
@@ -87,7 +87,7 @@ class Page:
 
 
 def _ends(text: str, size: int) -> Iterator[int]:
-    """Yield where each window ends: behind the last paragraph, line or word that still fits."""
+    """Yield the end position of each window: after the last paragraph, line or word that still fits."""
     start = 0
     while len(text) - start > size:
         start = _end(text, start, start + size)
@@ -96,7 +96,7 @@ def _ends(text: str, size: int) -> Iterator[int]:
 
 
 def _end(text: str, start: int, limit: int) -> int:
-    """Return the best end between `start` and `limit`: a paragraph's or line's in the second half, else a word's."""
+    """Return the best end between `start` and `limit`: a paragraph or line end in the second half, else a word end."""
     for separator, earliest in (("\n\n", (start + limit) // 2), ("\n", (start + limit) // 2), (" ", start)):
         at = text.rfind(separator, earliest, limit)
         if at > start:

@@ -1,7 +1,7 @@
-"""Plays Harbor tasks without a model: the solution has to pass the tests, and doing nothing must not.
+"""Check Harbor tasks without a model: each task's solution must pass its tests, and doing nothing must fail them.
 
-`python -m agentfactory.worlds.harbor.check FOLDER IMAGE=ROOT ...`, such as `ubuntu:24.04=/`. Exits with 1 if a task
-does not behave.
+`python -m agentfactory.worlds.harbor.check FOLDER IMAGE=ROOT ...`, such as `ubuntu:24.04=/`. Exits with status 1 if a
+task fails this check.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from agentfactory.worlds.harbor.tasks import Image, load_rows
 
 
 async def play(row: dict[str, Any], commands: Sequence[str] = (), solve: bool = False) -> dict[str, float]:
-    """Play a task by commands, or by its solution, and return what its tests say."""
+    """Play a task with commands or with its solution, and return the rewards of its tests."""
     shell = Harbor()
     try:
         await shell.reset(**row)
@@ -31,7 +31,7 @@ async def play(row: dict[str, Any], commands: Sequence[str] = (), solve: bool = 
 
 
 async def check(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print the rewards of the solution and of doing nothing for each task; return whether all are as they should."""
+    """Print each task's rewards for its solution and for doing nothing; return whether all are as expected."""
     good = True
     for row in rows:
         solved, idle = await play(row, solve=True), await play(row)
@@ -42,11 +42,11 @@ async def check(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def main() -> None:
-    """Check the tasks that the command line names."""
+    """Check the tasks given on the command line."""
     parser = argparse.ArgumentParser(prog="python -m agentfactory.worlds.harbor.check", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("images", nargs="*", metavar="IMAGE=ROOT")
-    parser.add_argument("--run-done", action="store_true", help="RUN instructions were done in the roots")
+    parser.add_argument("--run-done", action="store_true", help="the roots already have the results of RUN")
     arguments = parser.parse_args()
     pairs = (text.rpartition("=") for text in arguments.images)
     images = {image: Image(str(Path(root).resolve()), arguments.run_done) for image, _, root in pairs}

@@ -1,4 +1,4 @@
-"""What a task's Dockerfile says: the image, the working folder, variables and copied files."""
+"""A parser for tasks' Dockerfiles: image, working folder, variables and copied files."""
 
 import json
 import re
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 _IGNORED = frozenset({"CMD", "EXPOSE", "LABEL", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "SHELL"})
-"""They say nothing of the file system, or of how single commands run."""
+"""Instructions that affect neither the file system nor single commands."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 
 
 class Unsupported(ValueError):
-    """An instruction that cannot be honoured: `line` of the file, and a fix."""
+    """An instruction cannot be honoured. Has its `line` in the file, the problem and a fix."""
 
     def __init__(self, line: int, problem: str, fix: str) -> None:
         super().__init__(problem)
@@ -22,19 +22,19 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True)
 class Copy:
-    """Files of the task's `environment/` and their place in the image."""
+    """A COPY of files from the task's `environment/` to their place in the image."""
 
     sources: list[str]
     target: str
     into: bool
-    """The target is a folder, which the sources are put into."""
+    """True if the target is a folder that the sources are copied into."""
     mode: int | None
     line: int
 
 
 @dataclass
 class Dockerfile:
-    """A Dockerfile without its RUN instructions, which are the numbers of their lines in `runs`."""
+    """A parsed Dockerfile. RUN instructions are not executed: `runs` lists their line numbers and commands."""
 
     image: str = ""
     workdir: str = "/"
@@ -59,7 +59,7 @@ def parse(text: str) -> Dockerfile:
             if not found.image:
                 raise Unsupported(line, "FROM names no image", "name one")
         elif not found.image:
-            raise Unsupported(line, f"{name} stands before FROM", "begin with FROM")
+            raise Unsupported(line, f"{name} comes before FROM", "begin with FROM")
         elif name == "WORKDIR":
             found.workdir = str(PurePosixPath(found.workdir, _expanded(value, scope)))
         elif name == "ENV":
@@ -79,7 +79,7 @@ def parse(text: str) -> Dockerfile:
 
 
 def _instructions(text: str) -> list[tuple[int, str, str]]:
-    """Return (number of the first line, name, value) of each instruction, continued lines joined."""
+    """Return (first line number, name, value) of each instruction, with continuation lines joined."""
     found: list[tuple[int, str, str]] = []
     parts: list[str] = []
     first = 0
@@ -109,7 +109,7 @@ def _copy(line: int, name: str, value: str, scope: dict[str, str], workdir: str)
         raise Unsupported(
             line, f"{name} --from={flags['from']}", "put the files into environment/ or the root file system"
         )
-    # there is one user, who owns everything
+    # the only user owns all files, so chown has no effect
     if unknown := set(flags) - {"chown", "chmod", "link"}:
         raise Unsupported(line, f"{name} --{unknown.pop()} is not supported", "remove it")
     mode = None
@@ -135,7 +135,7 @@ def _pairs(line: int, name: str, value: str) -> dict[str, str]:
         raise Unsupported(line, f"{name} {value}: {error}", "correct it") from None
     if name == "ENV" and words and "=" not in words[0]:
         return {words[0]: " ".join(words[1:])}
-    # an ARG without a default is empty, as nothing gives it
+    # an ARG without a default is empty, because builds get no arguments
     return {key: given for key, _, given in (word.partition("=") for word in words)}
 
 

@@ -1,4 +1,4 @@
-"""`Harbor`: the shell on the files of a Harbor task, whose tests judge the chain."""
+"""`Harbor`: a shell on the files of a Harbor task, with the task's tests as the reward."""
 
 import asyncio
 import json
@@ -22,21 +22,21 @@ from agentfactory.worlds.harbor.dockerfile import Copy
 from agentfactory.worlds.harbor.tasks import HarborTask
 
 _MOST_BYTES = 1 << 20
-"""Longest file with a reward."""
+"""Maximum bytes read of a reward file."""
 
 
 class Harbor(Shell):
-    """The tool `shell` for tasks of `data.harbor`. The reward is that of the task's tests.
+    """An environment with the tool `shell` for tasks of `data.harbor`. The task's tests give the reward.
 
-    Tests run after the agent's processes have ended, in a sandbox of their own: on the files that the agent left, with
-    `/tests` and `/logs/verifier` from copies that no process of the agent ever saw.
+    Tests run in a separate sandbox after the agent's processes have ended. They get the files that the agent left, and
+    fresh copies of `/tests` and `/logs/verifier` that no process of the agent could access.
 
     Args:
         seconds: time limit of a command.
-        processes: processes and threads at a time.
-        memory_mb: memory of all processes together, in MiB, where the task does not say it.
-        disk_mb: size of the files that a chain may change, in MiB, where the task does not say it.
-        output_characters: text of a command that the model sees: its beginning and its end.
+        processes: maximum concurrent processes and threads.
+        memory_mb: memory of all processes together in MiB, unless the task sets it.
+        disk_mb: size of a chain's changeable files in MiB, unless the task sets it.
+        output_characters: characters of a command's output that the model gets: its beginning and its end.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Harbor(Shell):
         self._begun = 0.0
 
     async def reset(self, harbor: Mapping[str, Any], **task: Any) -> None:  # type: ignore[override]
-        """Begin with the files that the task's image and its Dockerfile give. Raises OSError, ValueError."""
+        """Begin with the files of the task's image and its Dockerfile. Raises OSError, ValueError."""
         self._task = found = HarborTask.from_json(harbor)
         self._limits = ProgramLimits(
             self._defaults.processes,
@@ -66,7 +66,7 @@ class Harbor(Shell):
         self._begun = monotonic()
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
-        """See Shell. The task's own time limit is for all commands together."""
+        """See Shell. The task's own time limit applies to all commands together."""
         if self.task.agent_seconds is not None:
             seconds = min(seconds, self._begun + self.task.agent_seconds - monotonic())
             if seconds <= 0:
@@ -74,7 +74,7 @@ class Harbor(Shell):
         return await super().run(command, seconds)
 
     async def solve(self) -> ProgramResult:
-        """Do what the task's solution does (the oracle)."""
+        """Run the task's solution (the oracle)."""
         assert self.workspace is not None
         solution = self.workspace / "solution"
         await in_folder_thread(_fresh_copy, Path(self.task.folder, "solution"), solution)
@@ -88,11 +88,11 @@ class Harbor(Shell):
         tests, logs = self.workspace / "tests", self.workspace / "verifier"
         await in_folder_thread(_fresh_copy, Path(self.task.folder, "tests"), tests)
         await in_folder_thread(_fresh_copy, None, logs)
-        # or packages in the agent's /root would be part of every Python that the tests call
+        # no user site: the tests' Python must not import packages from the agent's /root
         env = {**self.environment(), "PYTHONNOUSERSITE": "1", **self.task.verifier_env}
         script = _script("/tests/test.sh", "/logs/verifier/test-stdout.txt")
         places = {"/tests": tests, "/logs/verifier": logs}
-        await self._allow(self._limits.disk_mb)  # an agent may have left no room for what its tests write
+        await self._allow(self._limits.disk_mb)  # the agent may have left no room for the tests' output
         result = await self._run(script, places, env, self.task.verifier_seconds)
         rewards = None if result.ended else await asyncio.to_thread(_rewards, logs)
         return {"reward": 0.0, "success": 0.0, "no_reward": 1.0} if rewards is None else rewards
@@ -114,7 +114,7 @@ class Harbor(Shell):
         return {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **self.task.env}
 
     async def _allow(self, disk_mb: int) -> None:
-        """Let the chain's files grow by `disk_mb`, if the limit does not allow more."""
+        """Raise the disk limit if necessary, so that the chain's files can grow by `disk_mb`."""
         assert self.workspace is not None
         use = await in_folder_thread(measure, [self.workspace])
         most = max(self._limits.disk_mb, -(-use.size >> 20) + disk_mb)
@@ -129,16 +129,16 @@ class Harbor(Shell):
 
 
 def _script(path: str, output: str = "") -> str:
-    """Return what makes a script executable and runs it, as Harbor does."""
+    """Return a shell command that makes a script executable and runs it, as Harbor does."""
     return f"chmod +x {path} && {path}" + (f" > {output} 2>&1" if output else "")
 
 
 def _stage(task: HarborTask, folder: Path) -> None:
-    """Fill the folders that the chain may change: what the root has there, then what the Dockerfile copies."""
+    """Fill the folders that the chain may change from the root file system, then by the Dockerfile's COPY."""
     folders = {PurePosixPath(place): folder / str(number) for number, place in enumerate(task.writable)}
     for place, outside in folders.items():
         inner = Path(task.root, *place.parts[1:])
-        # of this machine, nobody's files
+        # from this machine's own root, only system folders: no user's files
         if inner.is_dir() and (task.root != "/" or place.parts[1] in ("usr", "etc")):
             shutil.copytree(inner, outside, symlinks=True, ignore=_unreadable)
         else:
@@ -152,7 +152,7 @@ def _stage(task: HarborTask, folder: Path) -> None:
 
 
 def _unreadable(folder: str, names: list[str]) -> list[str]:
-    """Return which entries of a folder of the root are left out: sockets and pipes, and what the sandbox's user may not
+    """Return the entries of a root folder to leave out: sockets, pipes, and files that the sandbox's user must not
     read, such as /etc/shadow."""
     return [name for name in names if not _is_for_sandboxes(Path(folder, name))]
 
@@ -162,12 +162,12 @@ def _is_for_sandboxes(path: Path) -> bool:
         return True
     if not (path.is_file() or path.is_dir()):
         return False
-    # the copy will belong to that user
+    # the sandbox's user will own the copy
     return os.access(path, os.R_OK) if sandbox_user() is None else bool(path.stat().st_mode & stat.S_IROTH)
 
 
 def _put(copy: Copy, context: Path, folders: Mapping[PurePosixPath, Path]) -> None:
-    """Do a COPY: a folder's content, or files, into a folder, or a file to its name."""
+    """Execute a COPY: a folder's contents or files into a folder, or one file to a new name."""
     target = _outside(PurePosixPath(copy.target), folders)
     sources = [path for name in copy.sources for path in _matching(context, name)]
     into = copy.into or len(sources) > 1
@@ -190,13 +190,13 @@ def _matching(context: Path, name: str) -> list[Path]:
 
 
 def _outside(place: PurePosixPath, folders: Mapping[PurePosixPath, Path]) -> Path:
-    """Return where a place inside lies outside."""
+    """Map a path inside the sandbox to the path outside."""
     base = next(base for base in folders if place.is_relative_to(base))
     return folders[base] / place.relative_to(base)
 
 
 def _fresh_copy(source: Path | None, target: Path) -> None:
-    """Copy a folder (None: an empty one) for the sandbox."""
+    """Copy a folder for the sandbox; None: create an empty one."""
     if source is None:
         target.mkdir()
     else:
@@ -208,7 +208,7 @@ def _rewards(logs: Path) -> dict[str, float] | None:
     """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid."""
     for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
         try:
-            # the folder's files are the sandbox's: a link may lead anywhere
+            # the sandbox controls these files: a link could point anywhere
             descriptor = os.open(logs / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             continue
@@ -222,15 +222,15 @@ def _rewards(logs: Path) -> dict[str, float] | None:
         rewards = {**found, "success": float(found["reward"] >= 1.0)}
         try:
             EnvironmentReward.parse(rewards, name)
-        except TypeError:  # the agent may have written it, and is not to get out of its reward by that
+        except TypeError:  # the agent may have written the file, and must not escape its reward by an invalid one
             return None
         return rewards
     return None
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """Return the numbers of a JSON object by name, or of a JSON number as `reward`. The reward is the one of that name,
-    or else the mean. Raises ValueError, TypeError."""
+    """Return a JSON object's numbers by name, or a JSON number as `reward`. An object without `reward` gets the mean of
+    its numbers as reward. Raises ValueError, TypeError."""
     given = json.loads(text)
     values = given if isinstance(given, dict) else {"reward": given}
     if not values or not all(isinstance(value, int | float) for value in values.values()):

@@ -1,4 +1,4 @@
-"""Tasks in Harbor's format: read, checked, and given as rows by data.harbor."""
+"""`data.harbor`: load and check tasks in Harbor's format, as data rows."""
 
 import difflib
 import os
@@ -34,36 +34,36 @@ _UNSUPPORTED = {
     "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
     "verifier": ("environment", "collect"),
 }
-"""Fields that ask for what a sandbox does not have."""
+"""Fields for features that a sandbox lacks."""
 _OF_A_TASK = ("task.toml", "instruction.md")
-"""A folder with one of these is a task."""
+"""Files that mark a folder as a task."""
 _HONOURED = {
     "agent": ("timeout_sec", "user"),
     "verifier": ("timeout_sec", "env", "user", "environment_mode"),
     "environment": ("memory_mb", "storage_mb", "workdir", "env", "docker_image", "os"),
     "solution": ("env",),
 }
-"""Fields that have an effect here. Others may be Harbor's, and are left alone unless they look like one of these."""
+"""Fields with an effect here. Others may be Harbor's own; they are ignored, unless they look like a typo of these."""
 _CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
-"""Places that belong to the format or to the sandbox."""
+"""Paths reserved for the format or the sandbox."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """The root file system that stands for an image."""
+    """The root file system used in place of an image."""
 
     root: str
     run_done: bool = False
-    """The RUN instructions of its tasks were done there."""
+    """True if the root already has the results of its tasks' RUN instructions."""
     writable: tuple[str, ...] = ()
-    """Further folders that tasks may change; each chain gets a copy."""
+    """Additional folders that tasks may change; each chain gets a copy."""
 
 
 @dataclass(frozen=True)
 class HarborTask:
-    """What the sandbox of a task needs."""
+    """A task's settings for its sandbox."""
 
     folder: str
     name: str
@@ -72,7 +72,7 @@ class HarborTask:
     env: dict[str, str]
     copies: list[Copy]
     writable: list[str]
-    """Folders that may be changed. No one lies in another one."""
+    """Folders that may be changed, none of them inside another."""
     agent_seconds: float | None = None
     verifier_seconds: float = 600.0
     verifier_env: dict[str, str] = field(default_factory=dict)
@@ -81,23 +81,23 @@ class HarborTask:
     storage_mb: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a field of a row."""
+        """Return the task as a field of a row."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return what `to_json` has made a mapping of."""
+        """Return the task from the mapping made by `to_json`."""
         return cls(**{**data, "copies": [Copy(**copy) for copy in data["copies"]]})
 
 
 def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dict[str, Any]]:
-    """Return a row for each task below `folder` (or for the one that `folder` is), sorted by name: `question`, the
-    instruction; `task`, its name; and `harbor`, for the sandbox.
+    """Return a row for each task in `folder`, or for `folder` itself if it is a task, sorted by name. A row has
+    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings).
 
-    Raises SettingError, below `field`, with the task's name, its file and what to do.
+    Raises SettingError below `field`, with the task's name, the file and a fix.
     """
     if not folder.is_dir():
-        raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a folder for each task")
+        raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a subfolder per task")
     is_task = any((folder / name).is_file() for name in _OF_A_TASK)
     found = [folder] if is_task else sorted({path.parent for name in _OF_A_TASK for path in folder.glob(f"*/{name}")})
     if not found:
@@ -109,7 +109,7 @@ def _row(folder: Path, images: Mapping[str, Image], field: str) -> dict[str, Any
     reader = _Reader(folder, images, field)
     instruction = _without_canary(reader.text("instruction.md")).strip()
     if not instruction:
-        raise reader.error("instruction.md", "it is empty", "say there what is to be done")
+        raise reader.error("instruction.md", "it is empty", "describe the task there")
     return {"question": instruction, "task": folder.name, "harbor": reader.task().to_json()}
 
 
@@ -135,7 +135,7 @@ class _Reader:
         try:
             return (self.folder / name).read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise self.error(name, "there is no such file", "add it, or take the task out") from None
+            raise self.error(name, "there is no such file", "add it, or remove the task") from None
         except (OSError, UnicodeDecodeError) as error:
             raise self.error(name, f"it cannot be read: {error}", "correct it") from None
 
@@ -154,7 +154,7 @@ class _Reader:
         return float(value)
 
     def whole(self, section: str, name: str, older: str) -> int | None:
-        """Return a number of MiB; `older` is the field's former name, with a text such as 2G."""
+        """Return a size in MiB; `older` is the field's former name, whose value is text such as 2G."""
         text = self.section(section).get(older)
         if text is None:
             value = self.number(section, name)
@@ -167,7 +167,7 @@ class _Reader:
     def variables(self, section: str) -> dict[str, str]:
         given = self.section(section).get("env", {})
         if not isinstance(given, dict):
-            raise self.error("task.toml", f"{section}.env: got {short(given)}", "write a table of names and texts")
+            raise self.error("task.toml", f"{section}.env: got {short(given)}", "write a table of names and strings")
 
         def value(name: str, text: str) -> str:
             def one(match: re.Match[str]) -> str:
@@ -187,7 +187,7 @@ class _Reader:
         image = self._image(dockerfile)
         workdir = str(PurePosixPath(dockerfile.workdir, self.section("environment").get("workdir") or "."))
         if workdir == "/":
-            problem = "no WORKDIR: commands would begin in /, where nothing can be changed"
+            problem = "no WORKDIR: commands would start in /, which is read-only"
             raise self.error("environment/Dockerfile", problem, "add WORKDIR /app, or environment.workdir to task.toml")
         return HarborTask(
             folder=str(self.folder),
@@ -218,8 +218,8 @@ class _Reader:
         for section, names in _UNSUPPORTED.items():
             for name in names:
                 if self.section(section).get(name):
-                    problem = f"{section}.{name}: got {short(self.section(section)[name])}, which no sandbox here has"
-                    raise self.error("task.toml", problem, "remove it, or take the task out")
+                    problem = f"{section}.{name}: got {short(self.section(section)[name])}, which sandboxes lack"
+                    raise self.error("task.toml", problem, "remove it, or remove the task")
         if (system := str(self.section("environment").get("os", "linux")).lower()) != "linux":
             raise self.error("task.toml", f"environment.os: got {system!r}", "only linux tasks run here")
         if (mode := self.section("verifier").get("environment_mode", "shared")) != "shared":
@@ -231,7 +231,7 @@ class _Reader:
         self.text("tests/test.sh")
         for name in ("docker-compose.yaml", ".dockerignore"):
             if (self.folder / "environment" / name).exists():
-                raise self.error(f"environment/{name}", "it is not supported", "remove it, or take the task out")
+                raise self.error(f"environment/{name}", "it is not supported", "remove it, or remove the task")
 
     def _dockerfile(self) -> Dockerfile:
         image = self.section("environment").get("docker_image")
@@ -263,7 +263,7 @@ class _Reader:
             raise SettingError(self.field, problem, "name a folder with a root file system, or /")
         if dockerfile.runs and not image.run_done:
             line, command = dockerfile.runs[0]
-            problem = f"RUN {command[:80]}: nothing is run to build an image"
+            problem = f"RUN {command[:80]}: images are not built, so RUN is not executed"
             fix = f"do it in the root file system, and set run_done: true for {dockerfile.image} in {self.field}.images"
             raise self.error(f"environment/Dockerfile, line {line}", problem, fix)
         return image
@@ -284,32 +284,32 @@ class _Reader:
             is_folder = copy.into or any((context / source.lstrip("/")).is_dir() for source in copy.sources)
             place = copy.target if is_folder else str(PurePosixPath(copy.target).parent)
             if place == "/" or any(PurePosixPath(place).is_relative_to(own) for own in _OWN):
-                raise self.error(name, f"COPY to {copy.target}: nothing can be put there", "use a folder such as /app")
+                raise self.error(name, f"COPY to {copy.target}: this path is reserved", "use a folder such as /app")
             places.add(place)
         return sorted(p for p in places if not any(PurePosixPath(q) in PurePosixPath(p).parents for q in places))
 
 
 class HarborImage(Section):
-    """The root file system for an image that Harbor tasks begin with. A path alone stands for {root: PATH}."""
+    """The root file system used for an image of Harbor tasks. A path alone means {root: PATH}."""
 
     root: str
     """Folder with a root file system, shown read-only; `/` shows this machine's programs, libraries and /etc."""
     run_done: bool = False
-    """The RUN instructions of its tasks were done in it. Otherwise tasks that have some are refused."""
+    """true: the root already has the results of its tasks' RUN instructions. false: tasks with RUN are refused."""
     writable: list[str] = []
-    """Folders in it that tasks may change; each chain gets a copy. The tasks' WORKDIR, the folders that they COPY to,
-    /root and /tmp are copied anyway."""
+    """Additional folders that tasks may change; each chain gets a copy. The tasks' WORKDIR, the targets of COPY, /root
+    and /tmp are always copied."""
 
 
 class HarborSource(TaskSource):
-    """Tasks in Harbor's format, for `tools: [harbor]` (docs/harbor.md). A path alone stands for {folder: PATH}."""
+    """Tasks in Harbor's format, for `tools: [harbor]` (docs/harbor.md). A path alone means {folder: PATH}."""
 
     paths: ClassVar[tuple[str, ...]] = ("", "folder", "images.*", "images.*.root")
 
     folder: str
-    """Folder with a folder for each task, or the folder of one."""
+    """Folder with a subfolder per task, or the folder of a single task."""
     images: dict[str, HarborImage] = {}
-    """FROM of the tasks' Dockerfiles -> the root file system that stands for it."""
+    """FROM image of the tasks' Dockerfiles -> the root file system to use for it."""
 
     @model_validator(mode="before")
     @classmethod

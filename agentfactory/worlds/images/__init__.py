@@ -1,1 +1,1 @@
-"""Image tools: zoom, turn, mirror, enhance, draw and measure, and a code interpreter that shows images."""
+"""Image tools: zoom, rotate, flip, enhance, draw and measure, and a code interpreter that shows images."""

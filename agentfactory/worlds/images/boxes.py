@@ -1,4 +1,4 @@
-"""The part of an image that a box stands for, with boxes that no model could see made larger."""
+"""Conversion of a model's bounding box to pixels; boxes too small for the vision tower are enlarged."""
 
 import math
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from agentfactory.tools.images.coordinates import Size
 
 MOST_ASPECT = 100
-"""Largest ratio of a part's sides: half of what models are shown at all."""
+"""Maximum aspect ratio of a part: half the maximum of any image shown to a model."""
 
 PixelBox = tuple[int, int, int, int]
-"""Left, top, right and bottom edge, in pixels."""
+"""Left, top, right and bottom edge in pixels."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an image, and what a model is told of how it differs from the box that it asked for."""
+    """A part of an image, with notes to the model on differences from the requested box."""
 
     box: PixelBox
     notes: tuple[str, ...] = ()
-    """Ends of sentences that begin with the box."""
+    """Predicates of sentences whose subject is the box."""
 
 
 def part_of(box: Sequence[float], size: Size, least: int = 1, most_aspect: float = math.inf) -> Part:
-    """Return the pixels of a box (left, top, right, bottom) within an image: cut to it, rounded to whole pixels, and
-    grown around its middle, as far as the image goes, to `least` pixels on a side, and at most `most_aspect` times as
-    long as wide. Raises ValueError, for a model, if it is no box or has nothing of the image."""
+    """Convert a box (left, top, right, bottom) to whole pixels of an image: clip it, then grow it around its center, as
+    far as the image allows, to at least `least` pixels per side and an aspect ratio of at most `most_aspect`. Raises
+    ValueError, with a message for the model, if it is not a box or lies outside the image."""
     if len(box) != 4:
         raise ValueError(f"a box has four numbers, left, top, right and bottom, and this one {len(box)}")
     if box[0] >= box[2] or box[1] >= box[3]:
@@ -50,13 +50,13 @@ def part_of(box: Sequence[float], size: Size, least: int = 1, most_aspect: float
 
 
 def _near(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
-    """Return whether intervals are the same to half a pixel: a model may round."""
+    """Return whether intervals are equal within half a pixel, as models may round."""
     pairs = zip(one, other, strict=True)
     return all(abs(a - b) <= 0.5 for first, second in pairs for a, b in zip(first, second, strict=True))
 
 
 def _grown(interval: tuple[int, int], least: int, side: int) -> tuple[int, int]:
-    """Return an interval with a length of at least `least`, moved into 0 to `side`, which may be shorter."""
+    """Grow an interval to a length of at least `least` and shift it into 0 to `side`, which limits its length."""
     first, last = interval
     length = min(side, max(least, last - first))
     if length == last - first:

@@ -1,4 +1,4 @@
-"""`ImageInterpreter`: the tools of images, and Python on the same images."""
+"""`ImageInterpreter`: the image tools, and Python on the same images."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,29 +12,29 @@ from agentfactory.worlds.images.pictures import Picture
 
 _SHOWN_FILES = ("*.png", "*.jpg", "*.jpeg")
 _FILES_MB = 32
-"""How large the images that a cell saves may be together, in MiB."""
+"""Maximum total size of the images that a cell saves, in MiB."""
 _MOST_SHOWN = 8
-"""Images that one cell may show."""
+"""Maximum images that a cell shows."""
 
 
 class ImageInterpreter(ImageTools):
-    """`ImageTools` with a tool `python`, for which the images of the chain are files, and which shows what it saves.
+    """`ImageTools` with a tool `python`, which gets the chain's images as files and shows the images that it saves.
 
-    Code runs as in `CodeInterpreter`: in a sandbox of the chain, cell by cell.
+    Code runs as in `CodeInterpreter`: in the chain's own sandbox, cell by cell.
 
     Args:
         labels: see ImageTools.
         least: see ImageTools.
-        sandbox: this and all that follow: see CodeInterpreter.
+        sandbox: see CodeInterpreter for this and all following options.
         seconds: time limit of a cell.
         memory_mb: address space of the process, in MiB.
         disk_mb: size of the workspace, in MiB of memory.
-        output_characters: text of a cell that the model sees.
+        output_characters: characters of a cell's output that the model gets.
         packages: installed distributions that the code can import.
 
     Raises:
-        ValueError: an option out of its range, or a package that is not installed.
-        SandboxUnavailable: there is no bubblewrap, or no Python for the inside.
+        ValueError: an option is out of range, or a package is not installed.
+        SandboxUnavailable: bubblewrap, or a Python for the sandbox, is missing.
     """
 
     sandboxed: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class ImageInterpreter(ImageTools):
             sandbox, seconds, memory_mb, disk_mb, output_characters, packages, None, _SHOWN_FILES, _FILES_MB
         )
         self._written = 0
-        """Images that are files of the workspace."""
+        """Number of the chain's images already written to the workspace."""
 
     async def reset(  # type: ignore[override]  # either kind of method may override the other
         self, images: list[Any], model_view: dict[str, Any] | None = None, **task: Any
@@ -103,11 +103,11 @@ class ImageInterpreter(ImageTools):
         await self._interpreter.release()
 
     async def healthy(self) -> bool:
-        """Return whether the next chain will find a sandbox."""
+        """Return whether the sandbox can serve the next chain."""
         return await self._interpreter.healthy()
 
     async def close(self) -> None:
-        """End everything."""
+        """End the process and remove the workspace."""
         await self._interpreter.close()
 
 

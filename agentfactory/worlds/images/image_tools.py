@@ -1,5 +1,4 @@
-"""`ImageTools`: an environment in which a model looks closer at the images of its task, and draws and measures in
-them."""
+"""`ImageTools`: an environment with tools to zoom into, transform, mark and measure a task's images."""
 
 import math
 from collections.abc import Sequence
@@ -15,28 +14,28 @@ from agentfactory.worlds.images.boxes import MOST_ASPECT, Part, part_of
 from agentfactory.worlds.images.pictures import Contrast, Crop, Direction, Draw, Flip, Picture, Point, Step, Turn
 
 Box = Annotated[list[float], Field(min_length=4, max_length=4)]
-"""Left, top, right and bottom edge, as the model states places."""
+"""Left, top, right and bottom edge, in the model's coordinate convention."""
 Place = Annotated[list[float], Field(min_length=2, max_length=2)]
-"""x and y, as the model states places."""
+"""x and y, in the model's coordinate convention."""
 Colour = Literal["red", "green", "blue", "yellow", "cyan", "magenta", "black", "white"]
 
 
 class ImageTools(Environment):
-    """Shows parts of a task's images, turned, in a mirror, with more contrast or with marks, and measures in them.
+    """An environment with tools to crop, rotate, flip, enhance, mark and measure a task's images.
 
-    The images of a chain have numbers, from 0: first those of the task's `images`, then each that a tool has shown, one
-    of these or any other. Places are numbers as the model states them (`rollout.coordinates`), of the image that the
-    call names. Each result has in its info which part of which image it shows, in pixels of that image in full size:
-    `image` (its own number), `of`, `box`, and the `size` of that image.
+    A chain's images are numbered from 0: first the task's `images`, then each image that any tool has shown.
+    Coordinates are in the model's convention (`rollout.coordinates`), relative to the image that the call names. A
+    result's info has its own number (`image`), the number of the original image (`of`), the part of it that is shown
+    (`box`, in pixels of the full-size original) and the original's `size`.
 
-    It judges nothing: give the recipe `rewards:`.
+    It has no reward: set `rewards:` in the recipe.
 
     Args:
-        labels: say the number of each new image before it. Models that were trained to count images do without.
-        least: shortest side of a part in pixels; a smaller one grows to it. null: that of one token of the model.
+        labels: whether to state each new image's number before it; models trained to count images need no labels.
+        least: minimum side of a part in pixels; smaller parts grow to it. null: the side of one image token.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of range.
     """
 
     def __init__(self, labels: bool = True, least: int | None = None) -> None:
@@ -48,8 +47,8 @@ class ImageTools(Environment):
         self._pictures: list[Picture] = []
 
     def reset(self, images: list[Any], model_view: dict[str, Any] | None = None, **task: Any) -> str | None:
-        """Begin with the row's images, as paths or anything else that can be decoded. Without a model, places are
-        pixels. Raises ValueError if a file does not exist."""
+        """Begin with the row's images, as paths or anything else that `decode` accepts. Without `model_view`,
+        coordinates are pixels. Raises ValueError if a file does not exist."""
         self._view = ModelView.of(model_view)
         self._pictures = [Picture(image, number) for number, image in enumerate(images)]
         if model_view is None or not (self._labels and self._view.needs_sizes):
@@ -152,8 +151,8 @@ class ImageTools(Environment):
         )
 
     def take_images(self, images: list[str]) -> list[str]:
-        """Give the images of other tools the next numbers, and return what is said before each. One that no model can
-        be shown gets none."""
+        """Number the images of other tools, and return the text to insert before each. An image that cannot be shown to
+        a model gets no number, and empty text."""
         return [self._taken(image) for image in images]
 
     def _taken(self, image: str) -> str:
@@ -177,14 +176,14 @@ class ImageTools(Environment):
     def _part(
         self, box: Sequence[float], picture: Picture, argument: str, least: int = 1, most_aspect: float = math.inf
     ) -> Part:
-        """Return the pixels of a box that the model stated."""
+        """Convert the model's box to pixels."""
         try:
             return part_of(self._view.to_pixels(box, picture.size), picture.size, least, most_aspect)
         except ValueError as error:
             raise ValueError(f"{argument}: got {list(box)}: {error}") from None
 
     def _notes(self, part: Part, picture: Picture, name: str) -> list[str]:
-        """Return what the model is to be told of a box."""
+        """Return the notes to the model on a changed box."""
         told = [f"{name} {note}." for note in part.notes]
         return [*told, f"It is {self._view.stated(part.box, picture.size)} now."] if told else []
 
@@ -195,7 +194,7 @@ class ImageTools(Environment):
             raise ValueError(f"{argument}: {error}") from None
 
     def _made(self, picture: Picture, step: Step, notes: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the result of a tool that makes a new image, which gets the next number."""
+        """Return the result of a tool that derives a new image, and give that image the next number."""
         return self._show(picture.changed(step), notes)
 
     def _show(self, made: Picture, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -206,7 +205,7 @@ class ImageTools(Environment):
         return {"observation": [said, shown] if said else shown, **place}
 
     def _seen(self, made: Picture) -> Image.Image:
-        """Return an image as the model gets it."""
+        """Return the image at the size that the model gets."""
         return self._view.shown(made.pixels())
 
     def _add(self, made: Picture) -> int:
@@ -215,7 +214,7 @@ class ImageTools(Environment):
         return len(self._pictures) - 1
 
     def _named(self, number: int, picture: Picture) -> list[str]:
-        """Return what is said before an image is shown, if anything."""
+        """Return the label that precedes an image, if there is one."""
         size = f" ({_sides(picture)} pixels)" if self._view.needs_sizes else ""
         return [f"Image {number}{size}:"] if self._labels else []
 

@@ -1,4 +1,4 @@
-"""Images of a chain that are made of others, and the way back to the places of those."""
+"""Derived images of a chain, and the mapping of their coordinates back to the originals."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,14 +18,14 @@ from agentfactory.tools.images.lru_cache import ByteCache
 from agentfactory.worlds.images.boxes import PixelBox
 
 Point = tuple[float, float]
-"""x and y in pixels, from the upper left corner of the image."""
+"""x and y in pixels from the image's upper left corner."""
 _KEPT_BYTES = 512 << 20
-"""Bytes of pixels that a process keeps for its chains; others are made again when they are needed."""
+"""Bytes of pixels that a process caches for its chains; evicted images are recomputed on demand."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Maps a place in one image to a place in another: (x, y) -> (a x + b y + c, d x + e y + f)."""
+    """An affine map from points of one image to another: (x, y) -> (a x + b y + c, d x + e y + f)."""
 
     a: float = 1.0
     b: float = 0.0
@@ -35,12 +35,12 @@ class Way:
     f: float = 0.0
 
     def of(self, point: Point) -> Point:
-        """Return where a place is."""
+        """Map a point."""
         x, y = point
         return self.a * x + self.b * y + self.c, self.d * x + self.e * y + self.f
 
     def then(self, other: "Way") -> "Way":
-        """Return this way followed by another."""
+        """Return the composition: this map, then `other`."""
         c, f = other.of((self.c, self.f))
         return Way(
             other.a * self.a + other.b * self.d,
@@ -53,20 +53,20 @@ class Way:
 
 
 class Step(ABC):
-    """One change of an image. Steps are compared by value."""
+    """A transformation of an image. Steps are compared by value."""
 
     @abstractmethod
     def apply(self, image: Image.Image) -> Image.Image:
-        """Return the changed image."""
+        """Return the transformed image."""
 
     def back(self, size: Size) -> Way:
-        """Return the way from the changed image to the one before, which has this size."""
+        """Return the map from the transformed image back to its source, which has this size."""
         return Way()
 
 
 @dataclass(frozen=True)
 class Crop(Step):
-    """A part of the image."""
+    """A crop to a part of the image."""
 
     box: PixelBox
 
@@ -81,7 +81,7 @@ class Crop(Step):
 
 @dataclass(frozen=True)
 class Turn(Step):
-    """The image turned clockwise about its middle, whole; what is beside it is white."""
+    """A clockwise rotation about the center. The canvas grows to hold the whole image; its corners are white."""
 
     degrees: float
 
@@ -100,7 +100,7 @@ class Turn(Step):
         """See Step."""
         sine, cosine = self._sine_cosine()
         (width, height), (new_width, new_height) = size, self._size(size)
-        # y points downwards, so that this turns counterclockwise: back
+        # y points down, so this rotates counterclockwise: back
         turned = Way(cosine, sine, 0.0, -sine, cosine, 0.0)
         x, y = turned.of((new_width / 2, new_height / 2))
         return Way(cosine, sine, width / 2 - x, -sine, cosine, height / 2 - y)
@@ -124,14 +124,14 @@ _QUARTERS = (
     lambda image: image.transpose(Image.Transpose.ROTATE_180),
     lambda image: image.transpose(Image.Transpose.ROTATE_90),
 )
-"""How an image is turned clockwise by quarters."""
+"""Clockwise rotations by 0, 90, 180 and 270 degrees."""
 
 Direction = Literal["left_right", "top_bottom"]
 
 
 @dataclass(frozen=True)
 class Flip(Step):
-    """The image in a mirror."""
+    """A mirror image."""
 
     direction: Direction
 
@@ -149,7 +149,7 @@ class Flip(Step):
 
 @dataclass(frozen=True)
 class Contrast(Step):
-    """The image with each pixel's distance from the mean grey multiplied."""
+    """A contrast change: multiplies each pixel's distance from the mean grey."""
 
     factor: float
 
@@ -160,7 +160,7 @@ class Contrast(Step):
 
 @dataclass(frozen=True)
 class Draw(Step):
-    """The image with boxes, or with discs around points, each in the same colour."""
+    """Boxes or discs at points drawn into the image, all in the same colour."""
 
     colour: str
     boxes: tuple[PixelBox, ...] = ()
@@ -170,7 +170,7 @@ class Draw(Step):
         """See Step."""
         drawn = image.copy()
         pencil = ImageDraw.Draw(drawn)
-        # the model may get the image reduced
+        # thick lines, because the model may get a downscaled image
         width = max(2, round(min(image.size) / 150))
         for left, top, right, bottom in self.boxes:
             pencil.rectangle((left, top, right - 1, bottom - 1), outline=self.colour, width=width)
@@ -180,14 +180,14 @@ class Draw(Step):
 
 
 class Picture:
-    """An image of a chain: of a file, or made of another one by a step. Its pixels are made when they are needed, and
-    kept for all chains of a process."""
+    """An image of a chain, from a source or derived from another picture by a step. Pixels are computed on demand and
+    cached for all chains of a process."""
 
     def __init__(self, source: Any, number: int) -> None:
-        """Create the image numbered `number` of whatever `decode` takes. Raises ValueError if it is a file that does
-        not exist."""
+        """Create image `number` of the chain from a source that `decode` accepts. Raises ValueError if it is a file
+        that does not exist."""
         self.origin = number
-        """Number of the first image in the chain."""
+        """The chain's number of the original image."""
         self._source = source
         self._before: Picture | None = None
         self._steps: tuple[Step, ...] = ()
@@ -202,13 +202,13 @@ class Picture:
             self._key = str(path.absolute()), status.st_mtime_ns, status.st_size
 
     def changed(self, step: Step) -> "Picture":
-        """Return the picture after another step."""
+        """Return the picture derived by one more step."""
         after = copy(self)
         after._before, after._steps, after._size = self, (*self._steps, step), None
         return after
 
     def pixels(self) -> Image.Image:
-        """Return the image in RGB, in full size; not to be changed. Raises ValueError if it cannot be decoded."""
+        """Return the full-size RGB image, which must not be modified. Raises ValueError if it cannot be decoded."""
         key = self._key, self._steps
         with _lock:
             found = _kept.get(key)
@@ -227,18 +227,18 @@ class Picture:
 
     @property
     def back(self) -> Way:
-        """The way from a place in this picture to the place in the first image."""
+        """The map from points of this picture to the original image."""
         if self._before is None:
             return Way()
         return self._steps[-1].back(self._before.size).then(self._before.back)
 
     @property
     def first(self) -> "Picture":
-        """The image that all steps begin with."""
+        """The original image, before all steps."""
         return self if self._before is None else self._before.first
 
     def box_in_first(self) -> list[float]:
-        """Return the smallest upright box that holds all that is seen here of the first image."""
+        """Return the smallest axis-aligned box that contains everything shown here of the original image."""
         if self._before is None:
             return [0.0, 0.0, *map(float, self.size)]
         around = self._before.box_in_first()
@@ -248,7 +248,7 @@ class Picture:
         corners = [self.back.of((x, y)) for x in (0, width) for y in (0, height)]
         limits = [(min(along), max(along)) for along in zip(*corners, strict=True)]
         box = [limits[0][0], limits[1][0], limits[0][1], limits[1][1]]
-        # of a picture that was turned, a part may reach into the white
+        # a part of a rotated picture may extend into the white corners
         return [round(min(max(edge, around[n % 2]), around[2 + n % 2]), 2) for n, edge in enumerate(box)]
 
 

@@ -1,4 +1,4 @@
-"""`Jvm`: a Java process with ScienceWorld's engine, which plays several games, one call at a time."""
+"""`Jvm`: a Java process with ScienceWorld's engine that plays several games, one call at a time."""
 
 import os
 import shutil
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 _START_SECONDS = 120.0
 _ANSWER_SECONDS = 120.0
-"""How long a call may take; the slowest, loading a scene with its gold path, takes seconds."""
+"""Timeout of a call; the slowest, loading a scene with its gold path, takes seconds."""
 _OUT_OF_MEMORY = 3
 """Exit status of a JVM with -XX:+ExitOnOutOfMemoryError."""
 
 
 class GameLost(ToolInfrastructureError):
-    """The game's Java process has ended, or the engine failed: nothing is left of the game."""
+    """The game is lost, because its Java process has ended or the engine failed."""
 
 
 def check_engine() -> None:
-    """Raise SettingError, which says what to install, if the engine or Java is missing."""
+    """Raise SettingError with installation advice if the engine or Java is missing."""
     check_extra("scienceworld")
     java = _java()
     if shutil.which(java) is None:
@@ -47,27 +47,27 @@ def _java() -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """What an action led to."""
+    """The result of an action."""
 
     observation: str
     score: int
     """From 0 to 100; -100 if the task has failed."""
     completed: bool
     moves: int
-    """Moves so far: `wait` takes eleven, most actions one; looking, and what is not understood, none."""
+    """Moves so far: `wait` takes eleven, most actions one; looking and unrecognized actions take none."""
 
 
 class Jvm:
-    """A Java process. It ends with this process, however that ends.
+    """A Java process. It ends when this process ends, in whatever way.
 
-    The engine keeps some of a game's state in global variables: its random numbers, the next object's number, and the
-    simplifications. Each game has them for itself: they are exchanged when another game's call comes.
+    The engine keeps part of a game's state in global variables: the random generator, the next object's number, and the
+    simplifications. They are swapped when a call is for another game than the last, so games do not share them.
 
     Args:
-        heap_mb: Most memory of its objects, in MiB; it needs about 150 MiB besides.
+        heap_mb: Maximum heap size in MiB; the process needs about 150 MiB in addition.
 
     Raises:
-        GameLost: it did not start.
+        GameLost: the process did not start.
     """
 
     def __init__(self, heap_mb: int) -> None:
@@ -79,7 +79,7 @@ class Jvm:
         self._present: Game | None = None
         self._forgotten: deque[Game] = deque()
         self._ended = False
-        # no timing depends on the JIT's last tier, and neither does it on threads that collect garbage
+        # neither the JIT's last tier nor parallel garbage collection makes the engine faster
         options = [f"-Xmx{heap_mb}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:+ExitOnOutOfMemoryError"]
         classes = ["-classpath", os.pathsep.join((find_jar_path(), JAR_PATH))]
         server = ["py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
@@ -109,7 +109,7 @@ class Jvm:
             port=int(port),
             auth_token=token.decode().strip(),
             read_timeout=_ANSWER_SECONDS,
-            # would ask the JVM in whichever thread collects garbage, and wait there
+            # memory management would call the JVM from whichever thread collects garbage, and block it
             enable_memory_management=False,
         )
         self._gateway = JavaGateway(gateway_parameters=address)
@@ -119,16 +119,16 @@ class Jvm:
 
     def _prepare(self) -> None:
         java, nowhere = self._classes.java, "/dev/null"
-        # the engine prints what it does; nobody reads it
+        # discard the engine's output, which nothing reads
         java.lang.System.setOut(java.io.PrintStream(nowhere))
-        # it writes types that are new to it into the current folder, which all processes share
+        # it would write newly seen types to a file in the current folder, which all processes share
         self._field("util.UniqueTypeID$", "FILENAME_IDS").set(self._object("util.UniqueTypeID"), nowhere)
         self._random, self._random_field = self._object("scala.util.Random"), self._field("scala.util.Random", "self")
         self._numbers = self._classes.util.UniqueIdentifier
         self._simplifier = self._classes.main.scala.scienceworld.runtime.SimplifierProcessor
 
     def _object(self, name: str) -> Any:
-        """Return the one object that Scala calls `name`."""
+        """Return the Scala singleton object `name`."""
         return self._field(f"{name}$", "MODULE$").get(None)
 
     def _field(self, of: str, name: str) -> Any:
@@ -138,7 +138,7 @@ class Jvm:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """True while the process runs."""
         return not self._ended and self._process.poll() is None
 
     @property
@@ -148,14 +148,14 @@ class Jvm:
 
     @property
     def loss(self) -> str:
-        """Why it has ended."""
+        """The reason why the process has ended."""
         status = self._process.poll()
         if status == _OUT_OF_MEMORY:
             return f"Java needed more than {self._heap_mb} MiB; raise heap_mb, or lower games_per_jvm"
         return "the Java process was ended" if status is None else f"the Java process ended with status {status}"
 
     def resident_mb(self) -> int:
-        """Return its resident memory in MiB; 0 if it has ended."""
+        """Return the resident memory in MiB; 0 if the process has ended."""
         try:
             return psutil.Process(self.pid).memory_info().rss >> 20
         except psutil.NoSuchProcess:
@@ -175,7 +175,7 @@ class Jvm:
         """Return the result of `function`, which calls the engine for a game.
 
         Raises:
-            GameLost: the process has ended, or did not answer and was killed; or the engine failed in this game.
+            GameLost: the process has ended, or was killed because it did not answer, or the engine failed.
         """
         with self._lock, self._calling():
             self._detach_forgotten()
@@ -184,7 +184,7 @@ class Jvm:
             return function()
 
     def forget(self, game: "Game") -> None:
-        """Have the process forget a game, with the next call: nobody waits for it."""
+        """Free a game's objects in the JVM at the next call, without waiting."""
         self._forgotten.append(game)
 
     def _detach_forgotten(self) -> None:
@@ -199,16 +199,16 @@ class Jvm:
     def _exchange(self, game: "Game") -> None:
         if self._present is not None:
             self._present.next_number = self._numbers.count()
-        self._present = None  # until all is exchanged
+        self._present = None  # until the swap is complete
         self._random_field.set(self._random, game.random)
-        # the name that Scala gives to an assignment
+        # Scala's name for the setter
         getattr(self._numbers, "count_$eq")(game.next_number)
         self._simplifier.parseSimplificationStr(",".join(game.simplifications))
         self._present = game
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Raise GameLost for what can fail in a call. A process that does not answer is killed."""
+        """Convert a call's failures to GameLost. A process that does not answer is killed."""
         from py4j.protocol import Py4JError, Py4JJavaError
 
         if self._ended:
@@ -219,36 +219,36 @@ class Jvm:
             raise GameLost(f"ScienceWorld's engine failed: {error.java_exception.toString()}") from None
         except (Py4JError, OSError) as error:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)  # a process that just ended, to know why
+                self._process.wait(1.0)  # reaps a process that has just ended, for its exit status
             silent = self._process.poll() is None
             self.end()
             told = f"Java did not answer within {_ANSWER_SECONDS:g} s" if silent else self.loss
             raise GameLost(told) from error
 
     def generator(self) -> Any:
-        """Return a new generator of random numbers. Raises GameLost."""
+        """Return a new random generator. Raises GameLost."""
         with self._lock, self._calling():
             return self._classes.java.util.Random()
 
     def interface(self) -> Any:
-        """Return a new interface of the engine, within `call`."""
+        """Return a new interface to the engine. Use within `call`."""
         return self._classes.scienceworld.runtime.pythonapi.PythonInterface()
 
     def lines(self, texts: Any) -> list[str]:
-        """Return a Java list of texts, within `call`: it takes one answer instead of one per text."""
+        """Return a Java list of strings in one round trip instead of one per string. Use within `call`."""
         joined = self._classes.java.lang.String.join("\n", texts)
         self._gateway.detach(texts)
         return joined.split("\n") if joined else []
 
 
 class Game:
-    """One play of a task. Any thread may call it; a process plays its games one call at a time.
+    """A game of one task variation. Thread-safe; calls to one process are serialized.
 
     Args:
-        gold: Compute the gold path, too, which doubles the time.
+        gold: Also compute the gold path, which doubles the loading time.
 
     Raises:
-        GameLost: also raised by all methods but `close`.
+        GameLost: also raised by all methods except `close`.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Game:
         self.random = jvm.generator()
         self.engine: Any = None
         try:
-            # as the game's own call: it takes random numbers and numbers for objects
+            # as the game's own call, because it consumes random numbers and object numbers
             self.engine = self._call(jvm.interface)
             fault = self._call(lambda: self.engine.load(task, variation, ",".join(simplifications), gold))
             if fault:
@@ -273,15 +273,15 @@ class Game:
         return self.jvm.call(self, function)
 
     def description(self) -> str:
-        """Return what the task is."""
+        """Return the task description."""
         return self._call(self.engine.getTaskDescription)
 
     def look(self) -> str:
-        """Return what the room shows; takes no time in the game."""
+        """Return the observation of the room; costs no move."""
         return self._call(self.engine.freeActionLook)
 
     def step(self, action: str) -> Step:
-        """Act."""
+        """Take an action."""
 
         def step() -> Step:
             observation, engine = self.engine.step(action), self.engine
@@ -291,13 +291,13 @@ class Game:
         return self._call(step)
 
     def valid_actions(self) -> list[str]:
-        """Return the actions that would do something here: up to thousands, which can take a tenth of a second."""
+        """Return the valid actions: up to thousands, which can take a tenth of a second."""
         return self._call(lambda: self.jvm.lines(self.engine.getValidActionObjectCombinations()))
 
     def gold_path(self) -> list[str]:
-        """Return actions that lead to the score 100, if the game was made with `gold`."""
+        """Return actions that reach the score 100, if the game was created with `gold`."""
         return self._call(lambda: self.jvm.lines(self.engine.getGoldActionSequence()))
 
     def close(self) -> None:
-        """Let go of the game; does not wait for the process."""
+        """Release the game without waiting for the process."""
         self.jvm.forget(self)

@@ -1,4 +1,4 @@
-"""`Jvms`: the Java processes in which the games of a process are played."""
+"""`Jvms`: a pool of Java processes that play games."""
 
 import threading
 from collections.abc import Iterator
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 from agentfactory.worlds.scienceworld.jvm import Game, GameLost, Jvm
 
 _MOST_GAMES = 500
-"""After so many games a process plays no new ones, whatever its engine keeps of old ones."""
+"""Games after which a process is retired, in case its engine leaks memory of old games."""
 _BESIDES_HEAP_MB = 320
-"""Memory of a process besides its objects: measured are 130 to 170 MiB. One with more has grown."""
+"""Allowed memory of a process beyond its heap (measured: 130 to 170 MiB); a larger one is retired."""
 
 
 @dataclass(eq=False)
 class _Place:
-    """A process, which starts when its first game is begun."""
+    """A slot for a process, which starts with its first game."""
 
     starting: threading.Lock = field(default_factory=threading.Lock)
     jvm: Jvm | None = None
     games: int = 0
-    """Games that are played in it, or are about to be."""
+    """Games being played in it, or about to begin."""
     played: int = 0
 
 
 class Jvms:
-    """Java processes of `heap_mb` for `games_per_jvm` games each. They start when they are needed.
+    """A pool of Java processes with a heap of `heap_mb` for `games_per_jvm` games each, started on demand.
 
-    A process that has ended is replaced by the next game; so is one that has grown or played many games, which is ended
-    with its last game. Any thread may call the methods.
+    A process that has ended is replaced at the next game. A process that has grown, or has played many games, is
+    retired: it gets no new games and ends with its last one. Thread-safe.
     """
 
     def __init__(self, heap_mb: int, games_per_jvm: int) -> None:
@@ -44,7 +44,7 @@ class Jvms:
 
     @contextmanager
     def _place(self) -> Iterator[_Place]:
-        """Reserve a place for a game; given back if the game does not begin."""
+        """Reserve a place for a game, and release it if the game does not begin."""
         with self._lock:
             self._sort_out()
             free = [place for place in self._places if place.games < self._most]
@@ -70,7 +70,7 @@ class Jvms:
             return Play(self, place, Game(place.jvm, task, variation, simplifications, gold))
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of processes and of games in them, and since the start of lost and replaced processes."""
+        """Return the numbers of processes and of their games, and of processes lost and replaced since the start."""
         with self._lock:
             places = [*self._places, *self._leaving]
             return {
@@ -81,7 +81,7 @@ class Jvms:
             }
 
     def pids(self) -> list[int]:
-        """Return the ids of the processes."""
+        """Return the process ids."""
         with self._lock:
             return [place.jvm.pid for place in (*self._places, *self._leaving) if place.jvm is not None]
 
@@ -97,7 +97,7 @@ class Jvms:
                     place.jvm.end()
 
     def _sort_out(self) -> None:
-        """Take out the processes that play no new games."""
+        """Retire the processes that should get no new games."""
         for place in list(self._places):
             if place.jvm is None:
                 continue
@@ -115,7 +115,7 @@ class Jvms:
         with self._lock:
             place.games -= 1
             if place.jvm is None and place.games == 0 and place in self._places:
-                self._places.remove(place)  # did not start
+                self._places.remove(place)  # its process did not start
             self._end_if_empty(place)
 
     def _end_if_empty(self, place: _Place) -> None:
@@ -126,14 +126,14 @@ class Jvms:
 
 
 class Play:
-    """A game and its place among the processes."""
+    """A game and its place in the pool."""
 
     def __init__(self, jvms: Jvms, place: _Place, game: Game) -> None:
         self._jvms, self._place = jvms, place
         self.game = game
 
     def end(self) -> None:
-        """Let go of the game, once."""
+        """Release the game. Further calls have no effect."""
         self.game.close()
         self._jvms._leave(self._place)
 
@@ -143,7 +143,7 @@ _sharing = threading.Lock()
 
 
 def open_jvms(heap_mb: int, games_per_jvm: int) -> Jvms:
-    """Return this process's Java processes of these settings, to be given back by `close_jvms`."""
+    """Return this process's shared pool with these settings; release it by `close_jvms`."""
     with _sharing:
         jvms = _shared.setdefault((heap_mb, games_per_jvm), Jvms(heap_mb, games_per_jvm))
         jvms.users += 1
@@ -151,7 +151,7 @@ def open_jvms(heap_mb: int, games_per_jvm: int) -> Jvms:
 
 
 def close_jvms(jvms: Jvms) -> None:
-    """Give them back; they end with their last user."""
+    """Release the pool; its processes end with the last user."""
     with _sharing:
         jvms.users -= 1
         if jvms.users > 0:

@@ -1,4 +1,4 @@
-"""The instruction that published agents are given: that of ETO (Song et al., 2024, arXiv:2403.02502) and AgentGym."""
+"""The instruction used for published agents, from ETO (Song et al., 2024, arXiv:2403.02502) and AgentGym."""
 
 from agentfactory.worlds.scienceworld.published_tasks import EASY, resolved
 
@@ -34,9 +34,9 @@ _ACTIONS = {
 
 
 def instruction(simplifications: str) -> str:
-    """Return the published instruction, which is for `easy`; for other simplifications, without what they lack.
+    """Return the published instruction, which is for `easy`; for other simplifications, without what they disable.
 
-    With `easy` it says that containers are open, which the engine's `easy` does not do: so it is published.
+    For `easy` it claims that containers are open, although the engine's `easy` leaves them closed: kept as published.
     """
     published = simplifications == EASY
     names = resolved(simplifications)

@@ -38,17 +38,17 @@ TASKS = {
     "mendelian-genetics-known-plant": ("10-1", 120),
     "mendelian-genetics-unknown-plant": ("10-2", 480),
 }
-"""Name -> its number in the paper, and the number of its variations. As the engine counts them, which takes seconds."""
+"""Name -> (number in the paper, count of variations). Copied from the engine, which takes seconds to count them."""
 
 SIMPLIFICATIONS = ("teleportAction", "openDoors", "openContainers", "selfWateringFlowerPots", "noElectricalAction")
 EASY = "easy"
-"""All simplifications but `openContainers`, without `noElectricalAction` in tasks on electricity."""
+"""All simplifications except `openContainers`, and in tasks on electricity except `noElectricalAction`."""
 
 _ELECTRICAL = ("power-component", "conductivity")
 
 
 class Split(StrEnum):
-    """The official splits: the first half of a task's variations, the next quarter, and the rest."""
+    """The official splits: the first half of a task's variations, the next quarter and the rest."""
 
     TRAIN = "train"
     DEV = "dev"
@@ -63,7 +63,7 @@ class Split(StrEnum):
 
 
 def named(task: Any, field: str = "task") -> str:
-    """Return the name of the task with this name or number. Raises SettingError if there is none."""
+    """Return the name of the task with this name or number. Raises SettingError if it does not exist."""
     numbers = {number: name for name, (number, _) in TASKS.items()}
     if isinstance(task, str) and (task in TASKS or task in numbers):
         return numbers.get(task, task)
@@ -71,7 +71,7 @@ def named(task: Any, field: str = "task") -> str:
 
 
 def check_variation(task: str, variation: Any) -> int:
-    """Return `variation`. Raises SettingError if the task has none of this number."""
+    """Return `variation`. Raises SettingError if the task has no such variation."""
     _, count = TASKS[task]
     if type(variation) is not int or not 0 <= variation < count:
         raise SettingError("variation", f"got {short(variation)}", f"{task} has the variations 0 to {count - 1}")
@@ -79,9 +79,9 @@ def check_variation(task: str, variation: Any) -> int:
 
 
 def resolved(simplifications: Any, task: str | None = None) -> tuple[str, ...]:
-    """Return the simplifications of a text such as `easy` or `openDoors,teleportAction`, for a task.
+    """Parse simplifications such as `easy` or `openDoors,teleportAction` for a task.
 
-    Raises SettingError: it names others, or the task cannot be done without the electrical actions.
+    Raises SettingError if a name is unknown, or if the task needs the electrical actions that it disables.
     """
     if not isinstance(simplifications, str):
         raise SettingError("simplifications", f"got {short(simplifications)}", "give names with commas between them")
@@ -102,7 +102,7 @@ def resolved(simplifications: Any, task: str | None = None) -> tuple[str, ...]:
 def rows(
     split: str, question: str, tasks: Sequence[str] | None, per_task: int | None, simplifications: str
 ) -> list[dict[str, Any]]:
-    """Return a row per variation, task by task. Raises SettingError."""
+    """Return a row per variation, grouped by task. Raises SettingError."""
     if split not in tuple(Split):
         raise SettingError("split", f"got {short(split)}", f"use one of {', '.join(Split)}")
     if per_task is not None and (type(per_task) is not int or per_task < 1):

@@ -1,4 +1,4 @@
-"""`ScienceWorld`: an environment in which a model does the experiments of a primary school's science lessons."""
+"""`ScienceWorld`: an environment with text-based science experiments at elementary-school level."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from agentfactory.worlds.scienceworld.published_prompt import instruction
 from agentfactory.worlds.scienceworld.published_tasks import EASY, check_variation, named, resolved, rows
 
 _LONGEST_ACTION = 1000
-"""Characters of an action that are read; the engine's parser takes seconds for texts of some pages."""
+"""Maximum characters of an action; the engine's parser takes seconds for a text of several pages."""
 _LISTED_ACTIONS = 100
-"""Actions with an object that `valid_actions` lists at most."""
+"""Maximum actions that a filtered `valid_actions` lists."""
 _WITH_TWO_OBJECTS = {
     "connect": (" to ", "connect OBJ to OBJ"),
     "dunk": (" into ", "dunk OBJ into OBJ"),
@@ -23,27 +23,25 @@ _WITH_TWO_OBJECTS = {
     "pour": (" into ", "pour OBJ into OBJ"),
     "use": (" on ", "use OBJ on OBJ"),
 }
-"""Verb -> the word between two objects, and what stands for all such actions: a room can have thousands."""
+"""Verb -> (word between two objects, summary line for all such actions): a room can have thousands."""
 
 
 class ScienceWorld(Environment):
     """ScienceWorld (Wang et al., 2022): the reward is the score at the end, divided by 100.
 
-    The data row's `task` is a task's name or number, its `variation` a whole number, and its `simplifications`, if it
-    has any, replaces the option. `scienceworld_tasks` makes such rows. All instances of a process share its Java
-    processes.
+    A data row has `task` (name or number), `variation` (an integer) and optionally `simplifications`, which overrides
+    the option. `scienceworld_tasks` makes such rows. All instances of a process share its Java processes.
 
     Args:
-        simplifications: `easy`, or names with commas between them: teleportAction, openDoors, openContainers,
+        simplifications: `easy`, or comma-separated names: teleportAction, openDoors, openContainers,
             selfWateringFlowerPots, noElectricalAction; "" for none.
-        max_moves: the chain ends with the move that exceeds it.
-        show_actions: whether each observation ends with the actions that would do something here, those with two
-            objects in brief.
-        heap_mb: memory of a Java process for its objects, in MiB; it takes about 150 MiB besides.
-        games_per_jvm: chains that share a Java process, which acts for one at a time.
+        max_moves: the chain ends with the move that exceeds this limit.
+        show_actions: whether each observation ends with the valid actions; those with two objects are summarized.
+        heap_mb: heap size of a Java process in MiB; the process needs about 150 MiB in addition.
+        games_per_jvm: chains that share a Java process, which serves one at a time.
 
     Raises:
-        SettingError: an option out of its range, or Java or the engine is missing.
+        SettingError: an option is out of range, or Java or the engine is missing.
     """
 
     def __init__(
@@ -77,10 +75,10 @@ class ScienceWorld(Environment):
         check_engine()
 
     def reset(self, task: str, variation: int, simplifications: str | None = None, **row: Any) -> str:
-        """Begin a variation of a task; return what the task is, and what the first room shows.
+        """Begin a variation of a task; return the task description and the first observation.
 
         Raises:
-            SettingError: there is no such task or variation, or the simplifications do not fit.
+            SettingError: the task, the variation or the simplifications are invalid.
             ToolInfrastructureError: no Java process could be started.
         """
         self.release()
@@ -128,8 +126,8 @@ class ScienceWorld(Environment):
         return "\n".join([*found[:_LISTED_ACTIONS], *more])
 
     def reward(self) -> dict[str, float]:
-        """Return `reward`, the score at the end divided by 100 (-1 if the task has failed), `score` (0 to 100, 0 if it
-        has failed), `success` (whether that is 100), `failed` and `moves`."""
+        """Return `reward` (the final score divided by 100, or -1 if the task has failed), `score` (0 to 100; 0 if
+        failed), `success` (1.0 if the score is 100), `failed` and `moves`."""
         self._here()
         last = self._last
         return {
@@ -141,25 +139,25 @@ class ScienceWorld(Environment):
         }
 
     def anchor(self) -> tuple[str, int] | None:
-        """Return what the last action showed, and the score: the engine's whole state would take it milliseconds. None
-        once the task is done or has failed."""
+        """Return the last observation and the score, because the engine takes milliseconds to export its full state.
+        None once the task is done or has failed."""
         last = self._last
         return None if last.completed else (self._seen, last.score)
 
     def release(self) -> None:
-        """Let go of the game."""
+        """Release the game."""
         play, self._play = self._play, None
         self._last = Step("", 0, False, 0)
         if play is not None:
             play.end()
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of Java processes and of games in them, and since the start of processes that were lost or
-        replaced."""
+        """Return the numbers of Java processes and of their games, and of processes lost and replaced since the
+        start."""
         return self._jvms.gauges()
 
     def close(self) -> None:
-        """Let go of the Java processes, which end with their last user."""
+        """Release the Java processes, which end with their last user."""
         self.release()
         close_jvms(self._jvms)
 
@@ -175,7 +173,7 @@ class ScienceWorld(Environment):
 
 
 def in_brief(actions: Sequence[str]) -> list[str]:
-    """Return the actions with one line for all that name two objects with the same verb, in their order."""
+    """Summarize the two-object actions of each verb in one line; keep the order."""
     return list(dict.fromkeys(map(_brief, actions)))
 
 
@@ -193,9 +191,9 @@ def scienceworld_tasks(
     Args:
         split: `train`, `dev` or `test`.
         tasks: names or numbers of tasks; null: all 30.
-        per_task: first variations of each task in the split; null: all. Published figures are often of ten.
+        per_task: number of first variations per task in the split; null: all. Published results often use ten.
 
-    Raises SettingError: a wrong argument, or Java or the engine is missing.
+    Raises SettingError if an argument is invalid, or if Java or the engine is missing.
     """
     check_engine()
     return rows(split, instruction(simplifications), tasks, per_task, simplifications)

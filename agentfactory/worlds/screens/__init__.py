@@ -1,1 +1,1 @@
-"""Screens: a browser in which a model acts on what it sees."""
+"""Screens: a browser that the model controls from screenshots."""

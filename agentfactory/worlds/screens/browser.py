@@ -1,4 +1,4 @@
-"""`Browser`: a Chromium that the chains of a process share, each in a context of its own."""
+"""`Browser`: a Chromium shared by the chains of a process, each with its own context."""
 
 import asyncio
 import os
@@ -21,18 +21,18 @@ if TYPE_CHECKING:  # takes a while to import
 T = TypeVar("T")
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _CONTEXTS = 500
-"""Contexts after which a Chromium, whose memory grows, is replaced by another one."""
+"""Contexts after which a Chromium is replaced, because its memory grows."""
 _CARE_SECONDS = 15.0
-"""How long Chromium may take to open or close a context; then it is told to end, and playwright kills it."""
+"""Time limit for opening or closing a context. After it Chromium is asked to exit, and playwright kills it."""
 _START_SECONDS = 60.0
 _OPENING = max(4, os.cpu_count() or 1)
-"""Chains that open their page at the same time. More would share the processors, and their pages' time would run out
-while others are opened."""
+"""Chains that open their pages concurrently. With more, the processors would be shared so widely that pages time
+out."""
 _NOWHERE = "http://127.0.0.1:9"
-"""A proxy that does not exist."""
+"""A proxy address where nothing listens."""
 _USELESS_FEATURES = (
     "Translate",
-    # the address bar's popup, which nobody sees: a process for each window, with most of the time of opening one
+    # the address bar's popup, never shown: a process per window, which takes most of the time to open one
     "WebUIOmniboxPopup",
     "WebUIOmniboxAimPopup",
 )
@@ -42,19 +42,19 @@ _PLAYWRIGHT_DISABLES = (
     *("MediaRouter", "NetworkTimeServiceQuerying", "OptimizationHints", "PaintHolding", "PreconnectToSearch"),
     "ThirdPartyStoragePartitioning",
 )
-"""Features that playwright disables by a flag, of which Chromium only heeds the last one: ours."""
+"""Features that playwright disables by the same flag. Chromium heeds only its last occurrence, which is ours."""
 _UNWANTED_FLAGS = (
-    # Chromium's own limit of addresses that a page may change to in a loop, which would hold up all chains
+    # it would disable Chromium's limit on navigation loops, and a looping page would block all chains
     "--disable-ipc-flooding-protection",
 )
-"""Flags that playwright gives."""
+"""Default flags of playwright that we remove."""
 _FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
-    # what does not go through the proxy goes nowhere
+    # no WebRTC traffic past the proxy
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # as older ones call it
-    # Chromium's clipboards are those of all chains
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the flag's name in older versions
+    # all chains share Chromium's clipboards
     "--blink-settings=middleClickPasteAllowed=false",
     f"--disable-features={','.join((*_USELESS_FEATURES, *_PLAYWRIGHT_DISABLES))}",
     # the same pixels on every machine
@@ -73,16 +73,16 @@ class _Running:
 
 
 class Browser:
-    """Opens contexts of Chromium. The first context starts it; another one is started if it has ended, and after 500
-    contexts.
+    """A shared Chromium that opens contexts. It starts with the first context, and is replaced if it has exited or
+    after 500 contexts.
 
-    Pages reach the origins in `allowed` and nothing else: all other connections go to a proxy that does not exist.
+    Pages can reach only the origins in `allowed`: all other connections go to a proxy address where nothing listens.
 
     Args:
         executable: path of the program.
         allowed: patterns such as `https://en.wikipedia.org`, `*.example.org` or `localhost:8000`.
 
-    A chain holds `opening` from `context` on until its page is open.
+    A chain holds the semaphore `opening` from its call of `context` until its page is open.
     """
 
     def __init__(self, executable: str, allowed: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class Browser:
         self.opening = asyncio.Semaphore(_OPENING)
 
     async def context(self, **settings: Any) -> tuple["BrowserContext", Callable[[], Awaitable[None]]]:
-        """Return a new context, and what closes it. If the call is cancelled, nothing stays open.
+        """Return a new context and a function that closes it. A cancelled call leaves nothing open.
 
         Raises:
             ToolInfrastructureError: Chromium does not start.
@@ -108,7 +108,7 @@ class Browser:
             raise
 
     async def close(self) -> None:
-        """End Chromium."""
+        """Close Chromium."""
         while self._work:
             await asyncio.wait(self._work)
         if self._running is not None:
@@ -118,14 +118,14 @@ class Browser:
         self._playwright = None
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Do what has to come to its end although its chain is cancelled: playwright would leave it half done."""
+        """Run `work` to its end even if its chain is cancelled: playwright would leave it half done."""
         task = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
 
     async def _open(self, settings: dict[str, Any]) -> tuple["BrowserContext", Callable[[], Awaitable[None]]]:
-        for _ in range(2):  # again if it turns out that Chromium, or playwright's process, has ended
+        for _ in range(2):  # retry if Chromium or playwright's process turns out to have exited
             running = await self._take()
             try:
                 async with asyncio.timeout(_CARE_SECONDS):
@@ -145,7 +145,7 @@ class Browser:
         await asyncio.shield(self._begin(self._close(context, running)))
 
     async def _take(self) -> _Running:
-        """Return the Chromium for one more context."""
+        """Return the Chromium that takes the next context, starting one if necessary."""
         async with self._starting:
             running = self._running
             if running is None or running.made >= _CONTEXTS or not running.chromium.is_connected():
@@ -166,11 +166,11 @@ class Browser:
         try:
             chromium = await playwright.chromium.launch(
                 executable_path=self._executable,
-                # Chromium's own sandbox does not run as root
+                # Chromium's own sandbox cannot run as root
                 chromium_sandbox=os.getuid() != 0,
                 args=[*_FLAGS, f"--host-resolver-rules={_named(self._allowed)}"],
                 ignore_default_args=list(_UNWANTED_FLAGS),
-                # without <-loopback>, servers of this machine are reached without a proxy
+                # without <-loopback>, connections to this machine would bypass the proxy
                 proxy={"server": _NOWHERE, "bypass": ",".join(("<-loopback>", *self._allowed))},
                 handle_sigint=False,
                 handle_sigterm=False,
@@ -187,7 +187,7 @@ class Browser:
             async with asyncio.timeout(_CARE_SECONDS):
                 await context.close()
         except TimeoutError:
-            # a page that hangs; its chains are told by their next call
+            # a page hangs; this Chromium's other chains fail at their next call
             await self._end(running)
         except Exception as error:
             if not _is_lost(error):
@@ -196,12 +196,12 @@ class Browser:
             await self._end(running)
 
     async def _end(self, running: _Running) -> None:
-        """End a Chromium, and with it playwright's process if that has not ended it, for that hangs or is gone."""
+        """Close a Chromium. If it stays connected, playwright's process hangs or is gone: stop that, too."""
         from playwright.async_api import Error
 
         if self._running is running:
             self._running = None
-        with suppress(Error, TimeoutError):  # it has ended, or is being killed
+        with suppress(Error, TimeoutError):  # it has exited, or is being killed
             async with asyncio.timeout(_CARE_SECONDS):
                 await running.chromium.close()
         if running.chromium.is_connected() and self._playwright is running.playwright:
@@ -210,8 +210,8 @@ class Browser:
 
 
 def _named(allowed: Sequence[str]) -> str:
-    """Return Chromium's rules by which only the names of what is allowed are looked up: asking for another one, as
-    WebRTC does beside the proxy, would tell it to whoever answers for it."""
+    """Return Chromium's resolver rules that look up only allowed hosts: a lookup of any other, which WebRTC makes
+    outside the proxy, would leak the name to its DNS server."""
     hosts = [re.sub(r"^https?://|:\d+$", "", origin).strip("[]") for origin in allowed]
     known = ("127.0.0.1", *(f"*{host}" if host.startswith(".") else host for host in hosts))
     return ", ".join(("MAP * ~NOTFOUND", *(f"EXCLUDE {host}" for host in known)))
@@ -226,8 +226,8 @@ async def _close_unused(opening: "asyncio.Future[tuple[BrowserContext, Callable[
 
 
 async def heed(answer: Awaitable[Any]) -> None:
-    """Give a page the answer that it asks for. One that is gone meanwhile needs none: from an event, playwright would
-    raise its error in the next call of any chain."""
+    """Await an answer to a page's event. Ignore errors of a page that is gone: playwright would raise them in the next
+    call of any chain."""
     from playwright.async_api import Error
 
     with suppress(Error):
@@ -235,7 +235,7 @@ async def heed(answer: Awaitable[Any]) -> None:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether a page, or all of Chromium, is gone."""
+    """Return whether the error means that a page, or all of Chromium, is gone."""
     from playwright.async_api import Error
 
     return isinstance(error, Error) and any(
@@ -247,12 +247,12 @@ def find_chromium(executable: str | None) -> str:
     """Return the path of Chromium.
 
     Raises:
-        SettingError: there is none, or no playwright. It names no field: the machine lacks it.
+        SettingError: Chromium or playwright is missing. The error has no field, because the machine is at fault.
     """
     check_extra("screens")
     names = _NAMES if executable is None else (executable,)
     for name in names:
         if found := shutil.which(name):
             return found
-    wanted = f"there is no program {executable}" if executable else f"there is none of {', '.join(_NAMES)} on the PATH"
+    wanted = f"there is no program {executable}" if executable else f"none of {', '.join(_NAMES)} is on the PATH"
     raise SettingError("", wanted, "apt install chromium, or name another Chromium by the option `executable`")

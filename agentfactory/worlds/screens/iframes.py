@@ -1,4 +1,4 @@
-"""Frames in a page, `<iframe>` in `<iframe>`: which one is at a place, and where in the page its elements are."""
+"""Nested `<iframe>`s: find the frame at a point, and map its elements' boxes to the page."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,12 +7,12 @@ if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Frame, Page
 
 AT = "([x, y]) => document.elementFromPoint(x, y)"
-"""JavaScript: the element at a place."""
+"""JavaScript: the element at a point."""
 FOCUSED = "() => document.activeElement"
-"""JavaScript: the element that gets what is typed."""
+"""JavaScript: the element with the keyboard focus."""
 _WAY = """(frame) => {
   const box = frame.getBoundingClientRect(), style = getComputedStyle(frame);
-  // a frame may be drawn larger or smaller than it is
+  // CSS transforms may scale a frame
   const across = box.width / frame.offsetWidth, down = box.height / frame.offsetHeight;
   const left = box.left + (frame.clientLeft + parseFloat(style.paddingLeft)) * across;
   const top = box.top + (frame.clientTop + parseFloat(style.paddingTop)) * down;
@@ -35,12 +35,12 @@ _OUT_OF = f"""(frame, boxes) => {{
   }}
   return seen;
 }}"""
-"""Boxes of a frame as those of the document that it stands in, without what is covered there."""
+"""JavaScript: map a frame's boxes to its parent document, without boxes that are covered there."""
 
 
 async def frame_with(page: "Page", element: str, place: Sequence[float] = (0, 0)) -> "tuple[Frame, list[float]]":
-    """Return the innermost frame that has the element which JavaScript gives for a place in CSS pixels, and the place
-    in that frame."""
+    """Return the innermost frame that contains the element found by the JavaScript `element` at `place` (CSS pixels),
+    and the place relative to that frame."""
     frame, inside = page.main_frame, [*place]
     while frame.child_frames:
         found = (await frame.evaluate_handle(element, inside)).as_element()
@@ -52,8 +52,8 @@ async def frame_with(page: "Page", element: str, place: Sequence[float] = (0, 0)
 
 
 async def boxes_in(page: "Page", boxes: str) -> list[list[float]]:
-    """Return the boxes that JavaScript gives for the document and for each frame in it, in CSS pixels of the page:
-    left, top, right, bottom."""
+    """Return the boxes found by the JavaScript `boxes` in the document and all its frames, as left, top, right, bottom
+    in CSS pixels of the page."""
     from playwright.async_api import Error
 
     found: list[list[float]] = []
@@ -61,13 +61,13 @@ async def boxes_in(page: "Page", boxes: str) -> list[list[float]]:
         try:
             found += await _out_of(frame, await frame.evaluate(boxes))
         except Error:
-            if not frame.is_detached():  # the page has removed it meanwhile
+            if not frame.is_detached():  # the page has removed the frame in the meantime
                 raise
     return found
 
 
 async def _out_of(frame: "Frame", boxes: Any) -> list[list[float]]:
-    """Return boxes in a frame as those of the page."""
+    """Map a frame's boxes to the page."""
     inner: Frame | None = frame
     while boxes and inner is not None and inner.parent_frame is not None:
         boxes = await (await inner.frame_element()).evaluate(_OUT_OF, boxes)

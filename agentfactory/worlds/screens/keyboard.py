@@ -1,4 +1,4 @@
-"""`Keyboard`: keys that a model presses, and what it copies."""
+"""`Keyboard`: a chain's key presses and clipboard."""
 
 import re
 from contextlib import suppress
@@ -14,11 +14,11 @@ _MODIFIERS = {"control", "shift", "alt", "meta"}
 
 
 def _chord(keys: str) -> frozenset[str]:
-    """Return the keys that are pressed together, without their sides: ControlLeft+KeyV is Control+v.
+    """Normalize a key combination without left and right variants: ControlLeft+KeyV becomes control and v.
 
-    Raises ValueError if more is held than modifiers: Chromium would act on each key while it is pressed.
+    Raises ValueError if a key other than modifiers is held: Chromium would act on each key as it is pressed.
     """
-    names = re.split(r"(?<!^)(?<!\+)\+", keys.lower())  # the second + of Shift++ is a key
+    names = re.split(r"(?<!^)(?<!\+)\+", keys.lower())  # in Shift++ the second + is the key
     *held, last = (re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in names)
     if len(set(held) & _MODIFIERS) < len(held):
         raise ValueError(f"keys: got {keys[:100]!r}; hold Control, Shift, Alt or Meta, and press one key")
@@ -36,7 +36,7 @@ _COPIES, _CUTS, _PASTES = (
 
 
 class Keyboard:
-    """A chain's keyboard. What is copied is only pasted in the same chain, for Chromium has one clipboard for all."""
+    """A chain's keyboard with its own clipboard, because all chains share Chromium's."""
 
     def __init__(self) -> None:
         self._clipboard = ""
@@ -64,7 +64,7 @@ async def _press_known(page: "Page", keys: str) -> None:
     except Error as error:
         if "Unknown key" not in error.message:
             raise
-        for name in keys.split("+"):  # Playwright holds those before an unknown one
+        for name in keys.split("+"):  # Playwright leaves the keys before an unknown one pressed
             with suppress(Error):
                 await page.keyboard.up(name)
         raise ValueError(f"keys: got {keys[:100]!r}; use names such as Enter or Control+A") from None

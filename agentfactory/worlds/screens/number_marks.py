@@ -1,4 +1,4 @@
-"""Numbers on the elements of a page, drawn into its picture."""
+"""Set-of-marks: number the elements of a page in its screenshot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 MOST_MARKS = 500
-"""Elements of a page that have numbers; more could not be read in its picture."""
+"""Maximum numbered elements per page; more would be illegible in the screenshot."""
 FIND_ELEMENTS = """() => {
   const chosen = 'a[href], button, input, select, textarea, summary, [onclick], [contenteditable=true], [tabindex], ' +
     '[draggable=true], [role=button], [role=link], [role=checkbox], [role=radio], [role=tab], [role=menuitem], ' +
@@ -18,14 +18,14 @@ FIND_ELEMENTS = """() => {
     const left = Math.max(box.left, 0), top = Math.max(box.top, 0);
     const right = Math.min(box.right, innerWidth), bottom = Math.min(box.bottom, innerHeight);
     if (right - left < 3 || bottom - top < 3 || element.disabled) continue;
-    // what is covered, or scrolled out of a part of the page, is not seen
+    // skip elements that are covered, or scrolled out of view in a part of the page
     if (element.contains(document.elementFromPoint((left + right) / 2, (top + bottom) / 2)))
       found.push([left, top, right, bottom]);
     if (found.length > MOST) break;
   }
   return found;
 }""".replace("MOST", str(MOST_MARKS))
-"""JavaScript: the boxes of what a user can act on and sees, in CSS pixels: left, top, right, bottom."""
+"""JavaScript: the boxes of visible interactive elements as left, top, right, bottom in CSS pixels."""
 _COLOURS = ("#d00000", "#0050c8", "#007a33", "#9a00b0", "#b05a00", "#005f73")
 
 
@@ -44,7 +44,7 @@ class Mark:
 
 
 def marks_of(boxes: Sequence[Any], width: int, height: int) -> list[Mark]:
-    """Return the first MOST_MARKS of what a page says are boxes, as far as they lie in it: it may say anything."""
+    """Clip the first MOST_MARKS boxes to the page and drop those outside it: an untrusted page may return anything."""
     marks = []
     for given in (Mark(*box) for box in boxes[:MOST_MARKS]):
         mark = Mark(max(given.left, 0), max(given.top, 0), min(given.right, width), min(given.bottom, height))
@@ -54,7 +54,7 @@ def marks_of(boxes: Sequence[Any], width: int, height: int) -> list[Mark]:
 
 
 def draw_marks(picture: Image.Image, marks: Sequence[Mark], scale: float) -> Image.Image:
-    """Return the picture with a frame and a number, from 0, for each element."""
+    """Draw each element's frame and number, from 0, into the picture."""
     drawn = picture.copy()
     pencil = ImageDraw.Draw(drawn)
     font = ImageFont.load_default(max(10, round(11 * scale)))
@@ -64,7 +64,7 @@ def draw_marks(picture: Image.Image, marks: Sequence[Mark], scale: float) -> Ima
         pencil.rectangle((left, top, right - 1, bottom - 1), outline=colour)
         text = str(number)
         _, _, width, height = font.getbbox(text)
-        # beside the element's text where there is room, and always in the picture
+        # beside the element's text if there is room, and always inside the picture
         x = min(max(round(right - width - 2), 0), drawn.width - round(width) - 2)
         y = min(max(top, 0), drawn.height - round(height) - 2)
         pencil.rectangle((x, y, x + width + 1, y + height + 1), fill=colour)

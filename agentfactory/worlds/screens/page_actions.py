@@ -1,4 +1,4 @@
-"""`BaseScreen`: a page in a browser, what is done to it by mouse and keyboard, and its score."""
+"""`BaseScreen`: a browser page with mouse and keyboard actions, and its score."""
 
 import asyncio
 import inspect
@@ -31,21 +31,21 @@ Direction = Literal["up", "down", "left", "right"]
 Button = Literal["left", "right", "middle"]
 _MOST_TABS = 5
 _USES = 100
-"""Chains on pages of ours that use a tab one after the other; its memory grows."""
+"""Chains on our own pages that reuse a tab in succession; limited because the tab's memory grows."""
 _MOST_DIALOGS = 20
-"""Dialogs in one action; a page that opens more is broken."""
+"""Maximum dialogs per action; a page that opens more is broken."""
 _SCROLLED = 0.7
-"""Part of what scrolls, so that nothing in it is passed by."""
+"""Fraction of the visible size to scroll by, so that consecutive views overlap."""
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _LONGEST_TEXT = 2000
-"""Characters that are typed at a time."""
+"""Maximum characters per call of `type`."""
 _MOVED = (
     *("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed", "Timeout"),
-    "Unable to capture screenshot",  # Chromium has no picture of a tab that is just shown or closed
+    "Unable to capture screenshot",  # Chromium has no picture of a tab that is just being shown or closed
 )
-"""What playwright says where a page has gone to another address, or its tab is closed, while it was looked at."""
+"""Parts of playwright's errors when a page navigates or its tab closes during a call."""
 _PAUSE = 0.05
-"""Seconds until it is looked at again."""
+"""Seconds before such a call is retried."""
 
 
 _ORIGIN = re.compile(r"(https?://)?[\w.*:\[\]-]+")
@@ -58,7 +58,7 @@ async def _settle(page: "Page") -> None:
 
 
 class BaseScreen(Environment):
-    """What both kinds of screens have: the page, its picture, and the actions that name no place."""
+    """The base of both screens: the page, its screenshot, and the actions that take no coordinates."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class BaseScreen(Environment):
         self._mouse = (0.0, 0.0)
         self._keyboard = Keyboard()
         self._acting = False
-        """Something is being done with the page, or was, and did not end."""
+        """True while an action runs on the page, or if one did not finish."""
         self._uses = 0
-        """Chains that have had the tab."""
+        """Chains that have used the tab."""
         self._dialogs = 0
         self._fault: str | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -102,8 +102,8 @@ class BaseScreen(Environment):
 
     @classmethod
     def check_machine(cls, *args: Any, **options: Any) -> None:
-        """Raise SettingError for an option out of its range, and if there is no playwright or no Chromium."""
-        known = inspect.signature(BaseScreen).parameters  # a subclass may have others
+        """Raise SettingError if an option is out of range, or if playwright or Chromium is missing."""
+        known = inspect.signature(BaseScreen).parameters  # a subclass may have more
         BaseScreen(**{name: value for name, value in options.items() if name in known})  # starts nothing
 
     async def reset(
@@ -116,19 +116,19 @@ class BaseScreen(Environment):
         model_view: dict[str, Any] | None = None,
         **task: Any,
     ) -> list[Any]:
-        """Open the page; return its instruction and what the screen shows.
+        """Open the page; return its instruction and the first screenshot.
 
         Args:
-            page: one of our own pages.
-            miniwob: one of MiniWoB++'s.
-            url: any address that `allowed` allows.
-            check: JavaScript whose value is the score, from 0 to 1, of a `url`.
-            seed: of a page's contents.
-            model_view: how the model states places.
+            page: name of one of our own pages.
+            miniwob: name of a MiniWoB++ page.
+            url: any address that `allowed` permits.
+            check: JavaScript expression for the score, from 0 to 1, of a `url`.
+            seed: seed of a page's contents.
+            model_view: the model's coordinate convention.
             task: other fields of the row.
 
         Raises:
-            ValueError: the row names no page, or one that there is not.
+            ValueError: the row names no page, or an unknown one.
             ToolInfrastructureError: Chromium does not start, or the page does not open.
         """
         self._view = ModelView.of(model_view)
@@ -214,21 +214,21 @@ class BaseScreen(Environment):
         return finish({"observation": answer or "Done.", "score": self._state["score"]})
 
     def reward(self) -> dict[str, float]:
-        """Return `reward`, the page's score from 0 to 1, and `success`, whether that is 1. Raises ValueError if `check`
-        has another value at the end; before, it may lack one."""
+        """Return `reward`, the page's score from 0 to 1, and `success`, 1.0 if the score is 1. Raises ValueError if the
+        final value of `check` is outside 0 to 1; earlier values do not matter."""
         score = float(self._state["score"])
         if not 0 <= score <= 1:
             raise ValueError(f"check: its value is {score:g}; make it a number from 0 to 1")
         return {"reward": score, "success": float(score >= 1)}
 
     async def release(self) -> None:
-        """Close the chain's tabs; cookies and storage are gone with them. The tab of a page of ours, which keeps
-        nothing, is left for the next chain."""
+        """Close the chain's tabs, with their cookies and storage. A tab on one of our own pages, which store nothing,
+        stays open for the next chain."""
         if not self._may_be_used_again():
             await self._shut_tabs()
 
     async def close(self) -> None:
-        """Close what the instance has open; the last one ends Chromium."""
+        """Close the instance's tabs; the last instance closes Chromium."""
         await self._shut_tabs()
         if self._browser is not None:
             self._browser = None
@@ -247,8 +247,8 @@ class BaseScreen(Environment):
         return self._pages[-1]
 
     def _may_be_used_again(self) -> bool:
-        """Return whether the next chain on a page of ours may have this chain's tab. A new one is a new process, which
-        would take most of the time of a reset."""
+        """Return whether the next chain on one of our own pages may reuse this chain's tab. A new tab is a new process,
+        which would take most of the time of a reset."""
         if self._site is None or not self._site.is_ours or self._fault is not None or self._acting:
             return False
         return self._uses < _USES and len(self._pages) == 1 and not self._page.is_closed()
@@ -258,12 +258,12 @@ class BaseScreen(Environment):
         try:
             if shut is not None:
                 await shut()
-        finally:  # what the tabs did until then is no fault of the next chain's
+        finally:  # faults of these tabs must not affect the next chain
             self._site = self._fault = None
             self._pages, self._acting, self._uses = [], False, 0
 
     async def _open_tab(self, browser: Browser, site: Site) -> None:
-        """Open a tab in a context of its own."""
+        """Open a tab in a new context."""
         context, self._shut = await browser.context(
             viewport={"width": self._width, "height": self._height},
             device_scale_factor=self._scale,
@@ -282,8 +282,7 @@ class BaseScreen(Environment):
             await context.new_page()
 
     async def _may_go_back(self) -> bool:
-        """Return whether there is a page before this one, other than the empty one that a tab begins with, and those
-        of other chains."""
+        """Return whether the history has an earlier page of this chain, other than the tab's initial empty page."""
         if self._site is None or self._site.is_ours:
             return False
         session = await self._page.context.new_cdp_session(self._page)
@@ -293,7 +292,7 @@ class BaseScreen(Environment):
         return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
 
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
-        """Click at a place in CSS pixels."""
+        """Click at a point in CSS pixels."""
         async with self._care():
             frame, place = await frame_with(self._page, AT, (x, y))
             menu = await frame.evaluate(OPTIONS_AT, place) if button == "left" else None
@@ -311,7 +310,7 @@ class BaseScreen(Environment):
         return await self._after(place)
 
     async def _drag(self, start: tuple[float, float] | None, end: tuple[float, float]) -> Any:
-        """Drag from a place, or from where the mouse is."""
+        """Drag from `start` (default: the cursor) to `end`, in CSS pixels."""
         async with self._care():
             if start is not None:
                 await self._move(*start)
@@ -322,14 +321,14 @@ class BaseScreen(Environment):
         return await self._after(*([end] if start is None else [start, end]))
 
     async def _look_towards(self, direction: Direction, place: tuple[float, float] | None) -> Any:
-        """Scroll what is at a place, or where the mouse is, by so much that nothing in it is passed by."""
+        """Scroll the element under the point (default: the cursor) by 70 % of its visible size."""
         across, down = _STEPS[direction]
         async with self._care():
             width, height = await self._page.evaluate(SCROLLS_AT, [*(place or self._mouse), across != 0])
         return await self._wheel(across * width, down * height, place)
 
     async def _wheel(self, across: float, down: float, place: tuple[float, float] | None) -> Any:
-        """Turn the wheel by CSS pixels, at a place or where the mouse is."""
+        """Turn the mouse wheel by CSS pixels at a point (default: the cursor)."""
         async with self._care():
             if place is not None:
                 await self._move(*place)
@@ -337,13 +336,13 @@ class BaseScreen(Environment):
         return await self._after(*([] if place is None else [place]))
 
     async def _move(self, x: float, y: float) -> None:
-        """Move the mouse to a place in CSS pixels."""
+        """Move the mouse to a point in CSS pixels."""
         await self._page.mouse.move(x, y)
         self._mouse = (x, y)
 
     async def _after(self, *places: tuple[float, float]) -> Any:
-        """Return what the screen shows after an action; end the chain if the task has ended. The info has the `places`
-        where it acted, given in CSS pixels, in pixels of the picture, and the `size` of that."""
+        """Return the observation after an action; end the chain if the task is done. The info has the action's
+        `places`, converted from CSS pixels to pixels of the screenshot, and the screenshot's `size`."""
         await self._see(_settle)
         await self._judge()
         shown = await self._look()
@@ -362,8 +361,8 @@ class BaseScreen(Environment):
         self._state = await self._see(lambda _: self._pages[0].evaluate(script), named)
 
     async def _look(self) -> list[Any]:
-        """Return notes, if there are any, and the picture."""
-        # taken while the page goes to another address, a screenshot may never come
+        """Return the notes, if any, and the screenshot."""
+        # a screenshot that begins during a navigation may never finish
         content = await self._see(
             lambda page: page.screenshot(animations="disabled", scale="device", timeout=500 * self._seconds)
         )
@@ -376,8 +375,8 @@ class BaseScreen(Environment):
         return picture
 
     async def _see(self, look: "Callable[[Page], Awaitable[T]]", what: str = "the page") -> T:
-        """Return what `look` sees in the page that is shown: where the page goes to another address meanwhile, or its
-        tab is closed, in what is shown then. `what` is named if it fails."""
+        """Return the result of `look` on the current page. If the page navigates or its tab closes during the call,
+        retry on the page shown then. Errors name `what`."""
         from playwright.async_api import Error
 
         async with self._care(what):
@@ -392,7 +391,7 @@ class BaseScreen(Environment):
 
     @asynccontextmanager
     async def _care(self, what: str = "the page") -> AsyncIterator[None]:
-        """Limit the time of what is done with the page, and name what became of it: of `what`, if that fails."""
+        """Limit the time of the block, and raise its failures as ToolInfrastructureError naming `what`."""
         self._check()
         self._acting = True
         try:
@@ -412,7 +411,7 @@ class BaseScreen(Environment):
             if self._site is not None and "ERR_PROXY_CONNECTION_FAILED" in str(error):
                 told = f"{self._site.origin} cannot be reached: `allowed` does not name it"
                 raise ToolInfrastructureError(told) from error
-            reason = str(error).partition("\n")[0]  # what follows are places in Playwright's own code
+            reason = str(error).partition("\n")[0]  # the rest is Playwright's own call log
             raise ToolInfrastructureError(f"{what} failed: {reason[:500]}") from error
         self._check()
 
@@ -441,7 +440,7 @@ class BaseScreen(Environment):
         self._fault = "the page crashed"
 
     async def _answer(self, dialog: "Dialog") -> None:
-        """Accept what only tells, and refuse what asks."""
+        """Accept alerts and unload prompts; dismiss dialogs that ask for input."""
         self._dialogs += 1
         if self._dialogs > _MOST_DIALOGS:
             self._fault = f"the page opened more than {_MOST_DIALOGS} dialogs"
@@ -458,7 +457,7 @@ class BaseScreen(Environment):
             self._notes.append(note)
 
     async def _serve(self, route: "Route") -> None:
-        """Answer a request for one of the site's files."""
+        """Serve one of the site's files."""
         site = self._site
         if site is None or site.files is None:  # the chain has ended
             return

@@ -1,20 +1,21 @@
-"""JavaScript by which a screen asks its page, and does what a mouse and keys cannot."""
+"""JavaScript to query a screen's page, and for actions that mouse and keyboard cannot do."""
 
 SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-"""Waits until the page has been drawn twice."""
+"""Wait until the page has been drawn twice."""
 REFUSE_PASTES = """addEventListener('paste', event => {
   if (!event.isTrusted) return;
   event.preventDefault();
   event.stopImmediatePropagation();
 }, true)"""
-"""Refuses what Chromium itself pastes, by keys or the middle button: its clipboards are those of all chains."""
+"""Block pastes by Chromium itself, from keys or the middle button: all chains share its clipboards."""
 OPTIONS_AT = """([x, y]) => {
   const found = document.elementFromPoint(x, y);
   if (!(found instanceof HTMLSelectElement) || found.disabled) return null;
   found.focus();
   return [...found.options].slice(0, 50).map(option => option.label.slice(0, 100));
 }"""
-"""Focuses the <select> at a place; its first entries, or null. No screenshot shows its menu, a window of its own."""
+"""Focus the <select> at a point and return its first 50 entries; null if there is none. A screenshot cannot show its
+menu, which is a separate window."""
 CHOOSE = """(text) => {
   const menu = document.activeElement;
   if (!(menu instanceof HTMLSelectElement)) return null;
@@ -26,14 +27,14 @@ CHOOSE = """(text) => {
   for (const kind of ['input', 'change']) menu.dispatchEvent(new Event(kind, {bubbles: true}));
   return true;
 }"""
-"""Chooses from the focused <select> by name; false if it has no such entry, null if none is focused."""
+"""Choose an entry of the focused <select> by name; false if there is no such entry, null if no <select> is focused."""
 SELECTED = """() => {
   const field = document.activeElement;
   const isField = field instanceof HTMLTextAreaElement || field instanceof HTMLInputElement;
   if (!isField || field.selectionStart === null) return String(getSelection());
   return field.type === 'password' ? '' : field.value.slice(field.selectionStart, field.selectionEnd);
 }"""
-"""The text that is selected."""
+"""The selected text; empty in a password field."""
 SCROLLS_AT = """([x, y, across]) => {
   let found = document.elementFromPoint(x, y);
   for (; found && found !== document.body && found !== document.documentElement; found = found.parentElement) {
@@ -45,4 +46,4 @@ SCROLLS_AT = """([x, y, across]) => {
   if (!found || found === document.body || found === document.documentElement) return [innerWidth, innerHeight];
   return [Math.min(found.clientWidth, innerWidth), Math.min(found.clientHeight, innerHeight)];
 }"""
-"""Width and height in CSS pixels of what a wheel scrolls at a place: a part of the page, or all of it."""
+"""Width and height in CSS pixels of the area that a wheel scrolls at a point: an element, or the whole page."""

@@ -1,4 +1,4 @@
-"""`Screen` and `MarkedScreen`: environments in which a model acts on web pages by what it sees."""
+"""`Screen` and `MarkedScreen`: environments for acting on web pages from screenshots."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ if TYPE_CHECKING:  # takes a while to import
 
 
 class Screen(BaseScreen):
-    """A browser on a page: the model sees a picture of it, and acts by places in the picture.
+    """An environment with a browser page: the model gets a screenshot, and acts by coordinates in it.
 
-    Places are numbers as the model states them (`rollout.coordinates`). A chain ends when the page's task has ended, or
-    with `done`; the reward is the page's score. Rows name a `page` of ours, a page of MiniWoB++ (`miniwob`), or any
-    `url`, with JavaScript for its score in `check`; `screens_tasks` makes rows. All chains of a process share a
-    Chromium, each in a context of its own.
+    Coordinates are in the model's convention (`rollout.coordinates`). A chain ends when the page's task is done, or
+    with the tool `done`; the reward is the page's score. A row names one of our own pages (`page`), a MiniWoB++ page
+    (`miniwob`), or any `url`, with JavaScript for its score in `check`; `screens_tasks` makes rows. All chains of a
+    process share a Chromium, each with its own context.
 
     Args:
-        width: of the page, in CSS pixels.
-        height: of the page, in CSS pixels.
-        scale: pixels of the picture per CSS pixel.
-        seconds: how long the page may take for an action; after that the chain ends, typed as a fault of its tools.
+        width: page width in CSS pixels.
+        height: page height in CSS pixels.
+        scale: screenshot pixels per CSS pixel.
+        seconds: time limit of an action; if the page exceeds it, the chain ends as a tool infrastructure failure.
         allowed: origins that pages may reach, such as `https://en.wikipedia.org`, `*.example.org` or `localhost:8000`.
         executable: Chromium's program; null: the first of the usual names on the PATH.
 
     Raises:
-        SettingError: an option out of its range, or there is no Chromium.
+        SettingError: an option is out of range, or Chromium is missing.
     """
 
     @tool
@@ -81,25 +81,24 @@ class Screen(BaseScreen):
         return await self._look_towards(direction, None if x is None or y is None else self._at(x, y))
 
     def _at(self, x: float, y: float) -> tuple[float, float]:
-        """Return a place in CSS pixels."""
+        """Convert the model's coordinates to CSS pixels."""
         size = round(self._width * self._scale), round(self._height * self._scale)
         try:
             left, top = self._view.point_in((x, y), size)
         except ValueError as error:
             raise ValueError(f"x, y: {error}") from None
-        # the last pixel is still in the page
+        # the right and bottom edges map to the last pixel of the page
         return min(left / self._scale, self._width - 0.5), min(top / self._scale, self._height - 0.5)
 
 
 class MarkedScreen(BaseScreen):
-    """A browser on a page, as `Screen`, whose picture has a number on each element that one can act on. The model acts
-    by these numbers.
+    """A `Screen` whose screenshots number each interactive element. The model acts by these numbers.
 
     Args:
-        width: see Screen, as all that follow.
-        height: of the page, in CSS pixels.
-        scale: pixels of the picture per CSS pixel.
-        seconds: how long the page may take for an action.
+        width: page width in CSS pixels; for all options see Screen.
+        height: page height in CSS pixels.
+        scale: screenshot pixels per CSS pixel.
+        seconds: time limit of an action.
         allowed: origins that pages may reach.
         executable: Chromium's program.
     """

@@ -1,4 +1,4 @@
-"""What a chain's browser is opened on: a page of ours, one of MiniWoB++, or any address."""
+"""The sites that a chain's browser opens: our own pages, MiniWoB++ pages, or any address."""
 
 import importlib.util
 import json
@@ -8,16 +8,15 @@ from typing import Any
 
 PAGES = Path(__file__).parent / "pages"
 PAGE_NAMES = tuple(sorted(path.stem for path in PAGES.glob("*.html")))
-"""Our own pages."""
+"""Names of our own pages."""
 _OURS, _MINIWOB = "http://pages.test", "http://miniwob.test"
 
 
 @dataclass(frozen=True)
 class Site:
-    """An address, the files that are served there, and the JavaScript that begins the task and judges it.
+    """An address, the files served there, and the JavaScript that begins and judges the task.
 
-    `begin` is an expression whose value is the instruction; `state` one whose value is `{done, score}`, with a score
-    from 0 to 1.
+    The expression `begin` evaluates to the instruction, `state` to `{done, score}` with a score from 0 to 1.
     """
 
     address: str
@@ -25,7 +24,7 @@ class Site:
     begin: str = "null"
     files: Path | None = None
     is_ours: bool = False
-    """A page of ours, which keeps nothing and leads nowhere."""
+    """True for our own pages, which store nothing and link nowhere."""
 
     @property
     def origin(self) -> str:
@@ -36,7 +35,7 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
     """Return the site that a data row names.
 
     Raises:
-        ValueError: it names none or several, or there is no such page.
+        ValueError: it names no page, several pages or an unknown page.
     """
     if sum(name is not None for name in (page, miniwob, url)) != 1:
         raise ValueError("a row of screens has one of the fields page, miniwob and url")
@@ -59,7 +58,7 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
 
 
 def _miniwob(name: str, seed: int) -> Site:
-    found = importlib.util.find_spec("miniwob")  # not imported: it wants selenium
+    found = importlib.util.find_spec("miniwob")  # not imported: it needs selenium
     if found is None or found.origin is None:
         raise ValueError("miniwob: its pages are not installed; pip install miniwob")
     files = Path(found.origin).parent / "html"
@@ -67,7 +66,7 @@ def _miniwob(name: str, seed: int) -> Site:
     if name not in names:
         raise ValueError(f"miniwob: got {name!r}; there are {', '.join(names)}")
     begin = (
-        # the clock of the published pages is for people
+        # disables the published pages' time limit, which is made for humans
         f"(Math.seedrandom({json.dumps(str(seed))}), core.EPISODE_MAX_TIME = 2147483647, core.startEpisodeReal(), "
         "document.getElementById('query').innerText)"
     )
@@ -78,7 +77,7 @@ def _miniwob(name: str, seed: int) -> Site:
 def screens_tasks(
     pages: list[str] | None = None, miniwob: list[str] | None = None, seeds: int = 100, first_seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return data rows: each page with `seeds` seeds from `first_seed` on. Without any names, all of our own pages."""
+    """Return a data row per page and seed, with `seeds` seeds from `first_seed`. Default: all of our own pages."""
     named = [{"page": name} for name in (PAGE_NAMES if pages is None and miniwob is None else pages or ())]
     named += [{"miniwob": name} for name in miniwob or ()]
     return [{"question": "", **name, "seed": seed} for seed in range(first_seed, first_seed + seeds) for name in named]

@@ -1,1 +1,1 @@
-"""Search: indexes on disk, retrieval servers and online engines, and the tool `search` on top of any of them."""
+"""The tool `search`, and its sources: indexes on disk, retrieval servers and online engines."""

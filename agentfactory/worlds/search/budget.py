@@ -1,4 +1,4 @@
-"""`Budget`: how many calls of an engine that costs money a run may make, over all its processes."""
+"""`Budget`: a limit on a run's calls to a paid engine, shared by all its processes."""
 
 import logging
 import sqlite3
@@ -15,26 +15,26 @@ _TABLES = "CREATE TABLE IF NOT EXISTS spending (name TEXT PRIMARY KEY, calls INT
 
 
 class BudgetUsedUp(ToolInfrastructureError):
-    """No further call may be made. The model did not cause this, so its chain is not scored."""
+    """The budget allows no further call. The model did not cause this, so its chain is not scored."""
 
 
 @dataclass(frozen=True)
 class Spending:
-    """What was spent: `calls`, and `cost` in dollars."""
+    """The amounts spent: `calls`, and `cost` in dollars."""
 
     calls: int
     cost: float
 
 
 class Budget:
-    """Counts the calls of an engine in a folder, for all processes that use it and for runs that are resumed.
+    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs.
 
     Args:
-        folder: Where it is counted: `spending.sqlite`. Removing the file begins anew.
-        name: The engine.
-        calls: The most calls; None: any number.
-        cost: The most dollars; None: any sum.
-        price: Dollars for one call.
+        folder: Folder of the counter file, `spending.sqlite`. Remove the file to reset the count.
+        name: Name of the engine.
+        calls: Maximum number of calls; None: no limit.
+        cost: Maximum cost in dollars; None: no limit.
+        price: Dollars per call.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Budget:
         self._name, self._calls, self._cost, self._price = name, calls, cost, price
 
     def spend(self) -> None:
-        """Count a call that is about to be made. Raises BudgetUsedUp if it must not be made."""
+        """Count a call before it is made. Raises BudgetUsedUp if it would exceed the budget."""
         with self._database.transaction() as connection:
             spent = self._read(connection)
             calls, cost = spent.calls + 1, spent.cost + self._price
@@ -55,7 +55,7 @@ class Budget:
             connection.execute("INSERT OR REPLACE INTO spending VALUES (?, ?, ?)", (self._name, calls, cost))
 
     def spent(self) -> Spending:
-        """Return what was spent so far."""
+        """Return the calls and the cost so far."""
         with self._database.reading() as connection:
             return self._read(connection)
 
@@ -70,7 +70,7 @@ class Budget:
     def _reached(self, calls: int, cost: float) -> str:
         if self._calls is not None and calls > self._calls:
             return f"{self._calls:,} calls"
-        # prices are added up as floats: 3 x 0.1 has to fit into 0.3
+        # costs are summed as floats: 3 x 0.1 must not exceed 0.3
         if self._cost is not None and cost > self._cost * (1 + 1e-9):
             return f"{self._cost:g} dollars"
         return ""

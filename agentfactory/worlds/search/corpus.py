@@ -1,4 +1,4 @@
-"""`Corpus`: the passages of a file or of a hub data set, read as a stream."""
+"""`Corpus`: the passages of a file or a hub data set, streamed."""
 
 import gzip
 import json
@@ -17,31 +17,31 @@ _KINDS = (*_LINES, ".parquet")
 
 
 class Corpus:
-    """Passages in the order of their source: a file .jsonl, .jsonl.gz or .parquet, or a hub data set.
+    """Passages in source order from a .jsonl, .jsonl.gz or .parquet file, or from a hub data set.
 
-    A row has `contents`, whose first line is the title, or `text` and perhaps `title`; `id` or `_id` (a row without one
-    gets its number, from 0), and perhaps `url`. Iterating raises SettingError, with the file, the line and the field,
-    for a row that is none.
+    A row has either `contents`, whose first line is the title, or `text` and optionally `title`. It may have `id` or
+    `_id` (default: the row's index, from 0) and `url`. Iterating raises SettingError for an invalid row, with the file,
+    the line and the field.
 
     Args:
-        path: The file, or the name of a hub data set or a folder that `datasets` can read.
-        subset: The data set's configuration.
+        path: The file, a hub data set's name, or a folder that `datasets` can read.
+        subset: The data set's configuration name.
         split: The data set's split.
 
     Raises:
-        SettingError: no such file, or one of another kind.
+        SettingError: the file does not exist, or has an unsupported suffix.
     """
 
     def __init__(self, path: str, subset: str | None = None, split: str = "train") -> None:
         self.share: float | None = None
-        """The part of the corpus that was read so far, from 0 to 1; None if unknown."""
+        """The fraction of the corpus read so far, from 0 to 1; None if unknown."""
         self._path, self._subset, self._split = path, subset, split
         file = Path(path)
         if not file.exists() and path.endswith(_KINDS):
             raise SettingError("corpus", f"there is no file {path}", "correct the path")
         if not file.is_file():
             self._read = self._data_set
-            # files of a folder, which may change; none of a data set of the hub
+            # a folder's files may change; a hub data set has none here
             files = sorted((str(each), each.stat().st_mtime_ns) for each in file.rglob("*"))
             self.name = f"{path} {subset or ''} {split} {zlib.crc32(repr(files).encode())}"
             return
@@ -51,10 +51,10 @@ class Corpus:
             self._read = self._parquet
         else:
             fix = f"use a file {', '.join(_KINDS)}, or the name of a hub data set"
-            raise SettingError("corpus", f"{path} is of another kind", fix)
+            raise SettingError("corpus", f"{path} has an unsupported suffix", fix)
         about = file.stat()
         self.name = f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
-        """Differs between corpora of different contents, as far as can be told without reading them."""
+        """Differs between corpora with different contents, as far as path, size and time can tell."""
 
     def __iter__(self) -> Iterator[Passage]:
         self.share = None
@@ -101,7 +101,7 @@ class Corpus:
             for number, row in enumerate(rows, 1):
                 yield f"{self._path}: row {number}", row
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            problem = f"{self._path} is no file, and cannot be read as a hub data set: {error}"
+            problem = f"{self._path} is not a file, and cannot be read as a hub data set: {error}"
             raise SettingError("corpus", problem, "name one that exists, with its --subset and --split") from None
 
 
@@ -110,7 +110,7 @@ def _parse(line: bytes, place: str) -> Any:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    # accepts lone surrogates too, and its error has the column
+    # json also accepts lone surrogates, and its errors have the column
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:
@@ -120,7 +120,7 @@ def _parse(line: bytes, place: str) -> Any:
             "corpus", f"{place} is not JSON: {error.msg} at column {error.colno}", "correct it"
         ) from None
     except RecursionError:
-        raise SettingError("corpus", f"{place} has too many brackets within each other", "correct it") from None
+        raise SettingError("corpus", f"{place} is nested too deeply", "correct it") from None
 
 
 def _passage(row: Any, place: str, number: int) -> Passage:
@@ -131,7 +131,7 @@ def _passage(row: Any, place: str, number: int) -> Passage:
         text, title = _text(row, "text", place), _text(row, "title", place)
         if text is None:
             problem = f"{place} has neither contents nor text but {', '.join(row) or 'nothing'}"
-            raise SettingError("corpus", problem, "name a field so")
+            raise SettingError("corpus", problem, "rename a field to one of them")
         contents = f'"{title}"\n{text}' if title else f"\n{text}"
     elif not isinstance(contents, str):
         raise _unfit("contents", contents, place)
@@ -149,4 +149,4 @@ def _text(row: dict[str, Any], field: str, place: str) -> str | None:
 
 
 def _unfit(field: str, value: Any, place: str) -> SettingError:
-    return SettingError("corpus", f"{place}: {field} is {short(value)}, not a text", f"make {field} a text")
+    return SettingError("corpus", f"{place}: {field} is {short(value)}, not a string", f"make {field} a string")

@@ -1,4 +1,4 @@
-"""`Database`: an SQLite file that several processes and threads of one machine use at once."""
+"""`Database`: an SQLite file that several processes and threads of one machine use concurrently."""
 
 import sqlite3
 import threading
@@ -12,18 +12,18 @@ from agentfactory.tools.files.lock_file import locked, open_lock, private_mode
 from agentfactory.tools.messages import ToolInfrastructureError
 
 _BUSY_SECONDS = 30.0
-"""How long a process waits for others that write."""
+"""Seconds that a process waits for other writers."""
 
 
 class Database:
-    """An SQLite file in WAL mode: reading waits for nobody, and writing for other writers only.
+    """An SQLite file in WAL mode: readers never wait, and writers wait only for other writers.
 
     Args:
-        path: On a disk of this machine, because SQLite's locks do not work over a network. Its folder is made.
-        tables: SQL that makes the tables if they do not exist.
+        path: Path on a local disk, because SQLite's locks do not work over a network. Its folder is created.
+        tables: SQL that creates the tables if they do not exist.
 
     Raises:
-        SettingError: the file cannot be made, or is no such database.
+        SettingError: the file cannot be created, or is not such a database.
         DiskError: the disk is full.
     """
 
@@ -39,12 +39,12 @@ class Database:
 
     def _open(self, tables: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # one process after the other: SQLite may refuse to change a file's mode at once instead of waiting
+        # one process at a time: SQLite may fail immediately, instead of waiting, when it changes the journal mode
         with locked(open_lock(self.path.with_suffix(".lock"))):
-            # who may read a file of SQLite can lock it; new ones get the mode of the first
+            # anyone who can read an SQLite file can lock it; SQLite gives further files the first one's mode
             self.path.touch(0o600)
             for file in self.path.parent.glob(f"{self.path.name}*"):
-                with suppress(PermissionError):  # it is another user's
+                with suppress(PermissionError):  # the file is another user's
                     file.chmod(private_mode(self.path.parent))
             self._connection = sqlite3.connect(
                 self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -55,13 +55,13 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Give the connection for one SELECT. Raises ToolInfrastructureError."""
+        """Yield the connection for one SELECT. Raises ToolInfrastructureError."""
         with self._lock, self._told():
             yield self._connection
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Give the connection for changes that are made together, after those of other processes, or not at all.
+        """Yield the connection for an atomic write transaction, serialized with those of other processes.
 
         Raises ToolInfrastructureError.
         """

@@ -16,24 +16,24 @@ from agentfactory.worlds.search.passage import Passage, encodable
 
 _MODEL, _GRAPH = "model.json", "vectors.usearch"
 _PART = 10_000
-"""Vectors per file while the model runs, at most: what a killed build has to do again."""
+"""Maximum vectors per file while the model runs; a killed build repeats at most one file."""
 _BATCH = 64
-"""Passages that the model takes at a time."""
+"""Passages per batch of the model."""
 _QUERY_CHARACTERS = 20_000
 
 
 def build_dense(
     passages: Iterable[Passage], folder: Path, model: str, progress: Callable[[int], None] = lambda done: None
 ) -> None:
-    """Add the vectors of `passages` to the index in `folder`. A killed build is resumed if it is started again.
+    """Add the vectors of `passages` to the index in `folder`. Started again, it resumes a killed build.
 
-    Raises SettingError if there is no such model, or its packages are not installed.
+    Raises SettingError if the model cannot be loaded, or its packages are not installed.
     """
     import numpy as np
 
     check_extra("dense")
     if Path(model).is_dir():
-        # the index may be used from elsewhere
+        # the index may be used from another working directory
         model = str(Path(model).resolve())
     place = folder / VECTORS
     if (place / _GRAPH).exists():
@@ -41,7 +41,7 @@ def build_dense(
     place.mkdir(exist_ok=True)
     encoder = _Encoder(model)
     if _read(place / _MODEL) != {"model": model}:
-        # a killed build's vectors, of another model
+        # vectors of a killed build with another model
         for file in place.iterdir():
             file.unlink()
         write_whole(place / _MODEL, json.dumps({"model": model}).encode())
@@ -66,7 +66,7 @@ def build_dense(
 
 
 def _write_graph(parts: Iterable[Path], dimensions: int, file: Path) -> None:
-    """Write the graph of all vectors, whose keys are their places in the corpus."""
+    """Write the HNSW graph of all vectors, with their positions in the corpus as keys."""
     import numpy as np
     from usearch.index import Index
 
@@ -85,7 +85,7 @@ def _batches(passages: Iterator[Passage], size: int) -> Iterator[list[Passage]]:
 
 
 class DenseIndex:
-    """The passages of an index by the inner product of their vectors with the query's (approximately, by HNSW).
+    """A dense index: ranks passages by the inner product of their vectors with the query's (approximate, HNSW).
 
     Raises SettingError if the model cannot be loaded, or its packages are not installed.
     """
@@ -107,8 +107,8 @@ class DenseIndex:
         self._encoder = _Encoder(model)
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages by their inner product with the query, the best first. Any text is a
-        query; one without a letter or digit finds nothing."""
+        """Return at most `count` passages by descending inner product with the query. Any text is a valid query; a
+        query without a letter or digit finds nothing."""
         count = min(count, self._passages.passages)
         if count < 1 or not any(map(str.isalnum, query)):
             return []
@@ -121,7 +121,7 @@ class DenseIndex:
 
 
 class _Encoder:
-    """A sentence-transformers model. Vectors have length 1."""
+    """A sentence-transformers model with vectors normalized to length 1."""
 
     def __init__(self, model: str) -> None:
         from sentence_transformers import SentenceTransformer
@@ -129,21 +129,21 @@ class _Encoder:
         try:
             self._model = SentenceTransformer(model)
         except (OSError, ValueError) as error:
-            fix = "name a sentence-transformers model: a folder, or one of the hub"
+            fix = "name a sentence-transformers model: a folder, or a model on the hub"
             raise SettingError("dense", f"{model} cannot be loaded: {error}", fix) from None
-        # as in Search-R1: E5 models want these, and do not say so in their configuration
+        # as in Search-R1: E5 models need these prompts, but their configuration lacks them
         is_e5 = "e5" in Path(model).name.lower() and not self._model.prompts.get("query")
         self._before_query, self._before_passage = ("query: ", "passage: ") if is_e5 else ("", "")
-        # a fast tokenizer fails if two threads use it at once
+        # a fast tokenizer fails if two threads use it concurrently
         self._lock = threading.Lock()
 
     def passages(self, texts: list[str]) -> Any:
-        """Return the vectors of passages: float32 [texts, dimensions]."""
+        """Return the passages' vectors: float32 [texts, dimensions]."""
         given = [self._before_passage + encodable(text) for text in texts]
         return self._model.encode_document(given, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
 
     def query(self, text: str) -> Any:
-        """Return the vector of a query: float32 [dimensions]."""
+        """Return the query's vector: float32 [dimensions]."""
         given = self._before_query + encodable(text)
         with self._lock:
             return self._model.encode_query(given, normalize_embeddings=True, show_progress_bar=False)

@@ -1,6 +1,6 @@
-"""`agentfactory index build | serve`: an index of passages, and a retrieval server in front of it.
+"""`agentfactory index build | serve`: build an index of passages, or serve one as a retrieval server.
 
-Registered as a command of `agentfactory`, which imports this module for each of its command lines.
+Registered as a command of `agentfactory`, which imports this module on every start: keep its imports cheap.
 """
 
 import argparse
@@ -27,11 +27,11 @@ _ACTIONS = {
     "serve": "serve an index with Search-R1's protocol: POST /retrieve",
 }
 _SAY_SECONDS = 10.0
-"""Time between two lines of progress, where there is no terminal."""
+"""Seconds between progress lines when output is not a terminal."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the command's options."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     build, serve = (
         actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
@@ -43,17 +43,17 @@ def add_options(command: argparse.ArgumentParser) -> None:
     build.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to create")
     build.add_argument("--subset", metavar="NAME", help="subset of a hub data set")
     build.add_argument("--split", metavar="NAME", default="train", help="split of a hub data set; default: train")
-    about = "language in which words are reduced to their stems, or none; default: english"
+    about = "language for stemming, or none; default: english"
     build.add_argument("--language", metavar="NAME", default="english", help=about)
     about = "also index the vectors of this sentence-transformers model; needs agentfactory[dense]"
     build.add_argument("--dense", metavar="MODEL", help=about)
-    serve.add_argument("index", type=Path, metavar="DIR", help="an index that `build` has made")
+    serve.add_argument("index", type=Path, metavar="DIR", help="an index made by `build`")
     serve.add_argument("--port", type=int, metavar="N", default=8000, help="port; 0: a free one; default: 8000")
-    about = "address; others than loopback need --api-key-env; default: 127.0.0.1"
+    about = "address to listen on; any but loopback needs --api-key-env; default: 127.0.0.1"
     serve.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=about)
-    about = "environment variable with the key that clients need; default: a random key"
+    about = "environment variable with the key that clients must send; default: a random key"
     serve.add_argument("--api-key-env", metavar="NAME", help=about)
-    about = "passages per query, if a request names no number; default: 3"
+    about = "passages per query if a request gives no number; default: 3"
     serve.add_argument("--topk", type=int, metavar="K", default=3, help=about)
     about = "bm25, dense or hybrid; default: hybrid if the index was built with a dense model, else bm25"
     serve.add_argument("--ranking", choices=("bm25", "dense", "hybrid"), help=about)
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Run `build` or `serve`.
 
     Raises:
-        SettingError: the corpus, an option or the index cannot work.
+        SettingError: the corpus, an option or the index is invalid.
         DiskError: the disk is full.
     """
     if options.action == "build":
@@ -106,7 +106,7 @@ def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 class _Bar:
-    """A bar on a terminal, and a line now and then elsewhere."""
+    """A progress bar on a terminal; a progress line every few seconds otherwise."""
 
     def __init__(self, corpus: "Corpus") -> None:
         from rich.console import Console
@@ -131,7 +131,7 @@ class _Bar:
             self._progress.stop()
 
     def show(self, done_what: str, done: int) -> None:
-        """Show that so many passages are `done_what`, also those of an earlier build."""
+        """Show that `done` passages are `done_what`, including those of an earlier build."""
         now = time.monotonic()
         if self._first is None or self._progress.tasks[0].description != done_what:
             self._first, self._began = done, now

@@ -1,4 +1,4 @@
-"""A BM25 index of passages on disk (tantivy): built from a stream, resumed after a kill, searched by any text."""
+"""A BM25 index of passages on disk (tantivy), built from a stream and resumable after a kill."""
 
 import fcntl
 import json
@@ -22,23 +22,23 @@ from agentfactory.worlds.search.passage import Passage, encodable
 MANIFEST = "index.json"
 _FORMAT = 1
 _LOCK = "build.lock"
-"""File that a build keeps locked while it runs."""
+"""File that a running build keeps locked."""
 _TERMS = "bm25"
 """Folder of tantivy's files within an index."""
 VECTORS = "dense"
 """Folder of a dense model's vectors within an index."""
 _ANALYZER = "passages"
 _COMMIT_PASSAGES = 100_000
-"""Passages between commits: what a killed build has to do again."""
+"""Passages between commits; a killed build repeats at most this many."""
 _HEAP_BYTES = 256 << 20
-"""Memory of tantivy's writer, over all its threads."""
+"""Memory of tantivy's writer, all threads together."""
 _LONGEST_TOKEN = 64
 _QUERY_CHARACTERS = 20_000
 _QUERY_TERMS = 64
 _COMMON_SHARE, _COMMON_PASSAGES = 0.4, 50_000
-"""A word in more than this share of the passages, and in more than this number of them, is common: "the", "of"."""
+"""A word is common ("the", "of") if it is in more than this share and more than this number of passages."""
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
-"""Scripts without spaces between words: each character is a term, as in Lucene's standard analysis of Han."""
+"""Scripts without spaces between words. Each character is a term, as in Lucene's StandardAnalyzer for Han."""
 _LANGUAGES = (
     *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
     *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
@@ -55,38 +55,38 @@ def build_index(
 ) -> int:
     """Build an index of `passages` in `folder`, which must not exist; return the number of passages.
 
-    It is written to `folder`.building, and renamed when it is whole. A build that was killed is resumed after its last
-    commit if it is started again with the same `corpus` and `language`: the passages before that are skipped. Memory
-    does not grow with the number of passages. Of passages with equal scores, a search returns the earlier ones first in
-    an index of up to 100,000; in a larger one their order may differ between two builds.
+    The index is written to `folder`.building and renamed when complete. Started again with the same `corpus` and
+    `language`, a killed build resumes after its last commit and skips the passages before it. Memory does not grow with
+    the number of passages. A search breaks ties by corpus order in an index of up to 100,000 passages; in a larger
+    index the order of ties may differ between two builds.
 
     Args:
-        corpus: names what `passages` yields, to resume only with the same; "": a killed build starts anew.
-        language: words are reduced to their stems in this language; None: they are not.
-        progress: is told the number of passages read so far, also of those that are skipped.
-        finish: adds to the folder before it is renamed.
+        corpus: identifies the passages, so that a build resumes only with the same ones; "": never resume.
+        language: language for stemming; None: no stemming.
+        progress: receives the number of passages read so far, including skipped ones.
+        finish: adds files to the folder before it is renamed.
 
     Raises:
-        SettingError: `folder` exists or cannot be made, another process builds it, there is no such language, or there
-            is no passage.
+        SettingError: `folder` exists or cannot be created, another process builds it, the language is unknown, or there
+            are no passages.
         DiskError: the disk is full.
     """
     if folder.exists():
         raise SettingError("folder", f"{folder} exists", "choose another folder, or remove it")
     check_language(language)
-    # a corpus that cannot be read leaves nothing behind
+    # reads the first passage before anything is created: an unreadable corpus leaves nothing behind
     passages = iter(passages)
     first = list(islice(passages, 1))
     if not first:
-        raise SettingError("corpus", "there is no passage in it", "name another file, data set or split")
+        raise SettingError("corpus", "it contains no passages", "name another file, data set or split")
     passages = chain(first, passages)
     unfinished = folder.with_name(f"{folder.name}.building")
     made = {"format": _FORMAT, "corpus": corpus, "language": language}
     with writing(unfinished), _alone(unfinished):
-        # a build that was killed just before the renaming has the number of passages, too
+        # the manifest of a build killed just before the rename also has the number of passages
         found = _read_manifest(unfinished) or {}
         if not corpus or {name: found.get(name) for name in made} != made:
-            # another build's, or of passages that may differ
+            # files of another build, or of passages that may differ
             for part in (_TERMS, VECTORS):
                 shutil.rmtree(unfinished / part, ignore_errors=True)
         (unfinished / _TERMS).mkdir(exist_ok=True)
@@ -102,8 +102,8 @@ def build_index(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Make `folder`, and keep other builds out of it. Raises SettingError if there is one, or it cannot be
-    made."""
+    """Create `folder` and lock it against other builds. Raises SettingError if another build holds it, or it cannot
+    be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,7 +112,7 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        problem = f"another process builds an index in {folder}: {holder(lock)}"
+        problem = f"another process is building an index in {folder}: {holder(lock)}"
         os.close(lock)
         raise SettingError("folder", problem, "wait for it, or end it") from None
     try:
@@ -123,10 +123,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callable[[int], None]) -> int:
     index.reload()
-    # every passage is one document, so the index itself knows how far its last commit was
+    # each passage is one document, so the document count shows where the last commit ended
     number = index.searcher().num_docs
     progress(number)
-    # several threads would take the first passages in any order, and that decides between equal scores in a search
+    # insertion order breaks ties between equal scores, and several threads would insert in any order
     writer = index.writer(_HEAP_BYTES, num_threads=1 if number < _COMMIT_PASSAGES else 0)
     for passage in islice(passages, number, None):
         writer.add_document(_document(number, passage))
@@ -145,10 +145,10 @@ def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callab
 
 
 class LocalIndex:
-    """An index that `build_index` has made. All methods can be called from several threads at once.
+    """An index made by `build_index`. All methods are thread-safe.
 
     Raises:
-        SettingError: there is no index in `folder`, or its files are damaged.
+        SettingError: `folder` has no index, or its files are damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -162,23 +162,23 @@ class LocalIndex:
         self.folder = folder
         self.passages: int = manifest["passages"]
         self.has_vectors = (folder / VECTORS).is_dir()
-        """Whether it was built with a dense model."""
+        """True if it was built with a dense model."""
         self._analyzer = _analyzer(manifest["language"])
         try:
             self._index = _open_terms(folder, manifest["language"])
             self._searcher = self._index.searcher()
             if self._searcher.num_docs != self.passages:
-                raise ValueError(f"{self._searcher.num_docs:,} of {self.passages:,} passages are there")
+                raise ValueError(f"it has {self._searcher.num_docs:,} of {self.passages:,} passages")
         except ValueError as error:
             problem = f"the index in {folder} is damaged: {error}"
             raise SettingError("source", problem, "remove it, and build it again") from None
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages by their BM25 score, the best first.
+        """Return at most `count` passages by descending BM25 score.
 
-        Any text is a query: its words are looked up, and nothing in it is an operator. Of a long one, the 64 rarest
-        words of the first 20,000 characters count. In a large index, words as common as "the" count only if the query
-        has no others.
+        Any text is a valid query: its words are looked up, and nothing in it is an operator. Of a long query, only the
+        64 rarest words in the first 20,000 characters count. In a large index, words as common as "the" count only if
+        the query has no others.
         """
         terms = self._terms(query)
         if not terms or count < 1:
@@ -189,7 +189,7 @@ class LocalIndex:
         return [self._passage(address, score) for score, address in found.hits]
 
     def at(self, number: int, score: float | None = None) -> Passage:
-        """Return the passage at this place of the corpus, from 0, with a score of the caller's."""
+        """Return the passage at position `number` of the corpus, from 0, with the given score."""
         query = tantivy.Query.term_query(self._index.schema, "number", number)
         found = self._searcher.search(query, 1, count=False).hits
         if not found:
@@ -197,8 +197,8 @@ class LocalIndex:
         return self._passage(found[0][1], score)
 
     def _terms(self, query: str) -> list[str]:
-        """Return the words to look up: the rarest, and common ones only if there are no others. Common words cost the
-        most time, and tell the least."""
+        """Return the rarest words of the query, and common ones only if there are no others: common words take the most
+        time to look up and discriminate least."""
         terms = dict.fromkeys(self._analyzer.analyze(_searchable(query[:_QUERY_CHARACTERS])))
         frequency = {term: self._searcher.doc_freq("terms", term) for term in terms}
         found = sorted((term for term in terms if frequency[term]), key=frequency.__getitem__)[:_QUERY_TERMS]
@@ -212,7 +212,7 @@ class LocalIndex:
 
 
 def check_language(language: str | None) -> None:
-    """Raise SettingError if words cannot be reduced to stems in this language."""
+    """Raise SettingError if there is no stemmer for this language."""
     if language is not None and language not in _LANGUAGES:
         raise SettingError("language", f"got {language!r}", f"use none, or one of {', '.join(_LANGUAGES)}")
 
@@ -258,7 +258,7 @@ def _document(number: int, passage: Passage) -> tantivy.Document:
 
 
 def _searchable(text: str) -> str:
-    """Return `text` as the analyzer takes it: composed characters, and spaces around those of unspaced scripts."""
+    """Normalize `text` for the analyzer: NFKC, with spaces around characters of unspaced scripts."""
     if text.isascii():
         return text
     return _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", encodable(text)))

@@ -1,4 +1,4 @@
-"""`Passage`: what a search finds; `Source`: where it looks."""
+"""`Passage`, a search result, and `Source`, the protocol of all search backends."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,8 +8,8 @@ from typing import Protocol
 class Passage:
     """A text with a title, as in Search-R1's corpora (Jin et al., 2025, arXiv:2503.09516).
 
-    `contents` is the title on the first line, usually in double quotes, and then the text. `score` is higher for a
-    better match, in the source's own unit; None if the source gives none.
+    `contents` has the title on the first line, usually in double quotes, then the text. A higher `score` is a better
+    match, in the source's own unit; None if the source gives no score.
     """
 
     id: str
@@ -19,29 +19,29 @@ class Passage:
 
     @property
     def title(self) -> str:
-        """The first line, without quotes around it."""
+        """The first line, without the enclosing quotes."""
         title = self.contents.partition("\n")[0].strip()
         return title[1:-1] if len(title) > 1 and title[0] == title[-1] == '"' else title
 
     @property
     def text(self) -> str:
-        """What follows the first line."""
+        """The contents after the first line."""
         return self.contents.partition("\n")[2]
 
 
 class Source(Protocol):
-    """Where a search looks. One object serves all chains of a process."""
+    """A search backend. One object serves all chains of a process."""
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages, the best first. Any text is a valid query; an empty one finds nothing.
+        """Return at most `count` passages, best first. Any text is a valid query; an empty one finds nothing.
 
         Raises ToolInfrastructureError if the source does not answer.
         """
         ...
 
     async def open(self, id: str) -> str | None:
-        """Return the whole document as text or markdown, its title on the first line; None if it cannot be had, or if
-        passages are whole.
+        """Return the whole document as text or markdown with its title on the first line; None if it is unavailable, or
+        if passages are already whole documents.
 
         Raises ToolInfrastructureError if the source does not answer.
         """
@@ -53,5 +53,5 @@ class Source(Protocol):
 
 
 def encodable(text: str) -> str:
-    """Return `text` with lone surrogates, which JSON can express and UTF-8 cannot, replaced."""
+    """Replace lone surrogates in `text`: JSON can express them, UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

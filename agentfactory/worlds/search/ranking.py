@@ -1,4 +1,4 @@
-"""How an index ranks its passages: by words (BM25), by meaning (dense), or by both (reciprocal rank fusion)."""
+"""Rankings of an index: lexical (BM25), dense, or hybrid (reciprocal rank fusion of both)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +11,13 @@ from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.search.passage import Passage
 
 _CONSTANT = 60
-"""The constant of Cormack et al., 2009."""
+"""The constant k of Cormack et al., 2009."""
 _DEPTH = 100
-"""Passages of each ranking that are fused."""
+"""Passages that each ranking contributes to the fusion."""
 
 
 class Ranking(StrEnum):
-    """What decides the order of passages."""
+    """The method that ranks passages."""
 
     BM25 = "bm25"
     DENSE = "dense"
@@ -25,10 +25,10 @@ class Ranking(StrEnum):
 
 
 class Index(Protocol):
-    """An index on disk; its methods can be called from several threads at once."""
+    """An index on disk. Its methods are thread-safe."""
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages, the best first. Any text is a valid query."""
+        """Return at most `count` passages, best first. Any text is a valid query."""
         ...
 
 
@@ -36,7 +36,7 @@ def open_index(folder: Path, ranking: str | None = None) -> Index:
     """Open the index in `folder`. `ranking` is one of Ranking; None: hybrid if the index was built with a dense model,
     else bm25.
 
-    Raises SettingError if there is no index, it cannot rank so, or the extra `search` is not installed.
+    Raises SettingError if there is no index, it lacks the vectors for this ranking, or the extra `search` is missing.
     """
     if ranking not in (None, *Ranking):
         raise SettingError("ranking", f"got {ranking!r}", f"use one of {', '.join(Ranking)}")
@@ -59,24 +59,24 @@ def open_index(folder: Path, ranking: str | None = None) -> Index:
 
 
 class HybridIndex:
-    """The fusion of several rankings of the same passages."""
+    """A fusion of several rankings of the same passages."""
 
     def __init__(self, indexes: Sequence[Index]) -> None:
         self._indexes = indexes
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """See Index. The scores are those of the fusion."""
+        """See Index. Scores are fusion scores."""
         depth = max(count, _DEPTH)
         return reciprocal_rank([index.search(query, depth) for index in self._indexes])[: max(0, count)]
 
 
 def reciprocal_rank(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:
-    """Fuse rankings: a passage's score is the sum of 1 / (60 + rank) over the rankings that have it, ranks from 1
-    (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
+    """Fuse rankings: a passage's score is the sum of 1 / (60 + rank) over the rankings that contain it, with ranks from
+    1 (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
     scores: dict[Passage, float] = {}
     for ranking in rankings:
         for rank, passage in enumerate(ranking, 1):
-            # a corpus may have an id twice
+            # ids may be repeated in a corpus, so compare whole passages
             same = replace(passage, score=None)
             scores[same] = scores.get(same, 0.0) + 1 / (_CONSTANT + rank)
     best = sorted(scores, key=scores.__getitem__, reverse=True)

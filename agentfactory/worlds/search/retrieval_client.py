@@ -1,4 +1,4 @@
-"""`RetrievalClient`: passages from a server that speaks the protocol of Search-R1's retrieval servers."""
+"""`RetrievalClient`: a client for servers with Search-R1's retrieval protocol."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ from agentfactory.worlds.browse.fetch import content_of
 from agentfactory.worlds.search.passage import Passage, encodable
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
-"""Refusals that pass, as a full or starting server's do."""
+"""Temporary error statuses, such as those of a full or starting server."""
 _ANSWER_BYTES = 64 << 20
 _REQUEST_SECONDS, _RETRY_SECONDS = 20.0, 20.0
-"""How long one try may take, and how long a server may fail before a search does: together less than a call may take
-(`timeout_seconds`, 60), so that a server that hangs is a failure of the infrastructure, and no time-out of the call."""
+"""Timeout of one attempt, and the time for retries before a search fails. Together they stay below a call's
+`timeout_seconds`, 60, so that a hanging server is an infrastructure failure, not a timeout of the call."""
 
 
 class RetrievalClient:
@@ -31,9 +31,9 @@ class RetrievalClient:
     protocol cannot open a document: its passages are whole.
 
     Args:
-        url: The server's address; without a path, that of `/retrieve`.
-        request_seconds: Time limit of one try.
-        retry_seconds: How long requests are tried again before a search fails.
+        url: The server's address; without a path, `/retrieve` is appended.
+        request_seconds: Timeout of one attempt.
+        retry_seconds: Seconds of retries before a search fails.
 
     Raises:
         SettingError: the address has no host.
@@ -48,7 +48,7 @@ class RetrievalClient:
         except ValueError:  # a port above 65,535
             is_address = False
         if not is_address:
-            raise SettingError("source", f"{url!r} is no address", "write it as http://127.0.0.1:8000/retrieve")
+            raise SettingError("source", f"{url!r} is not an address", "write it as http://127.0.0.1:8000/retrieve")
         self.url = url if parts.path.strip("/") else f"{url.rstrip('/')}/retrieve"
         self._request_seconds, self._retry_seconds = request_seconds, retry_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -60,9 +60,9 @@ class RetrievalClient:
         return (await self.retrieve([query], count))[0]
 
     async def retrieve(self, queries: Sequence[str], count: int) -> list[list[Passage]]:
-        """Return the passages of each query, at most `count`, the best first.
+        """Return at most `count` passages for each query, best first.
 
-        Raises ToolInfrastructureError if the server is down, refuses, or answers with something else.
+        Raises ToolInfrastructureError if the server is down, refuses the request, or gives an invalid answer.
         """
         request = {"queries": [encodable(query) for query in queries], "topk": count, "return_scores": True}
         answer = await self._ask(json.dumps(request).encode())
@@ -78,7 +78,7 @@ class RetrievalClient:
             ) from None
 
     async def open(self, id: str) -> str | None:
-        """Return None: the protocol cannot."""
+        """Return None: the protocol cannot open documents."""
         return None
 
     async def close(self) -> None:

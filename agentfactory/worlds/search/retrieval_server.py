@@ -1,4 +1,4 @@
-"""The retrieval server: an index behind the protocol of Search-R1's retrieval servers."""
+"""A retrieval server: serves an index with Search-R1's retrieval protocol."""
 
 import ipaddress
 import json
@@ -22,26 +22,26 @@ from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.ranking import Index
 
 MOST_BYTES = 16 << 20
-"""Longest request: ten thousand long queries."""
+"""Maximum size of a request: ten thousand long queries."""
 
 
 class Query(BaseModel):
-    """The body of `POST /retrieve`, as Search-R1's clients send it; other fields are ignored."""
+    """The body of `POST /retrieve` as Search-R1's clients send it; other fields are ignored."""
 
     queries: list[str]
     topk: Annotated[int, Field(ge=0)] | None = None
-    """Passages per query; null or 0: the server's own number."""
+    """Passages per query; null or 0: the server's default."""
     return_scores: bool = False
 
 
 def make_app(index: Index, topk: int) -> Starlette:
-    """Return the server's application: `POST /retrieve`, and `GET /health`."""
+    """Return the server's application: `POST /retrieve` and `GET /health`."""
 
     async def retrieve(request: Request) -> Response:
         try:
             asked = Query.model_validate_json(_encodable(await request.body()))
         except ValidationError as error:
-            # the form of FastAPI, with which Search-R1's servers answer
+            # FastAPI's error format, which Search-R1's servers use
             return JSONResponse(
                 {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
             )
@@ -56,7 +56,7 @@ def make_app(index: Index, topk: int) -> Starlette:
 
 
 def _encodable(body: bytes) -> bytes:
-    """Return JSON without lone surrogates, which pydantic refuses and which models write."""
+    """Return JSON without lone surrogates, which models write and pydantic rejects."""
     if rb"\ud" not in body.lower():
         return body
     with suppress(ValueError):
@@ -72,16 +72,16 @@ def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
 
 
 def serve(index: Index, host: str, port: int, topk: int, api_key_env: str | None, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; port 0 takes a free one. Says `ready http://HOST:PORT/retrieve` once it listens.
+    """Serve until SIGINT or SIGTERM; port 0 takes a free port. Says `ready http://HOST:PORT/retrieve` once it listens.
 
-    Raises SettingError if the address cannot be used, or is public and has no key of `api_key_env`.
+    Raises SettingError if the address cannot be used, or is not loopback and `api_key_env` is None.
     """
     parent_watch.follow_parent()
     listener = listen(host, port, "--port")
     address, port = listener.getsockname()[:2]
     if not ipaddress.ip_address(address).is_loopback and api_key_env is None:
-        problem = f"{host} can be reached from outside, and this user's key cannot be read there"
-        raise SettingError("--host", problem, "name a variable with a key, as --api-key-env")
+        problem = f"{host} is reachable from other machines, whose clients cannot read this user's key file"
+        raise SettingError("--host", problem, "name an environment variable with a key by --api-key-env")
     shown = f"[{host}]" if ":" in host else host
     app = RequestBodyLimitMiddleware(make_app(index, topk), MOST_BYTES)
     with server_key(address, port, api_key_env) as (key, where):

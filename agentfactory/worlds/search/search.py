@@ -1,4 +1,4 @@
-"""`Search`: the tool with which a model searches an index, a retrieval server or the web, and reads what it found."""
+"""`Search`: tools to search an index, a retrieval server or the web, and to read the results."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,22 +12,23 @@ from agentfactory.worlds.search.passage import Passage
 
 
 class Search(Environment):
-    """Search for passages, and read them on. It judges nothing: give the recipe `rewards:`.
+    """An environment with tools to search for passages and read them. It has no reward: set `rewards:` in the recipe.
 
-    The results' info has `documents`, the ids of the passages found; that of an opened one has `opened`, its id.
+    A search's info has `documents`, the ids of the passages found; the info of `open` has `opened`, the passage's id.
 
     Args:
         source: where to search: the folder of an index (`agentfactory index build`), the address of a retrieval server
             (http://...), or the name of an online engine.
-        count: results of a search.
-        shown_characters: text of a result that a search shows; to read on, the model opens it. A passage of 100 words,
-            as in Search-R1's corpora, has a third of the default.
-        ranking: bm25, dense or hybrid, of an index; default: hybrid if it was built with a dense model, else bm25.
-        engine: how an online engine is used: `cache`, a folder; `calls`, `cost` and `price`, a budget of requests or
-            dollars, and the dollars for one request; `calls_per_second`.
+        count: results per search.
+        shown_characters: characters of each result that a search shows; the model opens a result to read on. A passage
+            of 100 words, as in Search-R1's corpora, has a third of the default.
+        ranking: ranking of an index: bm25, dense or hybrid; default: hybrid if it was built with a dense model, else
+            bm25.
+        engine: options of an online engine: `cache`, a folder; `calls` and `cost`, the budget in requests and dollars;
+            `price`, the dollars per request; `calls_per_second`.
 
     Raises:
-        SettingError: there is no such source, or an option is out of its range.
+        SettingError: the source does not exist, or an option is out of range.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Search(Environment):
         self._page: Page | None = None
 
     async def reset(self, **task: Any) -> None:
-        """Begin without results."""
+        """Forget the last chain's results."""
         self._found, self._page = [], None
 
     @tool
@@ -93,17 +94,17 @@ class Search(Environment):
         return self._page.find(text)
 
     def gauges(self) -> dict[str, float]:
-        """Return the counts since the start: searches, those answered from memory, and what an online engine counts."""
+        """Return counts since the start: searches, searches answered from memory, and an online engine's own counts."""
         return self._source.gauges()
 
     async def close(self) -> None:
-        """Give the source back."""
+        """Release the source."""
         await sources.release(self._source)
 
 
 def _result(number: int, passage: Passage, characters: int) -> str:
-    """Return a passage in Search-R1's form, whose title is the first line as it stands in the corpus. One of an online
-    engine, whose id is its address, is shown with it, so that it can be browsed."""
+    """Format a passage as Search-R1 does; the title is the corpus's first line, unchanged. Add the address of an online
+    engine's passage (where id equals url), so that the model can browse it."""
     title, _, text = passage.contents.partition("\n")
     if len(text) > characters:
         text = f"{text[:characters]}... (open it to read on)"

@@ -1,4 +1,4 @@
-"""Sources by their names in a recipe, each opened once per process and shared by its chains."""
+"""Search sources by their names in a recipe. Each is opened once per process and shared by its chains."""
 
 import asyncio
 import os
@@ -20,17 +20,17 @@ ENGINES = {
     name: f"agentfactory.worlds.search.engines.{name}:{name.title()}"
     for name in ("brave", "searxng", "serper", "tavily", "wikipedia")
 }
-"""Name of an online engine -> `package.module:CLASS`, an Engine, loaded on first use."""
+"""Name of an online engine -> `package.module:CLASS` of its Engine, loaded on first use."""
 _REMEMBERED = 10_000
-"""Searches whose results a process keeps: the chains of a group ask the same."""
+"""Searches whose results a process keeps: chains of a group often repeat each other's."""
 
 
 class IndexSource:
-    """An index of this machine as a Source; it is searched in as many threads as there are processors."""
+    """A local index as a Source, searched in one thread per processor."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        # more threads would only make each search wait for the others
+        # more threads than processors would only slow each search
         self._threads = ThreadPoolExecutor(os.cpu_count(), "search")
 
     async def search(self, query: str, count: int) -> list[Passage]:
@@ -38,22 +38,22 @@ class IndexSource:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._search, query, count)
 
     async def open(self, id: str) -> str | None:
-        """Return None: what a search finds is whole."""
+        """Return None: passages of an index are already whole."""
         return None
 
     async def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads after their current searches."""
         self._threads.shutdown(wait=False)
 
     def _search(self, query: str, count: int) -> list[Passage]:
         try:
             return self._index.search(query, count)
-        except BaseException as error:  # boundary: on a damaged file, tantivy panics, which is no Exception
+        except BaseException as error:  # boundary: tantivy panics on a damaged file, and a panic is no Exception
             raise ToolInfrastructureError(f"the index cannot be searched: {type(error).__name__}: {error}") from error
 
 
 class SharedSource:
-    """A source with its last searches, for all who have acquired it. `key` is what it was acquired by."""
+    """A source and a cache of its last searches, shared by all users with the same `key`."""
 
     def __init__(self, key: Hashable, source: Source) -> None:
         self.key = key
@@ -62,15 +62,14 @@ class SharedSource:
         self._searches = self._remembered = 0
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source. An equal search is answered from memory, or by one that is under way; one that fails is
-        forgotten."""
+        """See Source. Equal searches share one request or its cached result; failures are not cached."""
         asked = (query, count)
         self._searches += 1
         if asked in self._found:
             self._remembered += 1
             self._found.move_to_end(asked)
         else:
-            # a task of its own, because a chain that ends must not end the search of the others
+            # a separate task, because a cancelled chain must not cancel the search that others await
             task = self._found[asked] = asyncio.create_task(self.source.search(query, count), name="search")
             task.add_done_callback(lambda task: self._ended(asked, task))
             if len(self._found) > _REMEMBERED:
@@ -87,7 +86,7 @@ class SharedSource:
         return await self.source.open(id)
 
     async def close(self) -> None:
-        """Give up the searches that are under way, and close the source."""
+        """Cancel running searches and close the source."""
         searches = list(self._found.values())
         for search in searches:
             search.cancel()
@@ -95,7 +94,7 @@ class SharedSource:
         await self.source.close()
 
     def gauges(self) -> dict[str, float]:
-        """Return the counts since the start: searches, those answered from memory, and what an online engine counts."""
+        """Return counts since the start: searches, searches answered from memory, and an online engine's own counts."""
         counts = {"searches": float(self._searches), "remembered": float(self._remembered)}
         return counts | (self.source.gauges() if isinstance(self.source, Engine) else {})
 
@@ -104,22 +103,22 @@ _shared: Shared[SharedSource] = Shared()
 
 
 def acquire(name: str, ranking: str | None = None, engine: EngineOptions | None = None) -> SharedSource:
-    """Return the source of this name, opened if nobody has it yet; give it back by `release`.
+    """Return the source of this name, opening it on first use; call `release` after use.
 
     Args:
         name: The folder of an index, the address of a retrieval server, or one of ENGINES.
         ranking: See `open_index`.
-        engine: How an online engine is used.
+        engine: Options of an online engine.
 
     Raises:
-        SettingError: there is no such source, or it cannot rank so, or is no engine.
+        SettingError: the source does not exist, lacks this ranking, or is not an online engine but `engine` is set.
     """
     key = (name, ranking, engine)
     return _shared.acquire(key, lambda: SharedSource(key, _open(name, ranking, engine)))
 
 
 async def release(shared: SharedSource) -> None:
-    """Give a source back; the last one to do so closes it."""
+    """Release a source; the last release closes it."""
     if _shared.release(shared.key) is not None:
         await shared.close()
 
@@ -127,9 +126,9 @@ async def release(shared: SharedSource) -> None:
 def _open(name: str, ranking: str | None, engine: EngineOptions | None) -> Source:
     is_address = name.startswith(("http://", "https://"))
     if engine is not None and name not in ENGINES:
-        raise SettingError("engine", f"source is {short(name)}, which is no online engine", "remove it")
+        raise SettingError("engine", f"source is {short(name)}, which is not an online engine", "remove it")
     if ranking is not None and (is_address or name in ENGINES):
-        raise SettingError("ranking", f"got {ranking!r}, but only an index on this machine can be ranked", "remove it")
+        raise SettingError("ranking", f"got {ranking!r}, but only a local index has rankings", "remove it")
     if is_address:
         return RetrievalClient(name)
     if name in ENGINES:

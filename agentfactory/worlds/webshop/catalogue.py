@@ -1,7 +1,7 @@
-"""A catalogue of our own in the format of WebShop's data files: 1,200 products of 20 kinds with 3,600 instructions.
+"""A generated catalogue in the format of WebShop's data files: 1,200 products of 20 kinds with 3,600 instructions.
 
-Everything follows from a seed, on any machine. Titles and instructions are shorter than Amazon's; the rest has the form
-of the published files, and is read as they are.
+It is reproducible from a seed on any machine. Titles and instructions are shorter than Amazon's; otherwise the files
+have the published format and are read in the same way.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from typing import Any
 
 _SEED = 5
 _BRANDS = 8
-"""Per kind. A title's brand and attribute together are unique within a kind."""
+"""Brands per kind. The pair of brand and attribute in a title is unique within a kind."""
 _PER_KIND = 60
 _BRAND_STARTS = "Al Bor Cal Dra El Fen Gar Hol Ist Jor Kel Lum Mar Nor Or Pel Quin Ras Sol Tav Ul Var Wel Yor Zan"
 _BRAND_ENDS = "aro bek cora dell eno fa gan hem ixa jun lio mond nex ova ria sten tika vik wyn zu"
@@ -32,11 +32,11 @@ class _Kind:
     category: str
     path: str
     attributes: tuple[str, ...]
-    """What products of the kind can be; each is three of them."""
+    """Possible attributes of the kind; each product has three of them."""
     price: float
     """Lowest price in dollars; the highest is 9 dollars more."""
     options: dict[str, tuple[str, ...]]
-    """Name of a choice -> values; a product has some of each."""
+    """Name of an option -> values; a product offers some of each."""
 
 
 _UNCOUNTED = ("sneakers", "headphones", "crackers", "shampoo", "lotion", "tea", "granola")
@@ -252,7 +252,7 @@ def write_catalogue(folder: Path) -> None:
 
 
 def _brands(rng: random.Random) -> Iterator[str]:
-    """Yield made-up names without a repetition."""
+    """Yield made-up brand names without repetition."""
     names = [start + end for start in _BRAND_STARTS.split() for end in _BRAND_ENDS.split()]
     rng.shuffle(names)
     return iter(names)
@@ -269,7 +269,7 @@ def _draft(kind: _Kind, brand: str, attribute: str, rng: random.Random) -> dict[
     others = rng.sample([other for other in kind.attributes if other != attribute], 2)
     attributes = [attribute, *others]
     options = {
-        # sizes and packs in their natural order
+        # keeps sizes and packs in their natural order
         name: [value for value in values if value in chosen]
         for name, values in kind.options.items()
         for chosen in [rng.sample(values, rng.randint(3, 4) if len(values) > 3 else len(values))]

@@ -10,10 +10,10 @@ sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe t
 wheat white wine yellow
 """
 _BASE_COLOURS = tuple(_NAMES.split())
-"""In the published order, in which the first that fits counts."""
+"""The base colours in the published order; the first match counts."""
 
 
 def base_colour(option: str | tuple[str, str]) -> str | None:
-    """Return the first base colour that a value contains as a part of its text, or that is one of the two texts of a
-    (name, value); None if there is none."""
+    """Return the first base colour that is a substring of the value, or an element of a (name, value) pair; None if
+    there is none."""
     return next((colour for colour in _BASE_COLOURS if colour in option), None)

@@ -1,4 +1,4 @@
-"""WebShop's goals: what a shopper is asked to buy. Their price bounds are drawn, their order shuffled, and split."""
+"""WebShop's goals, each a purchase to make, with random price bounds, in the published shuffled order and splits."""
 
 import itertools
 import random
@@ -11,16 +11,16 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.webshop.products import Instruction, Listing, Product
 
 NO_BOUND = 1_000_000.0
-"""The bound of a goal whose product is too dear for one."""
+"""The bound of a goal whose product is too expensive for a real one."""
 _BOUNDS = [10.0 * number for number in range(1, 100)]
 _SHUFFLE_SEED = 233
 
 
 class GoalKind(StrEnum):
-    """Where the goals come from."""
+    """The source of the goals."""
 
     HUMAN = "human"
-    """Instructions that people wrote: items_human_ins.json."""
+    """Human-written instructions: items_human_ins.json."""
     SYNTHETIC = "synthetic"
     """One instruction per product, with each combination of its options: items_ins_v2.json."""
 
@@ -33,31 +33,31 @@ class Split(StrEnum):
     TRAIN = "train"
 
     def numbers(self, goals: int) -> range:
-        """Return the numbers of the split's goals, of so many in all: 0-499, 500-1499 and the rest."""
+        """Return the numbers of the split's goals out of `goals` in total: 0-499, 500-1499 and the rest."""
         start, end = {Split.TEST: (0, 500), Split.EVAL: (500, 1500), Split.TRAIN: (1500, goals)}[self]
         return range(min(start, goals), min(end, goals))
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """What to buy, and how the purchase is judged."""
+    """A purchase to make, and the data to judge it."""
 
     asin: str
-    """A product that meets it."""
+    """A product that meets the goal."""
     title: str
     category: str
     query: str
     product_category: str
     instruction: str
-    """What the shopper reads, with the price bound."""
+    """The instruction shown to the shopper, including the price bound."""
     attributes: list[str]
     options: list[str] | dict[str, str]
-    """Values, of a human goal; name -> value, of a synthetic one."""
+    """Human goals: values. Synthetic goals: name -> value."""
     price_upper: float
-    """Dollars."""
+    """Price bound in dollars."""
 
 
 def human_goals(product: Product, price: float, instructions: list[Instruction], rng: random.Random) -> Iterator[Goal]:
-    """Yield a goal for each instruction that people wrote for the product and that asks for an attribute."""
+    """Yield a goal for each of the product's human-written instructions that requests an attribute."""
     for entry in instructions:
         if entry.instruction_attributes:
             bound, words = _draw_bound(price, rng)
@@ -71,7 +71,7 @@ def synthetic_goals(product: Product, price: float, listing: Listing, rng: rando
         return
     attributes = listing.instruction_attributes
     if not attributes:
-        problem = f"the instruction of {product.asin} in items_ins_v2 asks for no attribute"
+        problem = f"the instruction of {product.asin} in items_ins_v2 requests no attribute"
         raise SettingError("data", problem, "download it again")
     bound, words = _draw_bound(price, rng)
     names = sorted(product.options)
@@ -83,7 +83,8 @@ def synthetic_goals(product: Product, price: float, listing: Listing, rng: rando
 
 
 def _draw_bound(price: float, rng: random.Random) -> tuple[float, str]:
-    """Return a price bound, the larger of two of the next four tens above the price, and the words that ask for it."""
+    """Draw a price bound, the larger of two of the next four multiples of 10 above the price; return it and its words
+    for the instruction."""
     above = [bound for bound in _BOUNDS if bound > price][:4]
     if len(above) < 2:
         return NO_BOUND, ""
@@ -108,9 +109,9 @@ def _goal(
 
 
 def shuffled(count: int) -> list[int]:
-    """Return the order in which goals are numbered: the n-th goal is the one that was made as number `shuffled()[n]`.
+    """Return the numbering of goals: goal n is the one created as number `shuffled(count)[n]`.
 
-    It is the published order: it depends only on how many goals there are.
+    This is the published order; it depends only on the number of goals.
     """
     order = list(range(count))
     random.Random(_SHUFFLE_SEED).shuffle(order)

@@ -1,8 +1,8 @@
-"""The nouns of a title: by spaCy if it and an English model are installed, else by a small tagger of our own.
+"""The nouns of a title, found by spaCy if it and an English model are installed, else by a small tagger of our own.
 
-The published reward compares the nouns and proper nouns that spaCy finds in two titles. Titles of products are mostly
-nouns, so the small tagger takes every word for one that is no number, no word of a closed class and no frequent
-adjective or verb of such titles.
+The published reward compares the nouns and proper nouns that spaCy finds in two titles. Product titles are mostly
+nouns, so the small tagger counts each word as a noun unless it is a number, a closed-class word, or one of the most
+frequent adjectives and verbs in product titles.
 """
 
 import importlib.util
@@ -12,18 +12,18 @@ from functools import cache, lru_cache
 
 _MODELS = ("en_core_web_sm", "en_core_web_lg", "en_core_web_md")
 _TITLES = 100_000
-"""Titles whose nouns are remembered, some 200 bytes each."""
+"""Titles whose nouns are cached, about 200 bytes each."""
 
 
 class NounTagger:
-    """Finds the nouns of a title; `name` says how, with its version."""
+    """A noun tagger for titles; `name` identifies the method and its version."""
 
     def __init__(self, name: str, find: Callable[[str], list[str]]) -> None:
         self.name = name
         self._find = lru_cache(_TITLES)(lambda title: tuple(find(title)))
 
     def __call__(self, title: str) -> tuple[str, ...]:
-        """Return the nouns and proper nouns in lower case, as often as they occur."""
+        """Return the nouns and proper nouns in lower case, with repetitions."""
         return self._find(title)
 
 
@@ -75,4 +75,4 @@ black white red blue green yellow brown grey gray pink purple orange beige
 fits fit include includes included including use used using made make makes set contains
 """
 _OTHERS = frozenset(_OTHER_WORDS.split())
-"""Words of other classes, and the most frequent adjectives and verbs of product titles."""
+"""Closed-class words, and the most frequent adjectives and verbs in product titles."""

@@ -1,4 +1,4 @@
-"""WebShop's products: read from the published data files, product by product, with the fields that are derived."""
+"""WebShop's products, streamed from the published data files, with their derived fields."""
 
 import random
 import re
@@ -22,33 +22,33 @@ T = TypeVar("T")
 
 
 class Product(msgspec.Struct, frozen=True):
-    """A product of the shop, in the form in which pages, index and reward use it."""
+    """A product of the shop, as used by pages, index and reward."""
 
     asin: str
     """Amazon's identifier, at most ten characters."""
     title: str
     description: str
     bullets: list[str]
-    """The points of its features page."""
+    """The bullet points of its features page."""
     options: dict[str, list[str]]
-    """Name of a choice, such as `color` -> values; all in lower case, with ` | ` for a slash."""
+    """Name of an option, such as `color` -> values; all in lower case, with ` | ` for a slash."""
     attributes: list[str]
     prices: list[float]
-    """One price in dollars, or the lower and the upper end of a range."""
+    """One price in dollars, or the lower and upper end of a range."""
     category: str
     query: str
-    """The words by which the product was once found; in lower case."""
+    """The search query with which the product was scraped, in lower case."""
     product_category: str
     """Path of categories, such as `Beauty › Skin Care › Face`."""
 
     @property
     def price_tag(self) -> str:
-        """The price as pages show it."""
+        """The price in the form shown on pages."""
         return " to ".join(f"${price}" for price in self.prices)
 
     @property
     def index_text(self) -> str:
-        """The text by which a search finds the product: title, description, first point and options."""
+        """The text indexed for search: title, description, first bullet point and options."""
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
 
@@ -59,13 +59,13 @@ class DataFiles(NamedTuple):
     items: Path
     """items_shuffle.json, or items_shuffle_1000.json: a list of products."""
     attributes: Path
-    """items_ins_v2.json, or items_ins_v2_1000.json: asin -> attributes, and perhaps a synthetic instruction."""
+    """items_ins_v2.json, or items_ins_v2_1000.json: asin -> attributes, and optionally a synthetic instruction."""
     instructions: Path
-    """items_human_ins.json: asin -> instructions that people wrote."""
+    """items_human_ins.json: asin -> human-written instructions."""
 
     @classmethod
     def find(cls, data: Path) -> "DataFiles":
-        """Find the files of `data`, which is a folder or a file items_shuffle*.json in it.
+        """Find the data files; `data` is their folder, or the file items_shuffle*.json in it.
 
         Raises SettingError if a file is missing, or if the folder has several such files.
         """
@@ -91,7 +91,7 @@ DOWNLOAD = (
     "and items_human_ins; with _1000 in the name for the small set) and set `data` to their folder; null: the "
     "catalogue that comes with AgentFactory"
 )
-"""What to do if the data files are missing."""
+"""The fix for missing data files."""
 
 
 class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -99,12 +99,12 @@ class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
 
     attributes: list[str] | None = None
     instruction: str | None = None
-    """A synthetic one."""
+    """A synthetic instruction."""
     instruction_attributes: list[str] | None = None
 
 
 class Instruction(msgspec.Struct, frozen=True):
-    """An instruction that a person wrote."""
+    """A human-written instruction."""
 
     instruction: str
     instruction_attributes: list[str]
@@ -114,10 +114,10 @@ class Instruction(msgspec.Struct, frozen=True):
 def read_products(
     path: Path, attributes_of: Callable[[str], list[str] | None], limit: int | None = None
 ) -> Iterator[Product]:
-    """Yield the products of an items file in its order, without keeping them; memory does not grow with the file.
+    """Stream the products of an items file in order; memory does not grow with the file.
 
-    A product is left out if its asin is `nan`, longer than ten characters or has occurred before. `attributes_of` maps
-    an asin to its attributes, or to None. `limit` counts products of the file, also those left out.
+    A product is skipped if its asin is `nan`, longer than ten characters or a repetition. `attributes_of` maps an asin
+    to its attributes, or to None. `limit` counts the file's products, including skipped ones.
 
     Raises SettingError with the number of a product that cannot be read.
     """
@@ -131,19 +131,19 @@ def read_products(
                 seen.add(asin)
                 attributes = attributes_of(asin)
                 yield product_of(item, NO_ATTRIBUTES if attributes is None else attributes)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a file of another format
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # the file has another format
             problem = f"product {number} of {path} cannot be read: {type(error).__name__}: {error}: {short(item)}"
             raise SettingError("data", problem, _FIX) from error
 
 
 def read_items(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the members of a JSON list. Raises SettingError if the file is no such list."""
+    """Yield the elements of a JSON list. Raises SettingError if the file is not a JSON list."""
     yield from _parsed(path, b"[", lambda file: ijson.items(file, "item", use_float=True))
 
 
 def read_entries(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Yield the keys and values of a JSON object, whose values are of one kind. Raises SettingError if the file is no
-    such object, with the key of a value that is of another kind."""
+    """Yield the keys and values of a JSON object, with values of type `kind`. Raises SettingError if the file is not a
+    JSON object, or, with the key, if a value has another type."""
     for key, value in _parsed(path, b"{", lambda file: ijson.kvitems(file, "", use_float=True)):
         try:
             yield key, msgspec.convert(value, kind)
@@ -168,7 +168,8 @@ _FIX = "correct the file, or download it again"
 
 
 def product_of(item: dict[str, Any], attributes: list[str]) -> Product:
-    """Derive a product from an entry of an items file. Raises what a field of another type leads to."""
+    """Derive a product from an entry of an items file. Raises KeyError, TypeError, ValueError or AttributeError if a
+    field is missing or has another type."""
     points = item["small_description"]
     derived = {
         "asin": item["asin"],
@@ -201,7 +202,7 @@ def _prices(pricing: str | None) -> list[float]:
 
 
 def draw_price(product: Product, rng: random.Random) -> float:
-    """Return the product's price in dollars; of a range, one drawn uniformly."""
+    """Return the product's price in dollars, drawn uniformly if it is a range."""
     if not product.prices:
         return NO_PRICE
     return product.prices[0] if len(product.prices) == 1 else rng.uniform(*product.prices)

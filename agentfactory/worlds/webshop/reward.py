@@ -1,8 +1,8 @@
-"""WebShop's reward: how well a purchase meets a goal, by type, attributes, options and price. Pure functions.
+"""WebShop's reward for a purchase, from the match of type, attributes, options and price. Pure functions.
 
 reward = type x (attributes found + options found + price within the bound) / (attributes + options + 1)
 
-As published (Yao et al., 2022, arXiv:2207.01206, section 3; case by case as in their code of 2023).
+As published (Yao et al., 2022, arXiv:2207.01206, section 3); edge cases follow their code of 2023.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +21,16 @@ _LATIN_1 = {code: None for code in range(128, 256)}
 
 @dataclass(frozen=True)
 class Score:
-    """A reward and its parts."""
+    """A reward and its components."""
 
     reward: float
     """0 to 1."""
     type: float
-    """1, 0.5, 0.1 or 0: whether the product is of the kind that the goal asks for."""
+    """1, 0.5, 0.1 or 0: the match between the product's type and the goal's."""
     attributes: float
-    """The share of the goal's attributes that the product has."""
+    """The fraction of the goal's attributes that the product has."""
     options: float
-    """The share of the goal's options that were chosen; 1 if it has none."""
+    """The fraction of the goal's options that were chosen; 1 if it has none."""
     price: float
     """1 if the price is within the bound, else 0."""
 
@@ -38,7 +38,7 @@ class Score:
 def score(
     goal: Goal, product: Product, price: float, chosen: Mapping[str, str], nouns: Callable[[str], Sequence[str]]
 ) -> Score:
-    """Judge the purchase of `product` at `price` dollars with the options `chosen` (name -> value).
+    """Score the purchase of `product` at `price` dollars with the options `chosen` (name -> value).
 
     `nouns` returns the nouns of a title.
     """
@@ -57,10 +57,10 @@ def score(
 
 
 def type_score(goal: Goal, product: Product, nouns: Callable[[str], Sequence[str]]) -> float:
-    """Return 1 if the product is of the goal's kind by its query, two of its categories, or more than a fifth of the
-    title's nouns; else 0.5. It is 0.1 at most if less than a tenth of the nouns occur, and 0 if none does."""
+    """Return 1 if the product matches the goal by its query, by two categories, or by more than a fifth of the title's
+    nouns; else 0.5. If less than a tenth of the nouns match, return 0.1; if none does, 0."""
     wanted = nouns(goal.title)
-    # distinct nouns over all nouns, repeated ones too: as published
+    # as published: distinct shared nouns, divided by all nouns including repetitions
     shared = len(set(wanted) & set(nouns(product.title))) / len(wanted) if wanted else 0.2
     if shared == 0:
         return 0.0
@@ -71,8 +71,7 @@ def type_score(goal: Goal, product: Product, nouns: Callable[[str], Sequence[str
 
 
 def has_attribute(product: Product, wanted: str) -> bool:
-    """Return whether an attribute of the product resembles the wanted one, or its title, points or description contain
-    it."""
+    """Return whether a product attribute resembles `wanted`, or the title, bullet points or description contain it."""
     return (
         any(alike(attribute, wanted) for attribute in product.attributes)
         or wanted in product.title.lower()
@@ -82,9 +81,9 @@ def has_attribute(product: Product, wanted: str) -> bool:
 
 
 def options_found(wanted: Sequence[str] | Mapping[str, str], chosen: Mapping[str, str]) -> int:
-    """Return how many of the wanted options resemble a chosen value, colours by their base colour.
+    """Count the wanted options that resemble a chosen value; colours are compared by their base colour.
 
-    Of a mapping, name and value together are compared with the chosen values, as published.
+    For a mapping, name and value together are compared with the chosen values, as published.
     """
     texts = [_comparable(option) for option in (wanted.items() if isinstance(wanted, Mapping) else wanted)]
     values = [_comparable(value) for value in chosen.values()]
@@ -92,12 +91,12 @@ def options_found(wanted: Sequence[str] | Mapping[str, str], chosen: Mapping[str
 
 
 def alike(one: str, other: str) -> bool:
-    """Return whether the two texts have nearly the same words, in any order: thefuzz's token_set_ratio above 85."""
+    """Return whether two texts have nearly the same words in any order: thefuzz's token_set_ratio above 85."""
     return round(token_set_ratio(_processed(one), _processed(other))) > _FUZZY
 
 
 def _processed(text: str) -> str:
-    """Return `text` as thefuzz compares it: without the characters 128 to 255, in lower case, spaces for signs."""
+    """Normalize `text` as thefuzz does: drop the characters 128 to 255, lower the case, replace signs by spaces."""
     return default_process(text.translate(_LATIN_1))
 
 

@@ -1,4 +1,4 @@
-"""`Shop`: products, goals and search index of one data set, on disk; built once, then opened by any process."""
+"""`Shop`: the products, goals and search index of a data set, built once on disk and opened by any process."""
 
 import hashlib
 import json
@@ -36,29 +36,29 @@ from agentfactory.worlds.webshop.products import (
 )
 
 HITS = 50
-"""Products that a search finds at most."""
+"""Maximum products that a search finds."""
 _FORMAT = 1
 _DATABASE = "shop.sqlite"
 _INDEX = "index"
 _REMEMBERED = 4096
-"""Products, searches and goals that a process keeps in memory, a few kilobytes each."""
+"""Maximum products, searches and goals in each of a process's caches, a few kilobytes per entry."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ShopConfig:
-    """What a shop is made of."""
+    """The settings that determine a shop."""
 
     data: Path | None = None
-    """Folder of WebShop's data files, or its file items_shuffle*.json; None: our own catalogue."""
+    """Folder of WebShop's data files, or the file items_shuffle*.json in it; None: our own catalogue."""
     goals: GoalKind = GoalKind.HUMAN
     seed: int = 0
-    """Of the prices that are given as a range, and of the goals' price bounds."""
+    """Seed of prices given as a range, and of the goals' price bounds."""
     products: int | None = None
     """Number of products from the start of the file; None: all."""
     cache: Path | None = None
-    """Folder in which shops are kept; None: agentfactory/webshop in the user's cache folder."""
+    """Folder of built shops; None: agentfactory/webshop in the user's cache folder."""
 
 
 _shops: dict[ShopConfig, "Shop"] = {}
@@ -66,10 +66,10 @@ _opening = threading.Lock()
 
 
 def open_shop(config: ShopConfig) -> "Shop":
-    """Open the shop of `config`, which is built first if it is not in the cache. A process has one object per shop.
+    """Open the shop of `config`, building it first if it is not in the cache. A process has one object per shop.
 
-    Building takes seconds for a thousand products and up to an hour for the 1.18 million. A build that was killed goes
-    on where its index was; a second process waits for the first.
+    A build takes seconds for a thousand products and up to an hour for all 1.18 million. A killed build resumes its
+    index; a second process waits for the first.
 
     Raises:
         SettingError: a data file is missing or cannot be read, or the cache cannot be written or read.
@@ -86,13 +86,13 @@ def open_shop(config: ShopConfig) -> "Shop":
 
 
 class Shop:
-    """Products, prices, goals and search, read from disk as they are needed. All methods are thread-safe."""
+    """A shop's products, prices, goals and search, read from disk on demand. All methods are thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         with self._reading():
-            # immutable: nothing writes it after the build, so sqlite needs no locks
+            # immutable: nothing writes to it after the build, so SQLite needs no locks
             address = f"{(folder / _DATABASE).absolute().as_uri()}?immutable=1"
             self._database = sqlite3.connect(address, uri=True, check_same_thread=False)
             self._index = LocalIndex(folder / _INDEX)
@@ -110,7 +110,7 @@ class Shop:
         return self._select("SELECT price FROM products WHERE asin = ?", asin)[0][0]
 
     def _product(self, asin: str) -> Product:
-        """Return the product. Raises KeyError if there is none."""
+        """Return the product with this asin. Raises KeyError if there is none."""
         found = self._select("SELECT product FROM products WHERE asin = ?", asin)
         if not found:
             raise KeyError(asin)
@@ -124,10 +124,10 @@ class Shop:
         return msgspec.json.decode(found[0][0], type=Goal)
 
     def _search(self, keywords: str, start: int = 0, count: int = HITS) -> tuple[str, ...]:
-        """Return the asins of `count` products that `keywords` find, from place `start`, the best first.
+        """Return the asins of up to `count` products that match `keywords`, best first, starting at rank `start`.
 
-        `<c> WORD`, `<q> WORDS` and `<a> WORDS` find all products of a category, a query or an attribute, in the shop's
-        order, `<r>` 50 products at random, and other words the best 50.
+        `<c> WORD`, `<q> WORDS` and `<a> WORDS` find all products of a category, query or attribute, in the shop's
+        order. `<r>` finds 50 random products. Any other words find the best 50.
         """
         if (listed := _listed(keywords)) is None:
             return self._hits(keywords)[start : start + count]
@@ -135,7 +135,7 @@ class Shop:
         return tuple(asin for (asin,) in self._select(statement, listed[1], count, start))
 
     def _total(self, keywords: str) -> int:
-        """Return how many products `keywords` find."""
+        """Return the number of products that match `keywords`."""
         if (listed := _listed(keywords)) is None:
             return len(self._hits(keywords))
         return self._select(f"SELECT COUNT(*) FROM products WHERE {listed[0]}", listed[1])[0][0]
@@ -171,7 +171,7 @@ _CONDITIONS = {
 
 
 def _listed(keywords: str) -> tuple[str, str] | None:
-    """Return the condition of a search for all products of a kind, with its value; None for another search."""
+    """Return the SQL condition and value of a `<c>`, `<q>` or `<a>` search; None for any other search."""
     first, *others = encodable(keywords).split(" ")
     if first not in _CONDITIONS:
         return None
@@ -179,7 +179,7 @@ def _listed(keywords: str) -> tuple[str, str] | None:
 
 
 def _built(config: ShopConfig) -> Path:
-    """Return the folder of a shop, after building it if need be."""
+    """Return the folder of a shop, building it if necessary."""
     home = config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory" / "webshop"
     with _making(home):
         home.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def _making(path: Path) -> Iterator[None]:
 
 
 def _build(files: DataFiles, config: ShopConfig, folder: Path) -> None:
-    """Build database and index in a folder beside `folder`, and rename it."""
+    """Build database and index in a folder next to `folder`, then rename it to `folder`."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     unfinished.mkdir(exist_ok=True)
     database = unfinished / _DATABASE
@@ -253,7 +253,7 @@ def _report(done: int) -> None:
 
 
 def _fill(connection: sqlite3.Connection, files: DataFiles, config: ShopConfig) -> None:
-    # the file is thrown away if the build is killed, so no journal is needed
+    # the file is discarded if the build is killed, so it needs no journal
     connection.executescript(
         """
         PRAGMA journal_mode = OFF;
@@ -281,7 +281,7 @@ def _fill(connection: sqlite3.Connection, files: DataFiles, config: ShopConfig) 
         connection.execute("INSERT INTO products VALUES (?, ?, ?, ?, ?, ?)", row)
         named = ((attribute, number) for attribute in product.attributes)
         connection.executemany("INSERT INTO attributes VALUES (?, ?)", named)
-    # bounds are drawn after all prices, in the order of products, as published
+    # as published, bounds are drawn after all prices, in product order
     made = enumerate(_goals(connection, files, config, listing, rng))
     connection.executemany("INSERT INTO goals VALUES (?, ?)", ((number, encode(goal)) for number, goal in made))
     count = connection.execute("SELECT COUNT(*) FROM goals").fetchone()[0]

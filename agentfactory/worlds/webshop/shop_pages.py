@@ -1,6 +1,6 @@
-"""WebShop's pages: what a shopper sees, and what searches and clicks do. Pure functions of a `Visit`.
+"""WebShop's pages: their texts, and the effects of searches and clicks. Pure functions of a `Visit`.
 
-The texts are those of the published environment's text mode: the visible texts of a page, joined by ` [SEP] `.
+Texts follow the published environment's text mode: a page's visible texts, joined by ` [SEP] `.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ RESULTS_PER_PAGE = 10
 SEPARATOR = " [SEP] "
 _BACK_TO_SEARCH, _PREVIOUS, _NEXT, _BUY_NOW = "Back to Search", "< Prev", "Next >", "Buy Now"
 _NO_RATING = "Rating: N.A."
-"""The published files contain no ratings and no reviews."""
+"""A constant, because the published files contain no ratings or reviews."""
 
 
 class Page(StrEnum):
@@ -30,31 +30,31 @@ class Page(StrEnum):
 
 
 _PARTS = (Page.DESCRIPTION, Page.FEATURES, Page.REVIEWS)
-"""The pages that an item's page leads to. `Attributes` too, if the shop shows attributes."""
+"""The subpages of an item's page, besides `Attributes`, which depends on the layout."""
 
 
 @dataclass(slots=True)
 class Visit:
-    """Where one shopper is: a few hundred bytes."""
+    """The state of one shopper, a few hundred bytes."""
 
     goal: Goal
     page: Page = Page.SEARCH
     keywords: str = ""
     number: int = 1
-    """Of the page of results, from 1."""
+    """Number of the results page, from 1."""
     asin: str = ""
-    """The product of an item's page, or the one bought."""
+    """The product of an item's page, or the purchased one."""
     options: dict[str, str] = field(default_factory=dict)
-    """Chosen so far: name -> value."""
+    """Options chosen so far: name -> value."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How pages are laid out."""
+    """The layout of pages."""
 
     results_per_page: int = RESULTS_PER_PAGE
     show_attributes: bool = False
-    """Whether an item's page leads to its attributes, query and categories."""
+    """True if an item's page links to its attributes, query and categories."""
 
 
 def search(visit: Visit, keywords: str) -> None:
@@ -85,13 +85,13 @@ def click(visit: Visit, target: str, shop: Shop, layout: Layout) -> None:
         visit.page = Page.ITEM
         visit.asin = next(asin for asin in _asins(visit, shop, layout) if asin.lower() == target)
     else:
-        # of two options with the same value, the page takes the last one
+        # if two options share a value, the page sets the last one
         names = [name for name, values in shop.product(visit.asin).options.items() if target in values]
         visit.options = {**visit.options, names[-1]: target}
 
 
 def clickable(visit: Visit, shop: Shop, layout: Layout) -> list[str]:
-    """Return what can be clicked, in lower case: buttons, then products, then options."""
+    """Return the clickable texts in lower case: buttons, then products, then options."""
     match visit.page:
         case Page.SEARCH:
             return ["search"]

@@ -1,4 +1,4 @@
-"""`WebShop`: an environment in which a model searches a shop and buys what an instruction asks for."""
+"""`WebShop`: an environment for searching a shop and buying the product that an instruction describes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from agentfactory.worlds.webshop.shop_pages import Layout, Page, Visit
 QUESTION = (
     "Buy the product that the instruction asks for: search, click a product, click its options, then click Buy Now."
 )
-"""The `question` of a data row; the shop's first page, with the instruction, follows it."""
+"""The `question` of a data row, followed in the prompt by the shop's first page with the instruction."""
 
 
 class WebShop(Environment):
@@ -27,17 +27,17 @@ class WebShop(Environment):
     `webshop_tasks` makes such rows. All instances of a process share products and index.
 
     Args:
-        data: folder of WebShop's data files, or its file items_shuffle*.json; null: our own catalogue.
+        data: folder of WebShop's data files, or the file items_shuffle*.json in it; null: our own catalogue.
         goals: `human` or `synthetic`.
-        seed: of prices and price bounds.
+        seed: seed of prices and price bounds.
         products: number of products from the start of the file; null: all.
-        cache: folder for what is built from the data; null: agentfactory/webshop in the user's cache folder.
-        results_per_page: products on a page of results.
-        show_attributes: whether an item's page leads to a page with its attributes and categories.
-        show_actions: whether each page ends with a line of what can be clicked.
+        cache: folder for the built database and index; null: agentfactory/webshop in the user's cache folder.
+        results_per_page: products per page of results.
+        show_attributes: whether an item's page links to a page with its attributes and categories.
+        show_actions: whether each page ends with a list of its clickable texts.
 
     Raises:
-        SettingError: an option out of its range, or a data file that is missing or cannot be read.
+        SettingError: an option is out of range, or a data file is missing or cannot be read.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WebShop(Environment):
         self._shown = ""
 
     def reset(self, goal: int, **task: Any) -> str:
-        """Begin at the search page with the goal of this number.
+        """Begin at the search page with goal number `goal`.
 
         Raises ValueError if there is no such goal.
         """
@@ -92,13 +92,14 @@ class WebShop(Environment):
         if visit.page is not Page.DONE:
             return self._page()
         price, product, nouns = self._shop.price(visit.asin), self._shop.product(visit.asin), self._shop.nouns
-        # in a thread: spaCy takes milliseconds
+        # in a thread, because spaCy takes milliseconds
         judged = self._score = await run_in_thread(lambda: score(visit.goal, product, price, visit.options, nouns))
         text = f"{self._page()}{pages.SEPARATOR}Your score (min 0.0, max 1.0){pages.SEPARATOR}{judged.reward}"
         return finish({"observation": text, "price": price, "nouns": nouns.name})
 
     def reward(self) -> dict[str, float]:
-        """Return `reward`, `success` (whether it is 1), `bought`, and of a purchase the parts of its reward."""
+        """Return `reward`, `success` (1.0 if the reward is 1) and `bought`; after a purchase also the reward's
+        components."""
         judged = self._score
         if judged is None:
             return {"reward": 0.0, "success": 0.0, "bought": 0.0}
@@ -113,7 +114,7 @@ class WebShop(Environment):
         }
 
     def anchor(self) -> list[Any] | None:
-        """Return the page, and the options that are chosen, which it does not show; None after a purchase."""
+        """Return the page and the chosen options, which the page does not show; None after a purchase."""
         visit = self._here()
         return None if visit.page is Page.DONE else [self._shown, visit.options]
 
@@ -142,8 +143,8 @@ def webshop_tasks(
     products: int | None = None,
     cache: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Return the data rows of a split, made as they are read: `question`, `goal` (its number) and `instruction`. The
-    other arguments are those of the environment, and have to be the same.
+    """Return a lazy iterator over a split's data rows: `question`, `goal` (its number) and `instruction`. The other
+    arguments must equal the environment's options.
 
     Raises SettingError if there is no such split, or it has no goals.
     """

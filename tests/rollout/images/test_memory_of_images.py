@@ -1,4 +1,4 @@
-"""The memory of a worker through ten thousand chains with four images each."""
+"""A worker's memory use over ten thousand chains with four images each."""
 
 import json
 import os
@@ -116,5 +116,5 @@ def test_memory_does_not_grow_with_chains(tmp_path: Path) -> None:
     before, after = json.loads(done.stdout.splitlines()[-1])
     print(f"{before / 2**20:.0f} MiB after {warm} chains, {after / 2**20:.0f} after {chains}")
     assert len(list((tmp_path / "images").rglob("*.png"))) == 4 * kinds
-    # 32,000 further images of 9 to 14 kB would be 330 MiB
+    # keeping 32,000 more images of 9 to 14 kB would take 330 MiB
     assert after - before < 16 * 2**20

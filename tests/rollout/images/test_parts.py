@@ -1,4 +1,4 @@
-"""Images in rows of data, in the forms of TRL, verl and ms-swift."""
+"""Images in data rows, in the formats of TRL, verl and ms-swift."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Places in the text of rows are written as the model states them."""
+"""Coordinates in the text of rows are rewritten to the model's convention."""
 
 from typing import Any
 

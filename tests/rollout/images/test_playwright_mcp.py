@@ -1,5 +1,5 @@
-"""The public server @playwright/mcp by the block of docs/screens.md: eight chains at once, each in a Chromium of its
-own, whose screenshots a model sees."""
+"""The public server @playwright/mcp, configured by the block in docs/screens.md: eight concurrent chains, each with its
+own Chromium, whose screenshots the model gets."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 CHAINS = 8
 COLOURS = ["#cc0000", "#00aa00", "#0000cc", "#cccc00", "#00cccc", "#cc00cc", "#884400", "#444444"]
-"""What a chain's page becomes when its square is clicked."""
+"""The state of a chain's page after a click on its square."""
 PAGE = """<body style='margin:0; background:#ffffff'>
 <p id=told></p>
 <div style='position:fixed; left:{left}px; top:{top}px; width:100px; height:100px; background:#000000'
@@ -44,12 +44,12 @@ document.getElementById('told').textContent = document.cookie + ' / ' + Object.k
 
 
 def square_of(number: int) -> tuple[int, int]:
-    """Where the square of a chain's page begins, in a window of 1000 x 1000."""
+    """The upper left corner of the square on a chain's page, in a window of 1000 x 1000."""
     return 200 + 100 * (number % 4), 300 + 200 * (number // 4)
 
 
 class Pages(BaseHTTPRequestHandler):
-    """Serves the page of each chain, and notes which processes of servers and browsers there are meanwhile."""
+    """A server of each chain's page that records the running server and browser processes."""
 
     family: set[psutil.Process] = set()
 
@@ -83,7 +83,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def turns(address: str, number: int) -> list[str]:
-    """What the model of a chain says, turn by turn."""
+    """The completions of a chain, turn by turn."""
     left, top = square_of(number)
     look = call("browser_take_screenshot", type="png", scale="css")
     return [
@@ -134,6 +134,6 @@ async def test_eight_chains_see_their_own_pages(playwright: dict[str, Any], tmp_
 
 
 def colour_at(picture: Image.Image, x: int, y: int) -> str:
-    """The colour at a place of the window, in the size that the model got."""
+    """The colour at a point of the window, in the screenshot that the model got."""
     across, down = (round(place * side / 1000) for place, side in zip((x, y), picture.size, strict=True))
     return "#{:02x}{:02x}{:02x}".format(*picture.getpixel((across, down)))

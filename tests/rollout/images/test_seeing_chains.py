@@ -1,4 +1,4 @@
-"""Chains with images, from the task and from tools, against a server that expands them as vLLM does."""
+"""Chains with images from the task and from tools, against a server that expands image tokens as vLLM does."""
 
 import json
 import random
@@ -69,7 +69,7 @@ async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, 
     # each is sent once
     [server] = chains.servers
     assert sorted(server.sent) == sorted(span.digest for span in row.images)
-    # what people and tools wrote is text
+    # user and tool content is text, never control tokens
     text = chains.renderer.tokenizer.decode(chains.renderer.images.collapse(row))
     assert text.count("<|image_pad|>") == 4 + 1 + 2
 
@@ -80,7 +80,7 @@ async def test_a_reward_gets_the_images_of_the_chain(model, tmp_path):
         chain = await chains.runner.run("c0", task, Sampling("policy", 1.0, seed="c0"))
         fit = chains.renderer.images.vision.fitted
     assert chain.error is None
-    # the task's image in full size, and all images as the model saw them
+    # the task's image in full size, and all images in the model's size
     widths = [300, fit(300, 200)[0], fit(200, 100)[0]]
     assert chain.metrics["widths"] == sum(width * 1000**place for place, width in enumerate(widths))
 
@@ -132,7 +132,7 @@ async def test_an_image_that_cannot_be_shown_is_told(model, tmp_path):
 
 
 class Forgetful(SeeingServer):
-    """Forgets all images after each request."""
+    """A server that forgets all images after each request."""
 
     async def generate(self, request: web.Request) -> web.Response:
         answer = await super().generate(request)
@@ -157,7 +157,7 @@ async def test_each_server_gets_the_images(model, tmp_path):
 
 
 class Resizing(SeeingServer):
-    """Reads another number of tokens for its images."""
+    """A server that expands images to another number of tokens."""
 
     def with_prompt(self, answer: web.Response, expanded: list[int]) -> web.Response:
         return super().with_prompt(answer, [*expanded, self.vision.image_token_id])

@@ -1,4 +1,4 @@
-"""Sizes, tokens and positions of images, beside transformers' own."""
+"""Sizes, tokens and positions of images, compared with transformers."""
 
 import random
 
@@ -49,7 +49,7 @@ def test_images_get_the_size_that_transformers_gives_them(model):
         width, height = (int(10 ** draw.uniform(0, 4)) for _ in range(2))
         try:
             expected = theirs(width, height)
-            # theirs may leave a narrow image too large, and then resizes it again when it gets it again
+            # transformers may leave a narrow image too large, and then resize it again in a second pass
             while theirs(*expected) != expected:
                 twice += 1
                 expected = theirs(*expected)
@@ -62,7 +62,7 @@ def test_images_get_the_size_that_transformers_gives_them(model):
 
 
 def test_how_a_model_of_the_hub_sees_is_read_from_what_was_downloaded(model, tmp_path, monkeypatch):
-    """The tools are tried without a model, and where the hub cannot be reached each request takes half a minute."""
+    """Tools are tried without a model, and each request to an unreachable hub would take half a minute."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(httpx.Client, "send", lambda *args, **more: pytest.fail("the hub was asked"))
     config = ModelConfig(path="org/eyes")
@@ -78,7 +78,7 @@ def test_how_a_model_of_the_hub_sees_is_read_from_what_was_downloaded(model, tmp
 
 
 def test_limits_that_no_size_keeps_are_told():
-    """The rule enlarges the image and reduces it in turns."""
+    """The rule alternately enlarges and shrinks the image."""
     with pytest.raises(ValueError, match=r"from 3072 to 4096 pixels; set model.max_image_pixels to at least twice"):
         SizeRule(32, 3072, 4096).fitted(200, 100)
     width, height = SizeRule(32, 3072, 2 * 3072).fitted(200, 100)

@@ -1,4 +1,4 @@
-"""The environment: chains that win and that do not, actions, limits, processes that end, wrong options."""
+"""The environment: won and lost chains, actions, limits, ended processes, invalid options."""
 
 import asyncio
 import json
@@ -132,7 +132,7 @@ def test_the_anchor_is_what_is_seen_and_what_can_be_done(environment: AlfWorld) 
     environment.action("take cloth 2 from toilet 1")
     environment.action("go to cabinet 4")
     environment.action("go to toilet 1")
-    # what can be done tells that the agent holds a cloth
+    # the admissible actions show that the agent holds a cloth
     assert environment.anchor() not in (first, look, there)
 
 
@@ -180,7 +180,7 @@ async def test_a_killed_process_ends_its_chains_as_infrastructure_and_no_others(
 
 
 def engine_processes(parent: int | None = None) -> list[psutil.Process]:
-    """The processes of engines, other than the one of these tests."""
+    """The engines' processes, except the one of these tests."""
     found = []
     for process in psutil.Process(parent).children(recursive=True):
         if process.status() != psutil.STATUS_ZOMBIE and process.pid not in _ours:
@@ -254,7 +254,7 @@ def test_processes_end_with_the_one_that_started_them() -> None:
 def test_an_unknown_game_is_named(environment: AlfWorld) -> None:
     game: Any
     for game in ("test/000001", "train/x", "train", "", 3, None):
-        with pytest.raises(ValueError, match=f"game: got {game!r}; the games that are made are called train/000000"):
+        with pytest.raises(ValueError, match=f"game: got {game!r}; generated games are called train/000000"):
             environment.reset(game)
 
 
@@ -329,7 +329,7 @@ def test_games_are_the_same_for_a_seed_and_rooms_of_the_last_split_are_new(
 
 
 def test_no_game_is_won_from_the_start(games: GeneratedGames) -> None:
-    """By what is told of it: the object that is asked for lies in no receptacle of the kind that is asked for."""
+    """No requested object lies in a receptacle of the requested type."""
     for number in range(300):
         game = games.game(f"train/{number:06d}")
         target = game.trajectory["pddl_params"]["object_target"].lower()

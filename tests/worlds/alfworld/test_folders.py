@@ -1,4 +1,4 @@
-"""Folders in the published layout: ours are taken by the published loader, and we take what it takes."""
+"""Folders in the published layout: the published loader accepts ours, and ours accepts the same games as it does."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Mistakes on the command line of write_games are told before anything is written."""
+"""Errors on the command line of write_games are reported before anything is written."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from agentfactory.worlds.alfworld import write_games
 pytestmark = pytest.mark.processes
 
 MISTAKES = {
-    "no games": ([], "no games are asked for; fix: give --train N or --valid_seen N"),
+    "no games": ([], "no games are requested; fix: give --train N or --valid_seen N"),
     "fewer than none": (["--train", "-1"], "--train: got -1; fix: give 0 to 3000"),
     "more than there are": (["--valid_seen", "151"], "--valid_seen: got 151; fix: give 0 to 150"),
     "no Python": (["--train", "1", "--python", "/no"], "--python: /no cannot be run: .*; fix: name a Python that has"),

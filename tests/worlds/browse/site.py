@@ -1,4 +1,4 @@
-"""A small web on loopback: sites under names that only its resolver knows, on addresses that count as public or not."""
+"""A small web on loopback: sites with names known only to its resolver, on addresses treated as public or private."""
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,13 +13,13 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from agentfactory.worlds.browse import addresses
 
 PUBLIC, PRIVATE = "127.0.0.2", "127.0.0.1"
-"""Of two addresses of this machine, that which the tests let count as public, and that which stays private."""
+"""Two loopback addresses: one that the tests treat as public, and one that stays private."""
 PAGES = Path(__file__).parent / "pages"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class NameServer(AbstractResolver):
-    """Answers with what `names` says: a list of addresses, used one per question, the last one from then on."""
+    """A resolver that answers from `names`: a list of addresses, one per query; the last one repeats."""
 
     def __init__(self) -> None:
         self.names: dict[str, list[list[str]]] = {}
@@ -43,7 +43,7 @@ class NameServer(AbstractResolver):
 
 @dataclass
 class Site:
-    """A server; `requests` are the paths that it was asked for."""
+    """A server; `requests` are the requested paths."""
 
     port: int
     routes: dict[str, Handler]
@@ -99,6 +99,6 @@ def status(code: int, headers: dict[str, str] | None = None) -> Handler:
 
 @pytest.fixture
 def public_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let PUBLIC count as an address of the internet."""
+    """Treat PUBLIC as an address of the internet."""
     real = addresses.is_public
     monkeypatch.setattr(addresses, "is_public", lambda address: str(address) == PUBLIC or real(address))

@@ -1,4 +1,4 @@
-"""Which addresses may be opened: forms of private addresses, schemes, ports, hosts that a recipe allows."""
+"""Checks of addresses: forms of private addresses, schemes, ports, hosts that a recipe allows."""
 
 import ipaddress
 
@@ -26,7 +26,7 @@ PRIVATE_FORMS = [
     "http://172.16.0.1/",
     "http://192.168.1.1/",
     "http://100.64.0.1/",  # CGNAT
-    "http://169.254.169.254/latest/meta-data/",  # metadata of clouds
+    "http://169.254.169.254/latest/meta-data/",  # cloud metadata
     "http://192.0.0.192/",
     "http://192.0.2.1/",
     "http://198.18.0.1/",

@@ -64,7 +64,7 @@ async def test_a_walk_through_the_atlas(browsers: Callable[..., Browse]) -> None
         assert "[Karsund][1]" in opened["observation"]
         assert "built by [Halvard Øye][1]" in " ".join((await browser.follow(1))["observation"].split())
         halvard = await browser.follow(1)
-        assert "Halvard Øye (1851–1923)" in halvard["observation"]  # of a page in Windows-1252
+        assert "Halvard Øye (1851–1923)" in halvard["observation"]  # from a page in Windows-1252
         assert "born in [Veidnes][1]" in halvard["observation"]
         assert (await browser.find_on_page("LIGHTHOUSE of")).startswith('"LIGHTHOUSE of" occurs once:\npage 1: ')
         assert (await browser.back())["opened"] == f"{address}/karsund.html"
@@ -136,7 +136,7 @@ async def test_pages_come_from_the_cache_of_another_run(tmp_path: Path) -> None:
         assert await second.browse(address) == shown
         assert second.gauges() == {"cache_hits": 1.0, "cache_misses": 0.0}
         assert served.requests.count("/karsund.html") == 1
-        strict = Browse(cache=cache)  # of a recipe that does not allow this host
+        strict = Browse(cache=cache)  # as in a recipe that does not allow this host
         with pytest.raises(Exception, match="not in the public internet"):
             await strict.browse(address)
         for browser in (second, strict):

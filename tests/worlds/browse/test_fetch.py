@@ -71,8 +71,8 @@ async def test_a_name_that_changes_after_the_check_changes_nothing(opened: Opene
         fetcher = opened(robots=False)
         document = await fetcher.fetch(f"http://flips.test:{served.port}/")
         assert document.content == b"public"
-        assert names.asked.count("flips.test") == 1  # what was checked is what was connected to
-        # the next connection, to the server in the private network, resolves anew
+        assert names.asked.count("flips.test") == 1  # the connection used the checked address
+        # the next connection, to the server in the private network, resolves again
         assert "not in the public internet" in await refused(fetcher, f"http://flips.test:{secret.port}/")
         assert secret.requests == []
 

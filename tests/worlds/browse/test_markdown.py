@@ -57,7 +57,7 @@ def test_structure_becomes_markdown() -> None:
         "[Back to the **atlas**][2]",
     ):
         assert part in page.text
-    assert read("veidnes.html").text.startswith("# Veidnes")  # the header of an article is no site's header
+    assert read("veidnes.html").text.startswith("# Veidnes")  # an article's header is kept, unlike a site's header
 
 
 def test_links_to_one_address_have_one_number() -> None:
@@ -87,7 +87,7 @@ def test_plain_text_stays() -> None:
         ("東京".encode("shift_jis"), "Shift_JIS", "東京"),
         ("東京".encode("gb18030"), "gb2312", "東京"),
         ("Øye".encode(), "no-such-charset", "Øye"),
-        (b"+ADw-b+AD4-", "utf-7", "+ADw-b+AD4-"),  # charsets that no browser reads
+        (b"+ADw-b+AD4-", "utf-7", "+ADw-b+AD4-"),  # a charset that no browser supports
         (b"\\u00d8", "unicode_escape", "\\u00d8"),
         (b"x" * 100, "zlib", "x" * 100),
     ],

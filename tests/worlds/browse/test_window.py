@@ -1,4 +1,4 @@
-"""Windows over a long text: nothing is lost, cuts are at word ends, `find` names the window of each place."""
+"""Windows over a long text: no text is lost, cuts are at word ends, `find` gives the window of each match."""
 
 import random
 import re
@@ -51,7 +51,7 @@ def test_find_names_the_window_of_each_place() -> None:
     assert found.splitlines()[2].startswith(f"page {page.count}: ... ")
     assert "Bergen lies" in page.window(1)
     assert "BERGEN" in page.window(page.count)
-    assert "occurs once" in page.find("of Bergen is")  # across the end of a line
+    assert "occurs once" in page.find("of Bergen is")  # across a line break
     assert page.find("Oslo") == '"Oslo" does not occur in this document.'
     assert "empty" in page.find(" \n")
 

@@ -1,4 +1,4 @@
-"""Tasks in Harbor's format: what the files ask for, what a chain gets of it, and that only work passes the tests."""
+"""Tasks in Harbor's format: parsing and checks, the chain's sandbox, and tests that only real work passes."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def rows(folder: Path = TASKS, **image: Any) -> dict[str, dict[str, Any]]:
 
 
 def make(folder: Path, dockerfile: str = STANDARD, **files: str) -> Path:
-    """A task that passes if /app/made has the word `good`."""
+    """A task whose tests pass if /app/made has the word `good`."""
     contents = {
         "instruction.md": "<!-- benchmark canary GUID 1 -->\n\nMake it.\n",
         "task.toml": 'schema_version = "1.4"\n',
@@ -70,7 +70,7 @@ async def test_the_solution_passes_and_nothing_else_does(name: str) -> None:
     row = rows()[name]
     assert (await play(row, solve=True))["success"] == 1.0
     assert (await play(row))["success"] == 0.0
-    # it writes the reward itself, changes the tests and the verifier's folder, and leaves a process that goes on
+    # it writes the reward itself, changes the tests and the verifier's folder, and leaves a running process
     mark = f"cheat-{os.getpid()}-{name}"
     cheats = [
         "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt",
@@ -152,7 +152,7 @@ COPY ["a.txt", "/etc/our own"]
             "/etc/passwd",
             str(len(os.listdir("/usr/local/lib")) + 1),
         ]
-        # files stay, everywhere that may be changed
+        # files persist in every writable folder
         await shell.shell("echo kept | tee made /tmp/made /root/made /etc/made")
         assert (await shell.shell("cat made /tmp/made /root/made /etc/made"))["observation"] == "kept\n" * 3 + "kept"
         assert "Read-only" in (await shell.shell("touch /usr/bin/x"))["observation"]
@@ -164,7 +164,7 @@ COPY ["a.txt", "/etc/our own"]
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A root file system that everyone may read, with a shell, three programs, and what a RUN has built in /app."""
+    """A world-readable root file system with a shell, three programs, and the result of a RUN in /app."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         made.chmod(0o755)
@@ -243,7 +243,7 @@ async def test_the_reward_is_what_the_tests_wrote(tmp_path: Path, script: str) -
 @pytest.mark.processes
 @pytest.mark.parametrize("command", ["chmod 000 . /app", "rm -rf /app/src", "mv /app/src x; ln -s /no/such /app/src"])
 async def test_an_agent_cannot_keep_the_tests_from_judging_it(tmp_path: Path, command: str) -> None:
-    """A chain that cannot be judged would be dropped, instead of having no reward."""
+    """A chain without a verdict would be dropped, instead of getting reward 0."""
     dockerfile = "FROM ubuntu:24.04\nCOPY a.txt /app/\nWORKDIR /app/src\n"
     row = rows(make(tmp_path, dockerfile, **{"environment/a.txt": "a"}))["a-task"]
     assert row["harbor"]["writable"][0] == "/app"
@@ -323,7 +323,7 @@ async def test_a_chain_works_by_the_tool_and_is_judged_by_the_tests(tmp_path: Pa
         ({"environment/Dockerfile": STANDARD + "\nCOPY ../tests ."}, r"line 6: COPY \.\./tests: there is no such file"),
         (
             {"environment/Dockerfile": STANDARD + "\nCOPY Dockerfile /tests/"},
-            r"COPY to /tests: nothing can be put there",
+            r"COPY to /tests: this path is reserved",
         ),
         ({"environment/Dockerfile": STANDARD + "\nCOPY --from=x /y /z"}, r"line 6: COPY --from=x; fix: put the files"),
         ({"environment/Dockerfile": STANDARD + "\nUSER me"}, r"USER me: there is one user"),

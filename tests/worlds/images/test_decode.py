@@ -1,4 +1,4 @@
-"""Images as files have them: what is decoded, what is refused and how, damaged files of every kind."""
+"""Image decoding: supported formats, refusals and their messages, damaged files."""
 
 import random
 import struct

@@ -38,7 +38,7 @@ async def test_images_are_files_and_saved_ones_get_numbers(tools: ImageInterpret
     assert result["observation"][:-1] == ["(90, 70)", "Image 1 (90 x 70 pixels):"]
     assert result["saved"] == {"mirror.png": 1}
     assert np.array_equal(shown(result), PIXELS[:, ::-1])
-    # other tools take it, and Python takes theirs
+    # other tools can use this image, and Python can use theirs
     part = tools.zoom([10, 0, 50, 40], 1)
     assert (part["image"], part["of"]) == (2, 1)
     result = await tools.python(MIRROR.format(2, "mirror.png"))

@@ -1,4 +1,4 @@
-"""The tools of images against references that are worked apart from them: fractions, numpy and transformers."""
+"""The image tools against independent references: fractions, numpy and transformers."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ Size = tuple[int, int]
 
 
 def units(coordinates: str, size: Size) -> Size:
-    """The numbers that a model has for the right and the lower edge of an image."""
+    """The model's coordinates of an image's right and bottom edges."""
     if coordinates == "resized":
         height, width = smart_resize(size[1], size[0], TOKEN, LEAST_PIXELS, MOST_PIXELS)
         return width, height
@@ -29,18 +29,18 @@ def units(coordinates: str, size: Size) -> Size:
 
 
 def stated(pixels: list[float], coordinates: str, size: Size) -> list[float]:
-    """What a model says of pixels."""
+    """Pixels in the model's coordinates."""
     unit = units(coordinates, size)
     return [float(Fraction(pixel) * unit[axis % 2] / size[axis % 2]) for axis, pixel in enumerate(pixels)]
 
 
 def nearest(value: Fraction) -> int:
-    """A half goes to the even number."""
+    """Round half to even."""
     return round(value)
 
 
 def cut(box: list[float], coordinates: str, size: Size) -> list[int] | None:
-    """The part of an image that a box asks for, at least a token on a side; None if the box has nothing of it."""
+    """The part of an image that a box selects, at least one token per side; None if the box lies outside the image."""
     unit = units(coordinates, size)
     sides = []
     for axis, length in enumerate(size):
@@ -50,7 +50,7 @@ def cut(box: list[float], coordinates: str, size: Size) -> list[int] | None:
             return None
         start, end = nearest(first), nearest(last)
         if end - start < min(TOKEN, length):
-            # the middle stays, unless an edge of the image is in the way
+            # the center stays, unless an edge of the image is in the way
             start = (start + end - min(TOKEN, length)) // 2
             start = max(0, min(start, length - TOKEN))
             end = min(start + TOKEN, length)
@@ -89,7 +89,7 @@ def images(trials: int, most: int = 300) -> Iterator[tuple[np.random.Generator, 
 
 
 def coded(width: int, height: int) -> np.ndarray:
-    """An image whose pixels say where they are: x in red, y in green."""
+    """An image whose pixels encode their position: x in red, y in green."""
     pixels = np.zeros((height, width, 3), dtype=np.uint8)
     pixels[..., 0], pixels[..., 1] = np.arange(width), np.arange(height)[:, None]
     return pixels
@@ -101,7 +101,7 @@ def test_zoom_shows_what_the_box_says(coordinates: str) -> None:
     counted = {"shown": 0, "refused": 0, "cut": 0, "grown": 0}
     for rng, pixels, size in images(TRIALS):
         unit = units(coordinates, size)
-        # a tenth of the boxes reach out, some of them altogether
+        # a tenth of the boxes extend beyond the image, some of them completely
         edges = np.sort(rng.uniform(-0.15, 1.15, (2, 2)), axis=1) if rng.random() < 0.5 else np.sort(rng.random((2, 2)))
         box = [float(edges[axis, end] * unit[axis]) for end in (0, 1) for axis in (0, 1)]
         if coordinates != "relative1":
@@ -168,7 +168,7 @@ def test_parts_of_parts_know_where_they_are() -> None:
             pixels = seen(result)
             (left, top), (right, bottom) = pixels[..., :2].min((0, 1)), pixels[..., :2].max((0, 1))
             assert result["box"] == [left, top, right + 1, bottom + 1]
-            # places of the part lead to the same pixels of the whole
+            # points of the part map to the same pixels of the whole image
             x, y = rng.randrange(pixels.shape[1]), rng.randrange(pixels.shape[0])
             back = tool._pictures[number].back.of((x + 0.5, y + 0.5))
             assert back == pytest.approx(pixels[y, x, :2] + 0.5)
@@ -186,12 +186,12 @@ def test_any_angle_turns_about_the_middle() -> None:
     rng = np.random.default_rng(0)
     for _ in range(TRIALS // 5):
         width, height = (int(side) for side in rng.integers(40, 120, 2))
-        # of an even slope, cubic interpolation is exact; the blue part is 0 everywhere, and beside the image 255
+        # cubic interpolation is exact for a linear gradient; blue is 0 inside the image and 255 outside
         pixels = coded(width, height)
         degrees = float(rng.uniform(0, 360))
         turned = seen(tools(pixels).rotate(degrees)).astype(int)
         corner = complex(width, height) / 2
-        spin = np.exp(1j * np.radians(degrees))  # y points downwards: clockwise
+        spin = np.exp(1j * np.radians(degrees))  # y points down: clockwise
         corners = [spin * (sign * corner.real + other * corner.imag * 1j) for sign in (1, -1) for other in (1, -1)]
         assert turned.shape[1] == pytest.approx(max(c.real for c in corners) * 2, abs=1)
         assert turned.shape[0] == pytest.approx(max(c.imag for c in corners) * 2, abs=1)

@@ -1,4 +1,4 @@
-"""The images of other tools get numbers, by which `image_tools` works on them."""
+"""Images of other tools get numbers, so `image_tools` can work on them."""
 
 import base64
 import json

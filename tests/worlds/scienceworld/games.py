@@ -22,11 +22,11 @@ QUICK = {
     "use-thermometer": 4,
     "lifespan-longest-lived": 0,
 }
-"""Tasks that load fast and have short gold paths -> a variation."""
+"""Tasks with fast loading and short gold paths -> a variation."""
 
 
 def gold_path(jvms: Jvms, task: str, variation: int, simplifications: str = "easy") -> list[str]:
-    """Return actions that lead to the score 100."""
+    """Return actions that reach the score 100."""
     play = jvms.play(task, variation, resolved(simplifications, task), gold=True)
     try:
         return play.game.gold_path()

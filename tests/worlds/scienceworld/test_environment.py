@@ -1,4 +1,4 @@
-"""The environment: gold paths through chains, failures, chains beside each other, lost Java processes."""
+"""The environment: gold paths through chains, failures, concurrent chains, lost Java processes."""
 
 import asyncio
 import os
@@ -144,7 +144,7 @@ async def test_simplifications_are_the_options_or_the_rows() -> None:
     async with laboratory(simplifications="") as toolset:
         row = {"task": "boil", "variation": 0}
         async with toolset.chain("a", row) as strict, toolset.chain("b", {**row, "simplifications": "easy"}) as easy:
-            for _ in range(2):  # in one Java process, in turns
+            for _ in range(2):  # interleaved in one Java process
                 assert "No known action" in str((await act(strict, "teleport to hallway")).content)
                 assert "teleport" in str((await act(easy, "teleport to hallway")).content)
 
@@ -157,7 +157,7 @@ async def test_hostile_actions_are_not_understood() -> None:
 
 
 def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[str]]) -> list[list[Any]]:
-    """Play games in turns, an action of each after the other; return what each showed, and its number of objects."""
+    """Interleave games, one action of each at a time; return each game's observations and its number of objects."""
     plays = [jvms.play(task, variation, resolved(how, task)) for task, variation, how in games]
     shown: list[list[Any]] = [[play.game.description(), play.game.look()] for play in plays]
     for number in range(max(map(len, paths))):
@@ -173,10 +173,10 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
 
 @pytest.mark.long
 def test_games_in_turns_show_what_they_show_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without it the order of things in a room follows from addresses in memory: the engine's own chance.
+    # Without it the order of things in a room depends on memory addresses, the engine's own randomness.
     monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
     games = [(task, variation, "easy") for task, variation in QUICK.items()]
-    # the thermometer's noise, and plants whose pots water themselves or do not
+    # the thermometer's noise, and plants in pots with or without self-watering
     games += [("use-thermometer", 4, "openDoors"), ("grow-plant", 1, ""), ("grow-plant", 1, "selfWateringFlowerPots")]
     growing = ["go to greenhouse", "wait", "look around", "wait", "open door", "wait", "look around", "wait"]
     jvms = Jvms(heap_mb=384, games_per_jvm=8)

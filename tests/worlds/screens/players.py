@@ -1,4 +1,4 @@
-"""A player that solves every page of ours: it reads the page itself, and acts by places in the picture."""
+"""A player that solves all of our own pages: it reads the DOM, and acts by coordinates in the screenshot."""
 
 import re
 from calendar import month_name
@@ -18,11 +18,11 @@ CHOSEN = """([selector, index]) => {
   return [(box.left + box.right) / 2, (box.top + box.bottom) / 2];
 }"""
 MOST_ACTIONS = 30
-"""Of a player; a slider takes 13."""
+"""Maximum actions of a player; a slider takes 13."""
 
 
 class Player:
-    """Plays one chain, in MOST_ACTIONS at most."""
+    """A player of one chain, with at most MOST_ACTIONS actions."""
 
     def __init__(self, screen: Screen, instruction: str) -> None:
         self.screen, self.instruction = screen, instruction

@@ -1,4 +1,4 @@
-"""Pages in a real Chromium: every task can be solved, and is not by itself; hostile pages are typed."""
+"""Pages in a real Chromium: each task can be solved, but not by doing nothing; hostile pages end as typed failures."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ PAGES = {
   border:5px solid; padding:7px'></iframe>
 <button style='position:absolute; left:0; top:200px; width:50px; height:20px' onclick='document.title += 0'>a</button>
 <div style='position:absolute; left:120px; top:55px; width:80px; height:40px; background:red'></div>""",
-    # the second button is covered by what is around the frame, and the third one is not scrolled to
+    # the second button is covered by an element around the frame, and the third one is scrolled out of view
     "/inner": """<style>body > * { position:absolute; height:20px }</style><body style='margin:0; height:500px'>
 <button style='left:10px; top:20px; width:50px' onclick='parent.document.title += 1'>a</button>
 <button style='left:90px; top:20px; width:40px' onclick='parent.document.title += 2'>b</button>
@@ -119,7 +119,7 @@ async def screen(server: str) -> AsyncIterator[Screen]:
 
 @pytest.fixture
 async def hasty_screen(server: str) -> AsyncIterator[Screen]:
-    """A screen for pages that hang, and for what does not answer."""
+    """A screen with a short time limit, for pages that hang and servers that do not answer."""
     made = Screen(**SIZE, seconds=5.0, allowed=[server])
     yield made
     await made.close()
@@ -206,7 +206,7 @@ async def test_elements_in_frames_have_marks(server: str) -> None:
     screen = MarkedScreen(**SIZE, seconds=5.0, allowed=[server])
     try:
         await screen.reset(**at(server, "/outer"))
-        # what is in the frame begins at 40 + 5 + 7, 30 + 5 + 7; the innermost frame at 80, 50 in that
+        # the frame's contents begin at 40 + 5 + 7, 30 + 5 + 7; the innermost frame at 80, 50 within them
         frame, innermost = (52, 42), (132, 92)
         boxes = [[mark.left, mark.top, mark.right, mark.bottom] for mark in screen._marks]
         assert boxes == [
@@ -222,7 +222,7 @@ async def test_elements_in_frames_have_marks(server: str) -> None:
         assert len((await screen.type("blue"))["observation"]) == 1
         assert await screen._page.title() == "019"
         assert await screen._page.frames[1].evaluate("() => document.querySelector('select').value") == "blue"
-        # the frame scrolled, and drawn at half its size
+        # the frame scrolled, and scaled to half its size
         await screen._page.evaluate("""() => {
             const frame = document.querySelector('iframe');
             frame.contentWindow.scrollTo(0, 280);
@@ -378,7 +378,7 @@ async def test_no_other_way_pastes_it_either(screen: Screen, server: str) -> Non
         await other.type("secret")
         await other.key("Control+A")
         await other._page.keyboard.press("Control+C")
-        # `document.open` takes all listeners off a page, the one that refuses pastes too
+        # `document.open` removes all of a page's listeners, including the one that blocks pastes
         await screen.reset(**at(server, "/writes_itself"))
         await screen.click(160, 120)
         await screen._press(160, 120, button="middle")
@@ -407,7 +407,7 @@ async def test_no_key_stays_held_where_another_is_unknown(screen: Screen) -> Non
 
 @pytest.mark.extended
 async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
-    # what a tab could carry from one chain to the next
+    # state that a tab could carry from one chain to the next
     for file in PAGES_FOLDER.iterdir():
         assert not re.search(r"cookie|Storage|indexedDB|location|history|open\(", file.read_text(encoding="utf-8")), (
             file
@@ -425,7 +425,7 @@ async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Scre
     assert again[0] == opening[0]
     assert np.array_equal(again[1], opening[1])
     assert (await screen.back())["observation"][0] == "There is no page before this one."
-    # an action that did not end, and any other address
+    # an unfinished action, and any other address
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await screen.drag(20, 20, 200, 200)

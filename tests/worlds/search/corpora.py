@@ -1,4 +1,4 @@
-"""A corpus that tests search."""
+"""A small corpus for search tests."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ PLAYS = [
 
 
 def index_of(folder: Path, passages: Sequence[Passage] = PLAYS) -> Path:
-    """Build an index below `folder` and return its folder."""
+    """Build an index in a subfolder of `folder` and return it."""
     build_index(passages, folder / "index")
     return folder / "index"
 

@@ -1,4 +1,4 @@
-"""The cache on disk and the budget: several processes at once, expiry, size, faults."""
+"""The disk cache and the budget: concurrent processes, expiry, size, faults."""
 
 import asyncio
 import subprocess
@@ -15,7 +15,7 @@ from agentfactory.worlds.search.budget import Budget, BudgetUsedUp, Spending
 
 
 class Maker:
-    """Makes values, and counts how often it was asked."""
+    """A factory of values that counts its calls."""
 
     def __init__(self, value: Any = "made") -> None:
         self.value, self.made = value, 0
@@ -135,7 +135,7 @@ asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
 
 @pytest.mark.processes
 def test_several_processes_share_cache_and_budget(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"  # which all of them make at once
+    folder = tmp_path / "cache"  # which all processes create at the same time
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, folder, f"{number}"],

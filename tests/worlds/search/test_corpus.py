@@ -1,4 +1,4 @@
-"""Corpora: files and data sets as passages, and what is wrong with a row."""
+"""Corpora: files and data sets as passages, and errors for invalid rows."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def test_parquet_and_data_sets(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
     expected = [Passage("1", '"Hamlet"\nA play.'), Passage("2", "\nA text.")]
     assert list(Corpus(str(tmp_path / "train.parquet"))) == expected
-    # as from the hub: `datasets` reads a folder by the same code
+    # `datasets` reads a folder by the same code as the hub
     assert list(Corpus(str(tmp_path))) == expected
 
 
@@ -56,10 +56,13 @@ def test_what_json_can_hold_is_read(tmp_path: Path) -> None:
     [
         ("{", r"c.jsonl:2 is not JSON: .* at column [12]; fix: correct it"),
         ("[1]", r"c.jsonl:2 is a list, not an object; fix: give it id and contents"),
-        ('{"id": 1, "body": "x"}', r"c.jsonl:2 has neither contents nor text but id, body; fix: name a field so"),
-        ('{"id": 1, "contents": 5}', r"c.jsonl:2: contents is 5, not a text; fix: make contents a text"),
-        ('{"id": [1], "contents": ""}', r"c.jsonl:2: id is \[1\], not a text"),
-        ('{"id": 1, "text": "", "title": {}}', r"c.jsonl:2: title is {}, not a text"),
+        (
+            '{"id": 1, "body": "x"}',
+            r"c.jsonl:2 has neither contents nor text but id, body; fix: rename a field to one of them",
+        ),
+        ('{"id": 1, "contents": 5}', r"c.jsonl:2: contents is 5, not a string; fix: make contents a string"),
+        ('{"id": [1], "contents": ""}', r"c.jsonl:2: id is \[1\], not a string"),
+        ('{"id": 1, "text": "", "title": {}}', r"c.jsonl:2: title is {}, not a string"),
     ],
 )
 def test_a_bad_line_is_told_with_file_line_field_and_fix(tmp_path: Path, line: str, told: str) -> None:
@@ -85,9 +88,11 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "whole.parquet")
     whole = (tmp_path / "whole.parquet").read_bytes()
     assert "cannot be read as parquet" in refused("flipped.parquet", whole[:40] + bytes(40) + whole[80:])
-    assert "deep.jsonl:1 has too many brackets" in refused("deep.jsonl", b"[" * 200_000)
-    assert "is of another kind; fix: use a file .jsonl, .jsonl.gz, .parquet, or" in refused("c.csv", b"id,contents\n")
-    with pytest.raises(SettingError, match="is no file, and cannot be read as a hub data set"):
+    assert "deep.jsonl:1 is nested too deeply" in refused("deep.jsonl", b"[" * 200_000)
+    assert "has an unsupported suffix; fix: use a file .jsonl, .jsonl.gz, .parquet" in refused(
+        "c.csv", b"id,contents\n"
+    )
+    with pytest.raises(SettingError, match="is not a file, and cannot be read as a hub data set"):
         list(Corpus(str(tmp_path / "nothing")))
     with pytest.raises(SettingError, match=r"there is no file wiki\.jsonl\.gz; fix: correct the path"):
         Corpus("wiki.jsonl.gz")

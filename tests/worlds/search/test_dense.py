@@ -1,4 +1,4 @@
-"""Dense retrieval and its fusion with BM25, with a model of random word vectors that is made on the spot."""
+"""Dense retrieval and its fusion with BM25, with a generated model of random word vectors."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_scores_are_inner_products_of_unit_vectors(index: Path, model: str) -> N
 
 @needs_packages
 def test_e5_models_get_their_prefixes(tmp_path: Path, model: str) -> None:
-    """As in Search-R1; a model of another name does not."""
+    """E5 models get prefixes as in Search-R1; other models get none."""
     plain = dense._Encoder(model)
     e5 = dense._Encoder(make_model(tmp_path / "e5-tiny"))
     assert e5.query("hamlet") == pytest.approx(plain.query("query: hamlet"))
@@ -125,7 +125,7 @@ def test_vectors_of_a_killed_build_are_kept(tmp_path: Path, model: str, monkeypa
     assert sorted(file.name for file in (folder / "dense").iterdir()) == ["model.json", "vectors.usearch"]
     opened = open_index(folder, "dense")
     for passage in passages[2:]:
-        # the other one may be that of a synonym
+        # the other result may be a synonym's
         assert passage.id in [found.id for found in opened.search(passage.text.split()[0], 2)]
 
 
@@ -150,7 +150,7 @@ def test_a_dense_index_is_built_and_served_by_commands(
 
 
 def _call(command: list[str], arguments: dict[str, str]) -> str:
-    """Call `search` of a server over stdio, by the protocol's own messages."""
+    """Call `search` of a stdio server with raw protocol messages."""
     meta = {"agentfactory/chain": "c"}
     calls = [("reset", {}), ("search", arguments)]
     messages = [

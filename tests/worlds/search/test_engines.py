@@ -1,4 +1,4 @@
-"""Online engines against a server on loopback that answers in their published formats, and fails as they do."""
+"""Online engines against a loopback server that imitates their published formats and failures."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ Answer = web.Response | Callable[[], Awaitable[web.Response]]
 
 @dataclass
 class Service:
-    """A server in an engine's place: it gives `answers` in their order, the last one from then on."""
+    """A server in place of an engine. It gives `answers` in order; the last one repeats."""
 
     answers: list[Answer]
     requests: list[tuple[web.BaseRequest, Any]] = field(default_factory=list)
@@ -82,7 +82,7 @@ def _response(given: Any) -> web.Response:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """Return a function that makes an engine which asks the server at an address."""
+    """Return a function that creates an engine whose requests go to the server at an address."""
 
     def make(kind: type[Engine], address: str, options: EngineOptions = FAST) -> Engine:
         monkeypatch.setattr(kind, "address", address, raising=False)
@@ -115,7 +115,7 @@ async def test_results_become_passages(use: Use, name: str) -> None:
 
 
 def page_of(name: str, numbers: range, more: bool = True) -> Any:
-    """Return an engine's answer with results of these numbers."""
+    """Return an engine's answer with the results of these numbers."""
     url, title = "https://atlas.example/{}", "Page {}"
     if name == "brave":
         results = [{"title": title.format(n), "url": url.format(n), "description": "x"} for n in numbers]
@@ -264,10 +264,10 @@ async def test_an_engine_that_does_not_answer(use: Use, monkeypatch: pytest.Monk
 )
 async def test_another_format_is_told_at_once(use: Use, name: str, answer: Any) -> None:
     if name == "wikipedia" and isinstance(answer, dict) and "query" not in answer:
-        answer = {"query": {"pages": 3}}  # without `query` it has no results
+        answer = {"query": {"pages": 3}}  # an answer without `query` has no results
     async with service(answer) as (served, address):
         engine = use(ENGINES[name], address)
-        with pytest.raises(ToolInfrastructureError, match=f"{name}: its answer has another format"):
+        with pytest.raises(ToolInfrastructureError, match=f"{name}: its answer has an unexpected format"):
             await engine.search("x", 2)
         assert len(served.requests) == 1
         await engine.close()
@@ -291,7 +291,7 @@ async def test_a_wrong_key_is_told_by_its_variable(
         engine = use(kind, address)
         with pytest.raises(ToolInfrastructureError, match=kind.key) as error:
             await engine.search("x", 2)
-        assert len(served.requests) == 1  # no retry makes it right
+        assert len(served.requests) == 1  # no retry could help
         assert KEY not in str(error.value) + caplog.text
         assert [record.notice.topic for record in caplog.records if hasattr(record, "notice")]
         await engine.close()
@@ -352,7 +352,7 @@ async def test_the_cache_is_shared_by_objects_and_runs(use: Use, tmp_path: Path)
         assert await second.search(" karsund ", 2) == found[0]
         assert len(served.requests) == 1
         assert second.gauges() == {"requests": 0.0, "cache_hits": 1.0, "cache_misses": 0.0}
-        await second.search("karsund", 1)  # another question
+        await second.search("karsund", 1)  # another query
         await second.search("veidnes", 2)
         assert len(served.requests) == 3
         for engine in (first, second):

@@ -1,4 +1,4 @@
-"""`agentfactory index build`: what it prints and makes, and which command lines it refuses."""
+"""`agentfactory index build`: its output, its index, and the command lines that it refuses."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The BM25 index on disk: what it finds, by which queries, and how its build survives."""
+"""The BM25 index on disk: results, queries, and resumed builds."""
 
 import json
 import subprocess
@@ -36,12 +36,12 @@ def _ids(index: LocalIndex, query: str, count: int = 3) -> list[str]:
         ('"hamlet', "h"),
         ("+hamlet AND (NOT", "h"),
         ("id:f hamlet^9 ~ [a TO b]", "h"),
-        ("HESITATED", "h"),  # by its stem
+        ("HESITATED", "h"),  # found by its stem
         ("scottish generals", "m"),
         ("東京", "t"),
         ("電波塔はどこ?", "t"),
         ("cafe", "c"),
-        ("CAFE\u0301", "c"),  # the accent as a character of its own
+        ("CAFE\u0301", "c"),  # the accent as a separate character
         ("goethe " * 2000, "f"),
         ("hamlet \ud800", "h"),  # a lone surrogate, which JSON can hold
     ],
@@ -145,13 +145,13 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
     store.write_bytes(store.read_bytes()[:-20])
     with pytest.raises(SettingError, match=r"the index in .* is damaged: .*; fix: remove it, and build it again"):
         LocalIndex(tmp_path / "index")
-    # tantivy makes an empty index in a folder without this one
+    # tantivy creates an empty index in a folder without this file
     (files / "meta.json").unlink()
-    with pytest.raises(SettingError, match="is damaged: 0 of 5 passages are there"):
+    with pytest.raises(SettingError, match="is damaged: it has 0 of 5 passages"):
         LocalIndex(tmp_path / "index")
 
 
-# builds an index of a file, and is killed when it has read so many of its passages
+# builds an index of a file, and kills itself after a given number of passages
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -173,7 +173,7 @@ local_index.build_index(passages(corpus, int(sys.argv[3])), Path(sys.argv[2]), c
 def test_a_corpus_without_a_passage_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="nowhere"):
         build_index(Corpus(str(tmp_path / "nowhere")), tmp_path / "index", corpus="nowhere")
-    with pytest.raises(SettingError, match="corpus: there is no passage in it; fix: name another"):
+    with pytest.raises(SettingError, match="corpus: it contains no passages; fix: name another"):
         build_index([], tmp_path / "index")
     assert list(tmp_path.iterdir()) == []
 
@@ -191,7 +191,7 @@ def test_a_build_that_was_killed_is_resumed(tmp_path: Path) -> None:
     done: list[int] = []
     corpus = Corpus(str(file))
     assert build_index(corpus, folder, corpus.name, progress=done.append) == 1000
-    assert (done[0], done[-1]) == (700, 1000)  # what the second one had committed
+    assert (done[0], done[-1]) == (700, 1000)  # the passages that the second build had committed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
     index = LocalIndex(folder)
     assert index.passages == 1000
@@ -239,7 +239,7 @@ def test_two_builds_of_one_index_are_refused(tmp_path: Path) -> None:
     def passages() -> Iterator[Passage]:
         yield PLAYS[0]
         for corpus in ("plays", "others", ""):
-            with pytest.raises(SettingError, match=r"another process builds an index in .*index.building: pid .*; fix"):
+            with pytest.raises(SettingError, match=r"another process is building an index in .*building: pid .*; fix"):
                 build_index(PLAYS, folder, corpus)
         yield PLAYS[1]
 
@@ -248,7 +248,7 @@ def test_two_builds_of_one_index_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_scores_are_those_of_bm25(tmp_path: Path) -> None:
-    """By the formula with k1 = 1.2 and b = .75; lengths are stored exactly up to 40 words."""
+    """The formula with k1 = 1.2 and b = .75; lengths are stored exactly up to 40 words."""
     texts = ["red fish", "blue fish blue", "one red dog and one cat"]
     index = LocalIndex(index_of(tmp_path, [Passage(str(n), f"\n{text}") for n, text in enumerate(texts)]))
     lengths = [len(text.split()) for text in texts]

@@ -1,4 +1,4 @@
-"""The client of retrieval servers, with servers that answer as Search-R1's do, and with broken ones."""
+"""The client of retrieval servers, against servers that answer like Search-R1's, and against broken ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -44,7 +44,7 @@ async def test_scores_may_lack_and_documents_may_be_bare() -> None:
     def answer(body: dict[str, Any]) -> Any:
         asked.append(body)
         scored = {"document": HAMLET, "score": 2.5}
-        # the last one as Search-R1's proxies of online engines give it
+        # the last form is that of Search-R1's proxies of online engines
         odd = {"document": {"id": None, "contents": "t\nx\ud800"}}
         return {"result": [[scored, {"document": HAMLET}, HAMLET, odd]]}
 
@@ -112,7 +112,7 @@ async def test_a_server_that_is_down_or_hangs_is_an_infrastructure_failure() -> 
 
 def test_an_address_needs_a_host_and_its_path_is_kept() -> None:
     for wrong in ("http:///retrieve", "http://:8000", "http://a:99999", "http://a:b"):
-        with pytest.raises(SettingError, match="is no address; fix: write it as"):
+        with pytest.raises(SettingError, match="is not an address; fix: write it as"):
             RetrievalClient(wrong)
     assert RetrievalClient("http://a:1").url == RetrievalClient("http://a:1/").url == "http://a:1/retrieve"
     assert RetrievalClient("http://a:1/x/retrieve").url == "http://a:1/x/retrieve"

@@ -1,4 +1,4 @@
-"""The retrieval server in its own process, asked by a client written against Search-R1's, and by ours."""
+"""The retrieval server in its own process, queried by a client written for Search-R1's servers, and by ours."""
 
 import json
 import signal
@@ -46,7 +46,7 @@ def _post(address: str, body: Any) -> tuple[int, Any]:
 
 
 def test_a_client_written_against_search_r1_reads_our_answers(retrieval: tuple[str, Any]) -> None:
-    """As its generation loop asks, and formats what it is told."""
+    """Send requests and format answers as its generation loop does."""
     address, _ = retrieval
     assert address.startswith("http://127.0.0.1:")
     body = {"queries": ["scottish general", "a wager", "zyzzyva"], "topk": 2, "return_scores": True}
@@ -72,7 +72,7 @@ def test_fields_may_lack_as_there(retrieval: tuple[str, Any]) -> None:
     for more in ({}, {"topk": None}, {"topk": 0}, {"topk": 3, "user": "x"}):
         assert _post(address, {"queries": ["hamlet"], **more}) == (200, {"result": [[bare]]})
     assert _post(address, {"queries": ["tragedy"] * 2, "topk": 1})[1]["result"][1:] != [[]]
-    assert len(_post(address, {"queries": ["tragedy"]})[1]["result"][0]) == 3  # the server's own number
+    assert len(_post(address, {"queries": ["tragedy"]})[1]["result"][0]) == 3  # the server's default
     assert _post(address, {"queries": []}) == (200, {"result": []})
 
 

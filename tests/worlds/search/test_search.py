@@ -1,4 +1,4 @@
-"""The tool `search` as a chain has it, on each of its sources."""
+"""The tool `search` in chains, on each of its sources."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -83,7 +83,7 @@ async def test_a_folder_may_begin_with_the_home(tmp_path: Path, monkeypatch: pyt
 
 async def test_an_index_that_breaks_ends_the_chain(tmp_path: Path) -> None:
     class Panic(BaseException):
-        """As tantivy's are, it is no Exception."""
+        """Like tantivy's panics, not an Exception."""
 
     class Broken:
         def search(self, query: str, count: int) -> list[Passage]:
@@ -135,7 +135,7 @@ async def test_a_search_that_was_made_before_asks_nobody() -> None:
         for key in "abc":
             async with toolset.chain(key, {}) as chain:
                 assert (await call(chain, "search", query="rain")).content == "Doc 1(Title: rain) text"
-                # the protocol cannot open a document, so the passage is all that there is
+                # the protocol cannot open documents, so the passage is all there is
                 assert (await call(chain, "open", doc=1)).content == "rain (page 1 of 1)\n\ntext"
         assert asked == ["rain"]
 
@@ -183,7 +183,7 @@ async def test_an_engine_is_named_and_its_pages_are_opened(monkeypatch: pytest.M
         assert (await call(chain, "open", doc=1)).content == "A page (page 1 of 1)\n\nall about http://a/"
     with pytest.raises(SettingError, match="the variable ENGINE_KEY is not set"):
         Search("failing")
-    with pytest.raises(SettingError, match="ranking: got 'bm25', but only an index on this machine can be ranked"):
+    with pytest.raises(SettingError, match="ranking: got 'bm25', but only a local index has rankings"):
         Search("engine", ranking="bm25")
 
 
@@ -205,7 +205,7 @@ def test_a_source_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 class Slow:
-    """A source that answers when it is told to."""
+    """A source that answers on command."""
 
     def __init__(self) -> None:
         self.asked: list[asyncio.Future[list[Passage]]] = []
@@ -234,7 +234,7 @@ async def test_equal_searches_at_once_are_one() -> None:
 
     first, second, other, third = await begin("a", "a", "b", "a")
     assert len(slow.asked) == 2
-    first.cancel()  # a chain that ends
+    first.cancel()  # a chain is cancelled
     slow.asked[0].set_result([Passage("1", "one")])
     assert await second == await third == [Passage("1", "one")]
     assert await shared.search("a", 3) == [Passage("1", "one")]
@@ -242,7 +242,7 @@ async def test_equal_searches_at_once_are_one() -> None:
     with pytest.raises(ToolInfrastructureError, match="down"):
         await other
     [again] = await begin("b")
-    assert len(slow.asked) == 3  # what failed is asked again
+    assert len(slow.asked) == 3  # a failed search is not cached
     assert shared.gauges() == {"searches": 6, "remembered": 3}
     await shared.close()
     with pytest.raises(asyncio.CancelledError):

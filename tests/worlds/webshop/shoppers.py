@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from agentfactory.worlds.webshop.goals import Goal
 
 Act = Callable[[str, str], Awaitable[str]]
-"""Calls a tool by its name with its argument; returns the page."""
+"""A function that calls a tool by name with its argument and returns the page."""
 
 
 async def shop_perfectly(goal: Goal, act: Act) -> str:
@@ -22,7 +22,7 @@ async def shop_perfectly(goal: Goal, act: Act) -> str:
 
 
 async def shop_in_vain(goal: Goal, act: Act) -> str:
-    """Do only what does nothing."""
+    """Take only actions without effect."""
     for tool, argument in (("search", ""), ("click", "search"), ("click", goal.asin), ("click", "Buy Now")):
         page = await act(tool, argument)
     return page

@@ -1,4 +1,4 @@
-"""The environment: pages as the published text mode shows them, what clicks do, rewards, chains beside each other."""
+"""The environment: pages in the published text mode, effects of clicks, rewards, concurrent chains."""
 
 import asyncio
 import json
@@ -100,7 +100,7 @@ async def test_a_purchase_ends_the_chain_and_is_judged(theirs: Shopper) -> None:
 
 
 async def test_the_anchor_is_the_page_and_what_is_chosen(theirs: Shopper) -> None:
-    """The page does not show what is chosen."""
+    """The page does not show the chosen options."""
 
     async def anchors(*targets: str) -> list[Any]:
         seen = []
@@ -148,7 +148,7 @@ async def test_an_option_may_be_called_as_a_button_is(tmp_path: Path) -> None:
     await shopper.act("search", "lamp")
     for target in ("b1", "next >", "x"):
         await shopper.click(target)
-    # the last of two names that have the value; the button comes before the option
+    # the last of two options with this value; a button takes precedence over an option
     assert "options [SEP] {'a': 'next >', 'c': 'x'}" in await shopper.click("buy now")
 
 
@@ -196,7 +196,7 @@ async def test_a_shopper_who_does_nothing_gets_zero_on_200_of_200_goals(catalogu
 async def test_shoppers_beside_each_other_on_the_mcp_server(catalogue: Path) -> None:
     shop = open_shop(ShopConfig(cache=catalogue))
     arguments = ["-m", "agentfactory.tools.serve", "webshop", "--option", f"cache={catalogue}", "--capacity", "16"]
-    # a server gets only what its entry names: this tree, if another one is installed
+    # a server gets only its entry's environment, so this tree must be named in case another one is installed
     server = {"command": "python", "args": arguments, "env": {"PYTHONPATH": str(REPOSITORY)}, "environment": {}}
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"shop": server}})
     async with open_toolset(recipe, Path.cwd()) as toolset:

@@ -1,4 +1,4 @@
-"""The reward, case by case, worked by hand from the published rules."""
+"""The reward, case by case, computed manually from the published rules."""
 
 from fractions import Fraction
 from typing import Any
@@ -34,12 +34,12 @@ GOAL = Goal(
     price_upper=50.0,
 )
 ALIEN = {"query": "chairs", "product_category": "Office › Seats › Chairs"}
-"""A product of which only the title can be like the goal's."""
+"""A product that can resemble the goal's only by its title."""
 EIGHT, TEN, ELEVEN = (" ".join(f"w{number}" for number in range(count)) for count in (8, 10, 11))
 
 
 def one(goal: str, product: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A goal's title and a product's, which share nothing else."""
+    """A goal and a product that share nothing but, possibly, their titles."""
     return {"title": goal}, {"title": product, **ALIEN}
 
 
@@ -83,7 +83,7 @@ TYPES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     ),
 }
 
-# The goal's attributes, what the product has, how many of them count. The type is 1 and the price fits.
+# The goal's attributes, the product's, the number of matches. The type is 1 and the price fits.
 ATTRIBUTES: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "the same": (["dimmable"], {}, 1),
     "none": (["cordless"], {}, 0),
@@ -106,7 +106,7 @@ ATTRIBUTES: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "none of three": (["cordless", "wooden", "round"], {}, 0),
 }
 
-# The goal's options, the chosen ones, how many count. Type, attribute and price fit.
+# The goal's options, the chosen ones, the number of matches. Type, attribute and price fit.
 OPTIONS: dict[str, tuple[Any, dict[str, str], int]] = {
     "the same": (["black"], {"color": "black"}, 1),
     "nothing chosen": (["black"], {}, 0),

@@ -1,4 +1,4 @@
-"""The published data files become a shop: derived fields, prices, goals, their order and splits, and the search."""
+"""A shop from the published data files: derived fields, prices, goals, their order and splits, and the search."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def test_the_index_text_is_the_published_one(tmp_path: Path) -> None:
 
 
 def test_prices_and_bounds_are_drawn_in_the_published_order(tmp_path: Path) -> None:
-    """With the same seed as a run of theirs: first the prices that are ranges, then a bound per goal."""
+    """With the published code's seed: first prices given as ranges, then a bound per goal."""
     shop = make_shop(tmp_path, seed=7)
     rng = random.Random(7)
     assert shop.price("B000000002") == rng.uniform(9.5, 1012.0)
@@ -55,7 +55,7 @@ def test_prices_and_bounds_are_drawn_in_the_published_order(tmp_path: Path) -> N
     assert lamp.price_upper == bound
     assert lamp.instruction == f"i need a dimmable lamp in navy, and price lower than {bound:.2f} dollars"
     assert (lamp.attributes, lamp.options) == (["dimmable"], ["navy | white"])
-    # of 985 dollars only one ten is above
+    # only one multiple of 10 is above 985 dollars
     assert (chair.price_upper, chair.instruction) == (NO_BOUND, "a stackable chair")
 
 
@@ -219,7 +219,7 @@ def test_a_build_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(shop_module, "build_index", lambda *arguments, **named: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             shop_module._built(config)
-    # the database is whole: it is not made again
+    # the database is complete, so it is not rebuilt
     monkeypatch.setattr(shop_module, "_fill", lambda *arguments: 1 / 0)
     assert Shop(shop_module._built(config)).search("brass chair") == ("B000000005",)
 
@@ -249,6 +249,6 @@ def test_the_catalogue_is_the_same_everywhere(tmp_path: Path) -> None:
     assert {name for product in products for name in product.options} == {"color", "size", "scent", "flavor name"}
     instructions = json.loads(files.instructions.read_text(encoding="utf-8"))
     assert sum(len(entries) for entries in instructions.values()) == 3600
-    # another digest means other tasks, and figures that cannot be compared
+    # another digest means other tasks, whose results cannot be compared
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     assert digest == "cdf607db07ee581486921cabcc6d7d0aad9b95c869a6ef72e5f433be0f2382e4"

@@ -1,4 +1,4 @@
-"""Writes the rows: run `python make_tasks.py` in this folder after a change."""
+"""Write the rows: run `python make_tasks.py` in this folder after a change."""
 
 import itertools
 import json
@@ -8,9 +8,9 @@ from pathlib import Path
 WANTED = range(50, 110)
 """Degrees Fahrenheit that fish need."""
 FARTHEST, DIRTIEST = 3, 2
-"""By how many degrees the water is wrong at most, and how dirty it is."""
+"""Maximum error of the water in degrees, and maximum dirt."""
 HELD_OUT = 100
-"""How many rows are for evaluation alone. What their fish need is never asked for in training."""
+"""Number of rows for evaluation only. The degrees that their fish need never occur in training."""
 
 
 def make(folder: Path, seed: int = 0) -> None:
@@ -27,7 +27,7 @@ def make(folder: Path, seed: int = 0) -> None:
 
 
 def rows_of(wanted: int) -> list[dict]:
-    """Return the tasks whose fish need so many degrees."""
+    """Return the tasks whose fish need `wanted` degrees."""
     question = f"The fish need {wanted} degrees and clean water."
     waters = itertools.product(range(wanted - FARTHEST, wanted + FARTHEST + 1), range(DIRTIEST + 1))
     rows = [{"question": question, "wanted": wanted, "degrees": degrees, "dirt": dirt} for degrees, dirt in waters]

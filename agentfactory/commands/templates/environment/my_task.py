@@ -1,4 +1,4 @@
-"""The world: an aquarium whose water is to be made right. Change state, tools and reward to make your own."""
+"""The world: an aquarium whose water must be corrected. Change state, tools and reward to make your own."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ class Aquarium(Environment):
     """
 
     def reset(self, wanted: int, degrees: int, dirt: int, **task: Any) -> str:
-        """Begin a task: the arguments are fields of its row. Returns what the agent reads first."""
+        """Begin a task: the arguments are fields of its row. Return the first observation."""
         self.wanted, self.degrees, self.dirt = wanted, degrees, dirt
         self.hours = abs(degrees - wanted) + dirt + 2  # enough for one mistake, and to undo it
         return self._observe()
@@ -42,7 +42,7 @@ class Aquarium(Environment):
         return {"reward": right, "success": right, "hours_left": self.hours}
 
     def anchor(self) -> tuple[int, int]:
-        """Return what identifies the state: `train.algorithm: gigpo` compares turns that begin with the same water."""
+        """Return an identifier of the state: `train.algorithm: gigpo` compares turns that begin with the same water."""
         return self.degrees, self.dirt
 
     def _is_right(self) -> bool:

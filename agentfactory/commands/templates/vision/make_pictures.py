@@ -1,4 +1,4 @@
-"""Draws the pictures and writes the rows about them: run `python make_pictures.py` in this folder after a change."""
+"""Draw the pictures and write their rows: run `python make_pictures.py` in this folder after a change."""
 
 import json
 import random
@@ -11,14 +11,14 @@ CLOTHS = ("bands", "checks", "diagonals", "dots", "plain", "stripes")
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
 QUESTION = f"Which cloth is in the {{}} corner: {', '.join(CLOTHS[:-1])} or {CLOTHS[-1]}?"
 SIDE, CLOTH, THREAD = 512, 128, 4
-"""Pixels: sides of a picture and of a piece of cloth, and the width of a thread. Threads vanish where the whole picture
-is reduced."""
+"""Pixels: sides of a picture and of a piece of cloth, and the width of a thread. Threads vanish in the reduced
+picture."""
 PICTURES, HELD_OUT = 250, 25
-"""How many are drawn, and how many of them are for evaluation alone. Each has a row per corner."""
+"""Number of pictures, and the number of them for evaluation only. Each has a row per corner."""
 
 
 def draw(cloth: str, rng: random.Random) -> Image.Image:
-    """Return a piece of cloth, in a light and a dark colour at random."""
+    """Return a piece of cloth, in a random light and dark colour."""
     down, right = np.indices((CLOTH, CLOTH)) // THREAD
     dark = {
         "bands": down % 2 == 1,

@@ -1,5 +1,5 @@
-"""The task: name the cloth in a corner of a picture, which is seen only from near. Change the tool, the reward and the
-pictures to make your own."""
+"""The task: name the cloth in a corner of a picture, which is visible only in full size. Change the tool, the reward
+and the pictures to make your own."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ CLOTHS = ("bands", "checks", "diagonals", "dots", "plain", "stripes")
 
 
 class Pictures(Environment):
-    """Keeps a task's pictures in full size; the model gets them reduced to `model.max_image_pixels`."""
+    """A task's pictures in full size; the model gets them reduced to `model.max_image_pixels`."""
 
     def reset(self, images: list[str], **task: Any) -> None:
         """Begin a task: `images` are the paths of its row's images."""

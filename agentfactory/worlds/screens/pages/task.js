@@ -5,7 +5,7 @@ const task = {
   page(build) { this.build = build; },
   begin(seed) {
     const random = task.generator(seed);
-    random();  // the first numbers of neighbouring seeds are alike
+    random();  // the first numbers of neighbouring seeds are correlated
     const pick = (list) => list[Math.floor(random() * list.length)];
     const whole = (from, to) => from + Math.floor(random() * (to - from + 1));
     const shuffled = (list) => {

@@ -1,1 +1,1 @@
-"""Search engines of the web: each module maps one engine's published format to passages."""
+"""Web search engines: each module maps one engine's published format to passages."""

@@ -1,4 +1,4 @@
-"""Brave Search. Format: https://api-dashboard.search.brave.com/api-reference/web/search/get (read there)."""
+"""Brave Search. Format from https://api-dashboard.search.brave.com/api-reference/web/search/get."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _MOST_WORDS = 50
 
 
 class Brave(Engine):
-    """The web search of Brave."""
+    """Brave's web search."""
 
     name = "brave"
     address = "https://api.search.brave.com/res/v1/web/search"
@@ -25,7 +25,7 @@ class Brave(Engine):
         return Request(self.address, parameters, headers=headers)
 
     def read(self, answer: Any) -> Results:
-        """See Engine. Without results there is no `web`."""
+        """See Engine. An answer without results has no `web`."""
         found = answer.get("web", {}).get("results", [])
         passages = [passage(each["url"], each["title"], each.get("description")) for each in found]
         return Results(passages, bool(answer["query"].get("more_results_available")))

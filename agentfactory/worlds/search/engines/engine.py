@@ -1,4 +1,4 @@
-"""`Engine`: what all online engines share: requests, pages of results, retries, rate, cache and budget."""
+"""`Engine`: the base of online engines, with requests, result pages, retries, rate limit, cache and budget."""
 
 import asyncio
 import html
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 15.0
 _MOST_WAIT_SECONDS = 40.0
-"""Together with an answer's time less than a call may take (`timeout_seconds`, 60)."""
+"""Maximum wait for the rate limit. With the time for an answer it stays below a call's `timeout_seconds`, 60."""
 _ANSWER_BYTES = 8 << 20
 _MOST_PAGES = 10
 _TAGS = re.compile(r"</?[A-Za-z][^<>]*>")
@@ -41,18 +41,18 @@ _TAGS = re.compile(r"</?[A-Za-z][^<>]*>")
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one page of results. `url` has no key in it: keys are sent as `headers`."""
+    """A request for one page of results. `url` never contains a key: keys go into `headers`."""
 
     url: str
     query: Mapping[str, str | int] = field(default_factory=dict)
     body: Any = None
-    """JSON that is sent by POST; None: GET."""
+    """JSON body of a POST; None: GET."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Results:
-    """One page of results; `more` says whether the engine has a further page."""
+    """One page of results; `more` is True if the engine has a further page."""
 
     passages: list[Passage]
     more: bool
@@ -60,15 +60,15 @@ class Results:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is used.
+    """Options of an online engine.
 
     Attributes:
-        cache: Folder in which answers are kept, for all chains, workers and steps; None: they are not kept.
-        calls: The most requests, counted in `cache` over all processes and resumed runs; None: any number.
-        cost: The most dollars, counted likewise; None: any sum.
-        price: Dollars for one request.
-        calls_per_second: Requests of one process per second; None: what the engine allows everybody.
-        retry_seconds: How long a request that fails is tried again.
+        cache: Folder of the answer cache, shared by all chains, workers and steps; None: no cache.
+        calls: Maximum number of requests, counted in `cache` over all processes and resumed runs; None: no limit.
+        cost: Maximum cost in dollars, counted in the same way; None: no limit.
+        price: Dollars per request.
+        calls_per_second: Rate limit of one process; None: the rate that the engine allows every customer.
+        retry_seconds: Seconds for which a failing request is retried.
     """
 
     cache: Path | None = None
@@ -80,10 +80,10 @@ class EngineOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "EngineOptions":
-        """Create them from the recipe's mapping, whose `cache` is text. Raises SettingError."""
+        """Parse the options from the recipe's mapping, in which `cache` is a string. Raises SettingError."""
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
-            raise SettingError(f"engine.{unknown[0]}", "there is no such option", f"they are {', '.join(known)}")
+            raise SettingError(f"engine.{unknown[0]}", "there is no such option", f"use one of {', '.join(known)}")
         check_types(given, cls, "engine")
         try:
             cache = given.get("cache")
@@ -97,17 +97,17 @@ class EngineOptions:
             if value is not None and not value > 0:
                 raise SettingError(name, f"got {short(value)}; it has to be a number above 0")
         if self.cache is None and (self.calls is not None or self.cost is not None):
-            raise SettingError("cache", "a budget is counted in its folder, and there is none", "name a folder")
+            raise SettingError("cache", "the budget needs a folder for its count, and there is none", "name a folder")
         if self.cost is not None and not self.price > 0:
-            raise SettingError("price", f"got {self.price}, and cost has a limit", "give the dollars for one request")
+            raise SettingError("price", f"got {self.price}, but cost has a limit", "give the dollars per request")
 
 
 class Engine(ABC):
-    """An online engine as a Source. A subclass gives the requests, and reads the answers.
+    """An online engine as a Source. A subclass builds the requests and parses the answers.
 
-    Class attributes: `name`; `address`, where requests go; `key`, the environment variable with its key ("": it needs
-    none); `page_size`, the most results of a request; `per_second`, the requests that it allows every customer;
-    `query_characters`, the longest query.
+    Class attributes: `name`; `address`, the URL of requests; `key`, the environment variable with the API key ("": no
+    key needed); `page_size`, the maximum results per request; `per_second`, the rate that the engine allows every
+    customer; `query_characters`, the maximum length of a query.
 
     Raises SettingError if the variable is not set.
     """
@@ -134,15 +134,15 @@ class Engine(ABC):
 
     @abstractmethod
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
-        """Return the request for the `page`-th page, from 0, of `count` results each."""
+        """Return the request for page `page`, from 0, with `count` results per page."""
 
     @abstractmethod
     def read(self, answer: Any) -> Results:
-        """Return the results in an answer's JSON. May raise LookupError, TypeError, ValueError or AttributeError if it
-        has another format."""
+        """Parse the results from an answer's JSON. May raise LookupError, TypeError, ValueError or AttributeError if
+        the format is unexpected."""
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source; `id` and `url` of a passage are the address of its page."""
+        """See Source. A passage's `id` and `url` are both the address of its page."""
         query = " ".join(query.split())[: self.query_characters].strip()
         query = "".join(character for character in query if character.isprintable())
         found: dict[str, Passage] = {}
@@ -156,7 +156,7 @@ class Engine(ABC):
         return list(found.values())[:count]
 
     async def open(self, id: str) -> str | None:
-        """See Source: the page at the address `id`."""
+        """See Source. Returns the page at the address `id`."""
         try:
             page = await self._pages.open(id)
         except PageError:
@@ -164,7 +164,7 @@ class Engine(ABC):
         return f"{page.text.title or page.url}\n{page.text.text}"
 
     def gauges(self) -> dict[str, float]:
-        """Return the counts since the start: requests that were sent, and what the cache was asked."""
+        """Return counts since the start: requests sent, and the cache's hits and misses."""
         counts = {"requests": float(self._requests)}
         if self._cache is not None:
             counts |= {"cache_hits": float(self._cache.hits), "cache_misses": float(self._cache.misses)}
@@ -194,10 +194,10 @@ class Engine(ABC):
         try:
             return self.read(answer)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ToolInfrastructureError(f"{self.name}: its answer has another format: {error!r}") from None
+            raise ToolInfrastructureError(f"{self.name}: its answer has an unexpected format: {error!r}") from None
 
     async def _ask(self, query: str, size: int, page: int) -> Any:
-        """Return the JSON of an answer. A request that may succeed later is sent again."""
+        """Return an answer's JSON. Retries requests whose failure may be temporary."""
         request = self.request(query, size, page, self._secret)
         retries = Retries(self.options.retry_seconds)
         while True:
@@ -227,7 +227,7 @@ class Engine(ABC):
             await asyncio.sleep(delay)
 
     async def _wait(self) -> None:
-        """Wait until the rate allows a request. Raises ToolInfrastructureError if this takes too long."""
+        """Wait until the rate limit allows a request. Raises ToolInfrastructureError if that takes too long."""
         now = time.monotonic()
         if (seconds := self._rates.wait(self.name, now)) > _MOST_WAIT_SECONDS:
             rate = self.options.calls_per_second or self.per_second
@@ -239,7 +239,7 @@ class Engine(ABC):
 
     def _send(self, request: Request) -> Any:
         if self._session is None:
-            # a redirect would take the key elsewhere, and so would a proxy of the environment
+            # a redirect or a proxy from the environment would leak the key
             self._session = aiohttp.ClientSession(
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS),
@@ -252,27 +252,27 @@ class Engine(ABC):
         )
 
     def _check(self, status: int) -> None:
-        """Raise ToolInfrastructureError for a status that no retry changes; not what the engine says, which may repeat
+        """Raise ToolInfrastructureError for a permanent status. The message omits the response body, which may contain
         the key."""
         if status == 429 or status >= 500:
             return
         told = f"{self.name}: it refused a request with status {status}"
         if self.key:
-            told += f"; fix: export {self.key} with a valid key, whose credit is not used up"
+            told += f"; fix: export {self.key} with a valid key that has credit left"
             tell(logger, f"refusals of {self.name}", told)
         raise ToolInfrastructureError(told)
 
 
 def variable(engine: str, name: str) -> str:
-    """Return the environment variable that an engine needs. Raises SettingError if it is not set."""
+    """Return the value of an engine's environment variable. Raises SettingError if it is not set."""
     if value := os.environ.get(name, "").strip():
         return value
     raise SettingError("source", f"{engine} needs the environment variable {name}, which is not set", f"export {name}")
 
 
 def passage(url: str, title: Any, text: Any, score: Any = None) -> Passage:
-    """Return a result as a passage: title and text without markup, each on one line. Raises TypeError if they are no
-    text."""
+    """Convert a result into a passage: title and text without markup, each on one line. Raises TypeError if they are
+    not strings."""
     if not isinstance(url, str) or not url:
         raise TypeError(f"a result whose address is {url!r}")
     for part in (title, text):

@@ -1,5 +1,5 @@
-"""SearXNG, a metasearch engine that people host themselves. Format: docs/dev/search_api.rst of its repository (the
-parameters, read there); the fields of results are those of its clients. `json` has to be among its `search.formats`."""
+"""SearXNG, a self-hosted metasearch engine. Request parameters from docs/dev/search_api.rst of its repository, result
+fields from its clients. The instance must have `json` in its `search.formats`."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ _ADDRESS = "SEARXNG_URL"
 
 
 class Searxng(Engine):
-    """An instance of SearXNG, whose address is the environment variable SEARXNG_URL. It decides on the length of pages.
+    """The SearXNG instance at the environment variable SEARXNG_URL. The instance sets the page size.
 
-    Raises SettingError if the variable is not set, or is no address.
+    Raises SettingError if the variable is not set, or is not an address.
     """
 
     name = "searxng"

@@ -1,5 +1,5 @@
-"""Serper, results of Google. Its documentation needs an account: the format is that of its clients (such as langchain's
-GoogleSerperAPIWrapper and Open WebUI's search_serper), not verified against the service."""
+"""Serper, an API for Google's results. Its documentation needs an account, so the format is taken from its clients
+(langchain's GoogleSerperAPIWrapper, Open WebUI's search_serper); it is not verified against the service."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from agentfactory.worlds.search.engines.engine import Engine, Request, Results, 
 
 
 class Serper(Engine):
-    """Google's results, by Serper."""
+    """Google's results through Serper."""
 
     name = "serper"
     address = "https://google.serper.dev/search"

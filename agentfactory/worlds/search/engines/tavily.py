@@ -1,4 +1,4 @@
-"""Tavily. Format: https://docs.tavily.com/api-reference/endpoint/search (read there)."""
+"""Tavily. Format from https://docs.tavily.com/api-reference/endpoint/search."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from agentfactory.worlds.search.engines.engine import Engine, Request, Results, 
 
 
 class Tavily(Engine):
-    """The search of Tavily, which gives text for language models. It has one page of results."""
+    """Tavily's search, which returns text meant for language models, in a single page of results."""
 
     name = "tavily"
     address = "https://api.tavily.com/search"

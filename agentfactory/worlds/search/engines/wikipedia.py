@@ -1,6 +1,6 @@
-"""Wikipedia's own API: full-text search with the beginning of each article. Format:
-https://www.mediawiki.org/wiki/API:Search and Extension:TextExtracts; the parameters of `extracts` were read in a wiki's
-generated help, the shape of the answer in clients."""
+"""Wikipedia's own API: full-text search with the beginning of each article. Format from
+https://www.mediawiki.org/wiki/API:Search and Extension:TextExtracts; the parameters of `extracts` are from a wiki's
+generated help, the shape of the answer from clients."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from agentfactory.worlds.search.engines.engine import Engine, Request, Results, 
 
 
 class Wikipedia(Engine):
-    """The articles of the English Wikipedia."""
+    """English Wikipedia's articles."""
 
     name = "wikipedia"
     address = "https://en.wikipedia.org/w/api.php"
@@ -25,7 +25,7 @@ class Wikipedia(Engine):
         return Request(self.address, parameters)
 
     def read(self, answer: Any) -> Results:
-        """See Engine. Pages come unsorted, with `index`; without results there is no `query`."""
+        """See Engine. Pages are unsorted, each with its rank in `index`; an answer without results has no `query`."""
         if error := answer.get("error"):
             raise ToolInfrastructureError(f"{self.name}: {error['code']}")
         found = sorted(answer.get("query", {}).get("pages", []), key=lambda page: page["index"])

@@ -1,4 +1,4 @@
-"""Creates what the tiny recipe needs: transcripts with a bad habit, a tokenizer, an untrained network."""
+"""Create the inputs of the tiny recipe: transcripts with a bad habit, a tokenizer, an untrained network."""
 
 import json
 import random
