@@ -1,4 +1,4 @@
-"""Export a checkpoint to a self-contained folder: model or adapter, tokenizer, and the training's chat template."""
+"""Export a checkpoint to a folder to use or share: model or adapter, tokenizer, and the training's chat template."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The plan of `agentfactory train`, computed before it changes anything.
+"""The plan of `agentfactory train`, computed without side effects.
 
 A `RunPlan` has a `StagePlan` per stage: its recipe, the checkpoint that it resumes from, the placement of its
 processes, and their commands. The launcher executes the plan and `--dry-run` prints it. The trainer's processes receive

@@ -236,7 +236,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 class Hold:
-    """An exclusive lock on a file of the run in `path`, against all other launchers and trainers.
+    """A lock on a file of the run in `path`, which excludes all other launchers and trainers.
 
     Children do not inherit the lock, and the kernel releases it when this process ends in any way.
     """

@@ -57,12 +57,12 @@ BROKEN = {
     "an environment without its field": (
         {},
         ["tools=[my_tools.py:World]", "rewards=[]", "eval.data.columns={solution: answer}"],
-        ["tools.0", "World needs answer, which", "(question, solution), in row 1 of eval.data", "fix: "],
+        ["tools.0", "World needs answer, which", "row 1 of eval.data lacks (question, solution)", "fix: "],
     ),
     "a served environment without its field": (
         {},
         ["mcp_servers.w.module=my_tools.py:World", "rewards=[]", "data.columns={solution: answer}"],
-        ["mcp_servers.w.module", "World needs answer, which", "in row 1 of data", "fix: "],
+        ["mcp_servers.w.module", "World needs answer, which", "row 1 of data lacks", "fix: "],
     ),
     "missing chat template": ({}, ["model.chat_template=t.jinja"], ["model.chat_template", "t.jinja", "Jinja"]),
     "missing saved rows": ({}, ["train.from_trajectories=old"], ["train.from_trajectories", "old", "JSONL"]),

@@ -92,7 +92,7 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_written(recipe: 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["server.url=http://127.0.0.1:1"], ["server.url", "runs already", "null"]),
+        (["server.url=http://127.0.0.1:1"], ["server.url", "already running", "null"]),
         (["server.quantization=fp8"], ["server.quantization", "'fp8'", "server.engine=vllm"]),
         (["server.engine=vllm", "server.host=0.0.0.0"], ["server.host", "no key guards", "server.api_key_env"]),
         (

@@ -410,8 +410,11 @@ def test_check_says_what_it_could_not_check(recipe: Path, capsys: Output) -> Non
     assert re.search(r"an environment: created in \d\.\d\d s, but not reset", captured.out)
     assert "task: none, for there is no runs/recipe/prepared/train.jsonl yet" in captured.out
     assert "all right" not in captured.out
-    told = "without a task there was no check of the reset and reward of World; fix: give a task by --task "
-    assert told + """'{"start": "..."}', or let `agentfactory train` make runs/recipe/prepared first""" in captured.err
+    told = "without a task there was no check of the reset and reward of World; fix: give a task by "
+    assert (
+        told + """--task '{"start": "..."}', or let `agentfactory train` create runs/recipe/prepared first"""
+        in captured.err
+    )
     assert tools("check", recipe, *later, "--task", '{"start": "there"}') == 0
     assert tools("check", recipe, *later, "mcp_servers.more={module: webshop, options: {data: no/shop}}") == 1
     assert re.search(r"more: options\.data: .*no/shop.*; fix: ", capsys.readouterr().err)

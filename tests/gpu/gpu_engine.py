@@ -185,7 +185,7 @@ def test_a_wake_up_without_memory_leaves_the_server_asleep(server: ServerControl
     # room for the weights, and not for the cache
     taken = torch.empty(free() - WEIGHTS - CACHE // 2, dtype=torch.uint8, device=DEVICE)
     for tags in ("", "?tags=kv_cache"):
-        with pytest.raises(SyncError, match="cannot wake up, and sleeps on as before: the KV cache"):
+        with pytest.raises(SyncError, match="cannot wake up, stays asleep: the KV cache"):
             server.post("/wake_up" + tags)
         assert server.get("/is_sleeping")["is_sleeping"] is True
     # the weights were not left there

@@ -424,7 +424,7 @@ async def test_an_answer_that_is_no_json_fails_the_request_alone() -> None:
 )
 async def test_an_answer_of_another_shape_fails_the_request_alone(garbled: bytes) -> None:
     async with connected(Server(lambda: web.Response(body=garbled), completion)) as client:
-        with pytest.raises(InferenceError, match="the server's answer"):
+        with pytest.raises(InferenceError, match="the server's response"):
             await ask(client)
         assert (await ask(client)).token_ids == [7]
 

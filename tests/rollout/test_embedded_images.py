@@ -302,8 +302,8 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
         ([{**image, "type": "video_url"}], "only"),
         ([{**image, "uuid": 5}], "uuid: 5 is not"),
         ([{**image, "url": None}], "Cache miss for image at index 0"),
-        ([{**image, "url": "https://example.org/a.png"}], "must be a data: address"),
-        ([{**image, "url": str(stored)}], "must be a data: address"),
+        ([{**image, "url": "https://example.org/a.png"}], "must be a data: URL"),
+        ([{**image, "url": str(stored)}], "must be a data: URL"),
         ([{**image, "url": "data:image/png;base64,!"}], "is not base64"),
         ([image], "cannot be decoded"),
     ]

@@ -494,7 +494,7 @@ async def test_a_wake_up_without_memory_leaves_the_server_asleep(llama: Client) 
     process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 2**25, limits[1]))
     for tags in ("?tags=kv_cache", "", "?tags=kv_cache"):
         answer = (await llama.post("/wake_up" + tags, status=500))["error"]["message"]
-        assert "cannot wake up, and sleeps on as before: the KV cache needs 0.1 GiB" in answer
+        assert "cannot wake up, stays asleep: the KV cache needs 0.1 GiB" in answer
         assert await llama.get("/is_sleeping") == {"is_sleeping": True}
     await llama.post("/weight_checker", {"action": "checksum"}, 409)
     process.rlimit(psutil.RLIMIT_AS, limits)

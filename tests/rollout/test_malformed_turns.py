@@ -127,7 +127,7 @@ async def test_a_template_that_opens_and_drops_reasoning_forks(tmp_path: Path) -
     assert "rewrites history: an assistant turn does not begin with the generation prompt" in str(
         renderer.info["reasons"]
     )
-    assert renderer.info["rows"].startswith("history as the template has it, a new row where it changes")
+    assert renderer.info["rows"].startswith("history as rendered by the template, a new row where it changes")
 
     def check(scripted: Scripted, prompts: list[str]) -> None:
         assert [prompt.endswith("<|im_start|>assistant\n<think>\n") for prompt in prompts] == [True, True]

@@ -84,11 +84,11 @@ CONVERSATION: list[Message] = [
     ("name", "choice", "reason"),
     [
         ("strips reasoning", "fork", "rewrites history: '<think>"),
-        ("merges a newline", "append", "tokens merge across the turn boundary: the boundary is tokenised apart"),
+        ("merges a newline", "append", "tokens merge across the turn boundary: the boundary is tokenised separately"),
         ("merges a newline", "append", "closes turns with plain text"),
         ("reorders keys", "append", "re-serialises tool calls: sampled ids are kept"),
         ("qwen3", "training variant", "rewrites history: '<think>"),
-        ("qwen2_5", "append", "leaves earlier turns as they were on every probe"),
+        ("qwen2_5", "append", "leaves earlier turns unchanged on every probe"),
     ],
 )
 def test_the_choice_is_logged_with_its_reasons(name: str, choice: str, reason: str) -> None:

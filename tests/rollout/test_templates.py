@@ -144,7 +144,7 @@ def test_a_template_that_needs_tools_can_serve() -> None:
             "cannot render a tool message: .*no tools here",
         ),
         ("+ m.content }}", "+ (m.content if m.role != 'tool' else '') }}", "cannot render a tool message: it leaves"),
-        ("'<|im_end|>\n'", "'<|im_end|>' + range(99999) | random | string", "another text each time"),
+        ("'<|im_end|>\n'", "'<|im_end|>' + range(99999) | random | string", "differently each time"),
         ("m.content", "m.text", "refuses the conversation"),
         ("{%- for m", "{%- fro m", "refuses the conversation: Encountered unknown tag"),
     ],

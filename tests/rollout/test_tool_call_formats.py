@@ -231,7 +231,7 @@ def test_transcripts_that_a_format_cannot_express_are_refused() -> None:
         tags.conversation_row(conversation(SEARCH, "<information>"), SPECS)
     weights = conversation(SEARCH[:1])
     weights[3:4] = [{**weights[3], "weight": 0.5}, {**weights[3], "weight": 1.0}]
-    with pytest.raises(ValueError, match="message 3: a turn's results are one message here; give them one weight"):
+    with pytest.raises(ValueError, match="message 3: a turn's results become one message; give them equal weights"):
         tags.conversation_row(weights, SPECS)
 
 
@@ -281,7 +281,7 @@ def test_words_that_a_template_would_drop_are_refused() -> None:
     llama = renderer_of("llama3_json")
     call = ToolCall("c0", "search", {"query": "rain"}).to_openai()
     assert llama.conversation_row([*OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], SPECS)
-    with pytest.raises(ValueError, match="message 2: the chat template has no words beside a tool call"):
+    with pytest.raises(ValueError, match="message 2: the chat template has no text beside a tool call"):
         llama.conversation_row([*OPENING, {"role": "assistant", "content": "I look.", "tool_calls": [call]}], SPECS)
 
 

@@ -49,7 +49,7 @@ async def test_what_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is a public address: it needs --api-key-env"),
         (["--api-key-env", "NOBODYS_KEY"], "error: --api-key-env NOBODYS_KEY: this environment variable is not set"),
-        (["--weight-transfer-config", "ipc"], "error: --weight-transfer-config ipc: not such as"),
+        (["--weight-transfer-config", "ipc"], "error: --weight-transfer-config ipc: must be JSON"),
     ],
 )
 def test_a_server_that_would_be_open_is_not_started(flags: list[str], message: str) -> None:

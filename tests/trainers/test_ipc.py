@@ -223,7 +223,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (packed.info, "the model has no tensor odd"),
         ({**info, "shapes": [[32], [33]]}, r"input_layernorm.weight has shape \(33,\), the model needs \(32,\)"),
-        ({**info, "tensor_sizes": [128, 640]}, "takes 64 bytes; tensor_sizes has 640, and 65 are left"),
+        ({**info, "tensor_sizes": [128, 640]}, "needs 64 bytes; tensor_sizes has 640, and the buffer has 65 left"),
         ({**info, "dtype_names": ["float32", "load"]}, "'load', which is no dtype"),
         ({**info, "names": names[:1]}, "must be lists of one length"),
         ({**info, "names": "model.norm.weight"}, "must be lists of one length"),
@@ -295,7 +295,7 @@ class Trap:
 def test_a_handle_runs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
     buffers = SharedBuffers(torch.device("cpu"))
     for trap in (Trap(), {"cpu": Trap()}):
-        with pytest.raises(SharedMemoryError, match=r"builtins\.print is no part of a handle"):
+        with pytest.raises(SharedMemoryError, match=r"builtins\.print is not allowed in a handle"):
             buffers.open(pickled(trap))
     assert capsys.readouterr().out == ""
     # torch's handle of a GPU buffer can be parsed, but opening it needs the GPU

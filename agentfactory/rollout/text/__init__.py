@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers, chat templates, tool-call formats, and rendering a conversation as ids."""
+"""Text and tokens: tokenizers, chat templates, tool-call formats, and the rendering of conversations as token ids."""

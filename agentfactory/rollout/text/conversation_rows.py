@@ -1,4 +1,4 @@
-"""Whole conversations as rows for supervised training, in exactly the pieces of a chain."""
+"""Whole conversations as rows for supervised training, tokenised in exactly the pieces of a chain."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Spans = list[tuple[int, int, float]]
 
 
 class ConversationRows:
-    """Makes rows of whole conversations. `ends` are the tokens that end a turn of words, and one with calls."""
+    """A converter of whole conversations to rows. `ends` are the tokens that end a text turn, and a turn with calls."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class ConversationRows:
         self._ids = cached(4096, self._encode)
 
     def row(self, lines: list[Line], plain: list[Message], tools: Tools, specs: list[ToolSpec]) -> Row:
-        """Return the row of a conversation: `plain` are the messages of `lines` for the chat template, `tools` those of
-        `specs`. Raises RenderError, naming the message's index."""
+        """Return the row of a conversation. `plain` are the messages of `lines`, and `tools` the tools of `specs`, in
+        the chat template's form. Raises RenderError, naming the message's index."""
         weights = [line.weight for line in lines]
         texts = {} if self.behaviour.rewrites else self.template.beginnings(plain, tools, self.behaviour.closings)
 
@@ -50,7 +50,7 @@ class ConversationRows:
             return texts[end, prompt]
 
         row = Row(weights=[])
-        text = ""  # the row's text so far, as a chain would send it
+        text = ""  # the row's text so far, as a chain would send it to the server
         start = 0  # index of the first message since the last turn
         for turn in [i for i, m in enumerate(plain) if m["role"] == "assistant"]:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
@@ -59,11 +59,11 @@ class ConversationRows:
             closing = self.behaviour.closings.of(plain[turn].get("tool_calls"))
             if not (closed.startswith(prompt) and closed.endswith(closing.text)):
                 raise RenderError(
-                    f"message {lines[turn].index}: the chat template does not render it after a generation prompt"
+                    f"message {lines[turn].index}: the chat template does not render it after the generation prompt"
                 )
             if plain[turn].get("tool_calls") and plain[turn]["content"] and not self.behaviour.words_with_calls:
                 raise RenderError(
-                    f"message {lines[turn].index}: the chat template has no words beside a tool call: empty its content"
+                    f"message {lines[turn].index}: the chat template has no text beside a tool call: empty its content"
                 )
             self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
             said = closed[len(prompt) : len(closed) - len(closing.text)] + closing.before
@@ -82,8 +82,8 @@ class ConversationRows:
         return row
 
     def _check_calls(self, said: str, calls: list[dict[str, Any]], index: int, specs: list[ToolSpec]) -> None:
-        """Raise RenderError for calls that could not be parsed in a chain, for example if a template does not escape
-        the quotes of a string."""
+        """Raise RenderError for calls that a chain could not parse, for example if a template does not escape quotes in
+        a string."""
         words = self.parser.split(said.replace(MARK, ""), self.behaviour.opens_reasoning, self.behaviour.tags)[2]
         found = self.parser.parse(words, specs)
         if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
@@ -95,11 +95,11 @@ class ConversationRows:
             if _as_texts(read) != _as_texts(written):
                 raise RenderError(
                     f"message {index}: rollout.parser reads other arguments of {name} than the chat template writes: "
-                    f"{json.dumps(read, ensure_ascii=False)[:200]}; text of the format itself cannot be in an argument"
+                    f"{json.dumps(read, ensure_ascii=False)[:200]}; arguments must not contain the format's own tags"
                 )
 
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
-        """Add text[begin:], tokenised as `open` and `extend` do, with the weights of the spans."""
+        """Add text[begin:], tokenised as in `open` and `extend`, with the weights of the spans."""
         if not spans:
             context = self._ids(text[begin:], begin > 0)
             _add(row, context, [0.0] * len(context))
@@ -112,7 +112,7 @@ class ConversationRows:
 
 
 def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
-    """Return arguments as formats without quotes write them: there, only the tool's schema tells 3 from "3"."""
+    """Return arguments as formats without quotes write them, where only the tool's schema distinguishes 3 from "3"."""
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
         for key, value in arguments.items()
@@ -121,7 +121,7 @@ def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
-    """Return where messages[start:end] are in the text `whole`, with their weights; messages of weight 0 are left
+    """Return the ranges of messages[start:end] in the text `whole`, with their weights; messages of weight 0 are left
     out."""
     if not any(weights[start:end]):
         return []

@@ -1,4 +1,4 @@
-"""The dialogue part of a renderer: messages in a tool-call format, with its instructions, results and complaints."""
+"""The dialogue part of a renderer: messages in a tool-call format, with instructions, results and format errors."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, 
 
 @dataclass(frozen=True)
 class Line:
-    """A message for the chat template. `index` is that of the message it comes from, `weight` its loss weight."""
+    """A message for the chat template. `index` is the index of its source message, `weight` its loss weight."""
 
     message: Message
     index: int
@@ -24,9 +24,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Writes messages in the format of `parser`, for a chat template or endpoint that has system messages (`system`),
-    describes tools (`describes_tools`), shows images in tools' messages (`images_of_tools`), and takes a complaint as a
-    tool's message (`complains_as_tool`), or does not."""
+    """A writer of messages in the format of `parser`.
+
+    The flags state what the chat template or endpoint supports: system messages (`system`), a description of the tools
+    (`describes_tools`), images in tool messages (`images_of_tools`), and format errors as tool messages
+    (`complains_as_tool`).
+    """
 
     parser: Parser
     system: bool = True
@@ -42,12 +45,12 @@ class Dialogue:
         return self.parser.instructions(specs)
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """Convert the messages that open a chain to the tool-call format, with its instructions. Applying this twice
-        changes nothing more. Raises RenderError (a ValueError) for calls that the format cannot express."""
+        """Convert a chain's opening messages to the tool-call format, with its instructions. Idempotent.
+        Raises RenderError (a ValueError) for calls that the format cannot express."""
         return [line.message for line in self.lines(messages, specs)]
 
     def lines(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
-        """Return the lines of a conversation, with instructions. Text that is already in the format is unchanged.
+        """Return the lines of a conversation, with instructions. Text already in the format is unchanged.
 
         Under a text format, calls are written as text, the results of a turn become one user message, and other
         assistant messages are marked as answers if the format marks answers. The instructions go into the system
@@ -77,7 +80,7 @@ class Dialogue:
         return self._shown(self.parser.answers(calls, results))
 
     def complaint(self, text: str) -> list[Message]:
-        """Return the messages that tell the model what is wrong with a malformed turn."""
+        """Return the messages that report a malformed turn to the model."""
         told = self.parser.complaint(text)
         if self.complains_as_tool:
             return told
@@ -88,8 +91,8 @@ class Dialogue:
 
 
 def as_lines(messages: Sequence[Message]) -> list[Line]:
-    """Convert messages without changes. Their weight is their `weight`, by default 1 for an assistant's and 0 for
-    others."""
+    """Convert messages without changes. The weight is a message's `weight`, by default 1 for assistant messages and 0
+    for others."""
     weights = [float(m.get("weight", 1.0 if m["role"] == "assistant" else 0.0)) for m in messages]
     return [Line(message, index, weight) for index, (message, weight) in enumerate(zip(messages, weights, strict=True))]
 
@@ -97,18 +100,18 @@ def as_lines(messages: Sequence[Message]) -> list[Line]:
 def _tell(lines: list[Line], parser: Parser, names: dict[str, str]) -> Line:
     """Merge the tool messages of one turn into one user message."""
     if len({line.weight for line in lines}) > 1:
-        raise RenderError(f"message {lines[0].index}: a turn's results are one message here; give them one weight")
+        raise RenderError(f"message {lines[0].index}: a turn's results become one message; give them equal weights")
     messages = [line.message for line in lines]
     ids = [str(message.get("tool_call_id", "")) for message in messages]
     calls = [ToolCall(i, m.get("name") or names.get(i, "tool"), {}) for i, m in zip(ids, messages, strict=True)]
     told = parser.answers(calls, [ToolResult(m["content"], info=m.get("info") or {}) for m in messages])
     if len(told) != 1:
-        raise RenderError(f"message {lines[0].index}: rollout.parser tells a turn's results in {len(told)} messages")
+        raise RenderError(f"message {lines[0].index}: rollout.parser writes a turn's results as {len(told)} messages")
     return replace(lines[0], message=told[0])
 
 
 def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
-    """Return an assistant's message as plain text."""
+    """Return an assistant message as plain text."""
     message = {key: value for key, value in line.message.items() if key != "tool_calls"}
     _, thought, words = split_reasoning(message.get("content") or "", opened=False)
     calls = [_call(call) for call in line.message.get("tool_calls") or []]
@@ -129,7 +132,7 @@ def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
 
 def _call(call: dict[str, Any]) -> Call:
     arguments = call["function"]["arguments"]
-    # OpenAI's API has arguments as JSON text
+    # in OpenAI's API, arguments are JSON text
     return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
@@ -141,7 +144,7 @@ def _instruct(lines: list[Line], instructions: str | None, system: bool) -> list
     role = "system" if system else "user"
     at = next((n for n, line in enumerate(lines) if line.message["role"] == role), None)
     if at is None:
-        raise RenderError("the chat template has no system messages, and no user message is there for the instructions")
+        raise RenderError("the chat template has no system messages, and there is no user message for the instructions")
     message = lines[at].message
     content: Content = message["content"]
     if instructions in (content if isinstance(content, str) else [part.get("text") for part in content]):

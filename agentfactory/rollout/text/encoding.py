@@ -1,8 +1,8 @@
-"""Converts text to token ids and back, so that text from people and tools can never become a control token.
+"""Conversion of text to token ids and back, in which text from users and tools can never become a control token.
 
-A tokenizer reads `<|im_end|>` in a tool's result as the end of the turn, and what follows as other roles' turns. So a
-mark is inserted into every such string before the chat template is rendered, and the rendered text is tokenised in the
-pieces between the marks. No piece contains the string, so no id is the control token's, and the ids still spell the
+A tokenizer would read `<|im_end|>` in a tool result as the end of the turn, and the rest as other roles' turns. So a
+mark is inserted into every such string before the chat template is rendered, and the rendered text is tokenised in
+pieces between the marks. No piece contains the string, so no id is the control token's, and the ids still decode to the
 same characters. Text without such a string is tokenised as usual.
 """
 
@@ -22,33 +22,33 @@ _UNFIT = re.compile(f"[{MARK}\ud800-\udfff]")
 
 
 class Encoder:
-    """A tokenizer with the token that ends a turn (empty: none), and the tokens with which a chat template frames
-    turns: those in its rendered text `frame`."""
+    """A tokenizer with a chat template's control tokens: the end-of-turn token `end` (empty: none), and the tokens that
+    frame turns, which occur in the rendered text `frame`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: str, frame: str) -> None:
         self.tokenizer = tokenizer
-        # without the wrapper around it, which takes longer than the tokenizer
+        # without the wrapper, which takes longer than the tokenizer itself
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self._fast = None if self._backend is None else FastEncoding(self._backend)
         self.end = end
         added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
-        # reasoning tags do not frame turns: prompts mention them
+        # reasoning tags do not frame turns, and prompts may mention them
         framing = {end, tokenizer.eos_token} | {t for t in added if t in frame} - {"<think>", "</think>"}
         self._of_assistants = _pattern(framing)
         self._of_others = _pattern(framing | {token for token, special in added.items() if special})
 
     def mark(self, text: str, role: str = "user") -> str:
-        """Insert a mark into every string in `text` that only the chat template may write: the tokens that frame turns
-        and, unless an assistant wrote the text, all special tokens."""
+        """Insert a mark into every string in `text` that only the chat template may write: tokens that frame turns and,
+        unless the assistant wrote the text, all special tokens."""
         pattern = self._of_assistants if role == "assistant" else self._of_others
         return pattern.sub(lambda match: match[0] + MARK, _UNFIT.sub("\ufffd", text))
 
     def encode(self, text: str, follows: bool = False) -> list[int]:
-        """Return the ids of a text with marks. `follows`: the text follows an end-of-turn token, or other text."""
+        """Return the ids of a text with marks. `follows`: an end-of-turn token or other text precedes it."""
         return [i for _, piece, later in _pieces(text, follows) for i in self._ids(piece, later)]
 
     def encode_with_offsets(self, text: str, follows: bool = False) -> tuple[list[int], list[int]]:
-        """Return the same ids, and the position in the text at which each begins."""
+        """Return the same ids, and the position in the text where each begins."""
         ids: list[int] = []
         starts: list[int] = []
         for position, piece, later in _pieces(text, follows):
@@ -60,7 +60,7 @@ class Encoder:
         return ids, starts
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, with control tokens as their names."""
+        """Return the text of ids, with control tokens by name."""
         text: Any
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=False)
@@ -70,10 +70,10 @@ class Encoder:
         return text
 
     def cut(self, text: str, max_tokens: int) -> str | None:
-        """Cut the middle of `text` so that at most `max_tokens` tokens remain: head, a marker that says how much is
-        missing, tail. None if the text fits. If not even the marker fits, return the beginning of the marker."""
+        """Cut the middle of `text` so that at most `max_tokens` tokens remain: head, a marker with the number of
+        removed tokens, tail. None if the text fits. If not even the marker fits, return the beginning of the marker."""
         text = self.mark(text)
-        # each token stands for at least one byte, and a normaliser turns a byte into at most three
+        # each token stands for at least one byte, and a normaliser expands a byte to at most three
         if 3 * len(text.encode()) <= max_tokens:
             return None
         total = len(self.encode(text))
@@ -94,7 +94,7 @@ class Encoder:
             kept = max(0, kept - excess)
 
     def _ids(self, piece: str, follows: bool) -> list[int]:
-        # some tokenizers treat the beginning of a text differently: tokenise it behind an end-of-turn token
+        # some tokenizers treat the start of a text differently, so tokenise it after an end-of-turn token
         anchor = self.end if follows else ""
         ids: list[int]
         if self._fast is None:
@@ -116,7 +116,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def skip_marked(text: str, plain: str) -> str | None:
-    """Return what follows `plain` in `text`, ignoring marks in `text`; None if `text` does not begin with it."""
+    """Return the rest of `text` after the prefix `plain`, ignoring marks; None if `text` does not begin with it."""
     bare = text.replace(MARK, "")
     if not bare.startswith(plain):
         return None
@@ -129,7 +129,7 @@ def skip_marked(text: str, plain: str) -> str | None:
 
 
 def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
-    """Yield (position, piece, whether it follows something) for the pieces between marks."""
+    """Yield (position, piece, whether something precedes it) for the pieces between marks."""
     position = 0
     for number, piece in enumerate(text.split(MARK)):
         yield position, piece, follows or number > 0
@@ -137,8 +137,9 @@ def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
 
 
 def _pattern(tokens: set[Any]) -> re.Pattern[str]:
-    """Match the first character of each of these strings, even if they overlap. A string of a single character cannot
-    be split. Gemma has 6,000 special tokens: a plain alternation of all of them would be tried at every character."""
+    """Return a pattern for the first character of each of these strings, even if they overlap. Strings of one character
+    are ignored, because they cannot be split. The pattern is a tree: Gemma has 6,000 special tokens, and a plain
+    alternation would try all of them at every character."""
     strings = {token for token in tokens if token and len(token) > 1}
     return re.compile("|".join(f"{re.escape(c)}(?={_tree(rest)})" for c, rest in _by_first(strings)) or r"(?!)")
 
@@ -158,7 +159,7 @@ def _by_first(strings: set[str]) -> list[tuple[str, set[str]]]:
 _log = logging.getLogger(__name__)
 
 COMPARED = 1000
-"""Every so many texts one is encoded by both."""
+"""Interval, in texts, at which both tokenizers encode a text for comparison."""
 _TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's what they'd've said: we'll see, WE'LL SEE, I'm he's.",
     "  leading and trailing  \n\n\n\tindented\r\n  lines \n \n",
@@ -177,13 +178,13 @@ _TEXTS = (
 
 
 class FastEncoding:
-    """Encodes texts, without special tokens around them, by `fastokens`, in a few hundredths of the time of
-    `tokenizers`, where both give the same ids.
+    """An encoder by `fastokens`, without surrounding special tokens. It takes a few hundredths of the time of
+    `tokenizers`, and is used only where both give the same ids.
 
-    A worker encodes the answer of every tool before it asks for the next turn, so this is most of what a turn costs it.
-    `fastokens` reads the same `tokenizer.json`. It is trusted only as far as it was compared: with texts of all kinds
-    when a tokenizer is loaded, and with every thousandth text from then on. Where it differs or does not know the
-    tokenizer's parts (Unigram, WordPiece, some normalizers), `tokenizers` encodes.
+    A worker encodes every tool result before it requests the next turn, which is most of its cost per turn. `fastokens`
+    reads the same `tokenizer.json`. Its ids are compared with those of `tokenizers` for texts of all kinds when a
+    tokenizer is loaded, and then for every thousandth text. After a difference, or for tokenizers with unsupported
+    parts (Unigram, WordPiece, some normalizers), `tokenizers` encodes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -197,14 +198,14 @@ class FastEncoding:
         return self._fast is not None
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Control tokens in it are found as `tokenizers` finds them."""
+        """Return the ids of a text. Control tokens in it are recognised as by `tokenizers`."""
         if self._fast is None:
             return self._slowly(text)
         self._encoded += 1
         try:
             ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         except ValueError as error:
-            # an expression of the tokenizer went beyond its limits on this text
+            # a regular expression of the tokenizer exceeded its limits on this text
             _log.debug("fastokens: %s", error)
             return self._slowly(text)
         if self._encoded % COMPARED == 0 and (expected := self._slowly(text)) != ids:
@@ -217,16 +218,16 @@ class FastEncoding:
         return ids
 
     def _slowly(self, text: str) -> list[int]:
-        # without offsets: half of the time
+        # without offsets, which take half of the time
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def _agreeing(self) -> "fastokens.Tokenizer | None":
-        """Load the tokenizer into `fastokens`; None if it cannot, or gives other ids."""
+        """Load the tokenizer into `fastokens`; None if that fails or the ids differ."""
         try:
             fast = fastokens.Tokenizer.from_json_str(self._tokenizer.to_str())
             added = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
-            # behind text, spaces and each other: added tokens can take spaces, or stand for whole words only
+            # after text, spaces and each other, because added tokens may absorb spaces or match only whole words
             texts = [
                 *_TEXTS,
                 *(f"{a} {b}{a}x{b}\n" for a, b in zip(added, reversed(added), strict=True)),
@@ -238,12 +239,12 @@ class FastEncoding:
                     _log.info("tokenizers encodes, because fastokens gives other ids for %r", text[:80])
                     return None
         except ValueError as error:
-            _log.info("tokenizers encodes, because fastokens does not know this tokenizer: %s", error)
+            _log.info("tokenizers encodes, because fastokens does not support this tokenizer: %s", error)
             return None
         return fast
 
 
 def _around(ids: list[int], expected: list[int]) -> tuple[list[int], list[int]]:
-    """Return a few ids of each from where they begin to differ."""
+    """Return a few ids of each list from the first difference on."""
     at = next((k for k, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected)))
     return ids[at : at + 8], expected[at : at + 8]

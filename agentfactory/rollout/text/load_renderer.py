@@ -1,4 +1,4 @@
-"""The renderer of a model: its template and its tool-call format, chosen by probes."""
+"""The construction of a model's renderer, with a template and tool-call format chosen by probes."""
 
 import hashlib
 import json
@@ -40,10 +40,10 @@ def make_renderer(
     template.
 
     `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `reasoning`
-    is `rollout.reasoning`. `tools`: the chains call tools; without them the template need not render any.
+    is `rollout.reasoning`. Set `tools` if the chains call tools; otherwise the template need not render any.
     `eos_token_ids` end a turn in addition to the template's and the tokenizer's own tokens. `log` gets one record,
-    `{"renderer": info}`. `images` is how the model gets images; None: as text. Raises RenderError (a ValueError)
-    if the template cannot be used.
+    `{"renderer": info}`. `images` prepares images for the model; None converts them to text. Raises RenderError (a
+    ValueError) if the template cannot be used.
     """
     origin = "tokenizer" if chat_template is None else "model.chat_template"
     if chat_template is None and tokenizer.chat_template is None:
@@ -75,16 +75,16 @@ def make_renderer(
         info["reasons"].append("closes turns with plain text: a turn ends with the tokenizer's end-of-sequence token")
     appends = choice.use in (Use.APPEND, Use.TRAINING_VARIANT)
     if appends and not renderer.tokens_agree(PROBE_TOOLS if tools else []):
-        info["reasons"].append("tokens merge across the turn boundary: the boundary is tokenised apart")
+        info["reasons"].append("tokens merge across the turn boundary: the boundary is tokenised separately")
     if log:
         log({"renderer": info})
     return renderer
 
 
 def _recognised(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Parser, str]:
-    """Return the name of the tool-call format that a template writes, its parser, and the reason."""
+    """Return the name and parser of a template's tool-call format, and the reason."""
     found = recognise(tokenizer, source)
-    if found is None:  # the probes say what is wrong, if there are tools
+    if found is None:  # if there are tools, the probes report the problem
         return "hermes", load_parser("hermes"), "no native tool-call format is recognised: hermes"
     name, parser = found
     return name, parser, f"rollout.parser=auto: {name} reads the calls that the template writes"
@@ -101,7 +101,7 @@ def load_renderer(
     images: Path | None = None,
 ) -> TemplateRenderer:
     """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder. `images` is
-    the folder for the images of the run, for a model that sees; None: they become text.
+    the folder for the run's images, for vision-language models; None converts images to text.
 
     Raises ValueError if a file is missing or the template cannot be used.
     """
@@ -125,8 +125,8 @@ def load_renderer(
 
 
 def load_images(model: ModelConfig, folder: Path) -> ShownImages | None:
-    """Return how a recipe's model sees, with `images` as the folder of the run's images; None if it reads only text.
-    Raises SettingError if the limits on pixels cannot be kept."""
+    """Return the image handling of a recipe's model, with `folder` for the run's images; None for a text model. Raises
+    SettingError if the pixel limits cannot be kept."""
     file = cached_file(model.path, "config.json", _raise_exceptions_for_missing_entries=False)
     if file is None or "vision_config" not in json.loads(Path(file).read_text(encoding="utf-8")):
         return None

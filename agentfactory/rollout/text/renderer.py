@@ -1,5 +1,4 @@
-"""The interface of renderers: messages to token ids and ids back to messages, so that sampled ids are never tokenised
-again."""
+"""The interface of renderers, which convert messages to token ids and back, and never tokenise sampled text again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 @dataclass(frozen=True)
 class Parsed:
-    """The content of a sampled turn. `error`, written for the model, is what is wrong with it; if set, no call of the
-    turn is executed and `message` contains the text as written. `answer` is the final answer if the format marks one.
+    """The content of a sampled turn. `error`, written for the model, describes a malformed turn; if set, no call of the
+    turn is executed and `message` contains the sampled text. `answer` is the final answer if the format marks one.
     `roles` has a letter for each sampled token (token_roles.turn_roles); empty: unknown."""
 
     message: Message
@@ -25,14 +24,13 @@ class Parsed:
 
 
 class Renderer(Protocol):
-    """Turns conversations into token ids, and sampled ids into messages.
+    """A converter of conversations to token ids, and of sampled ids to messages.
 
-    The caller keeps the pieces: `open`, then sampled ids and `extend` in turn. The server gets their concatenation.
-    `dialogue` writes the messages in the tool-call format: it needs no token ids.
+    The caller concatenates the pieces for the server: `open`, then sampled ids and `extend` alternately. `dialogue`
+    writes messages in the tool-call format, without token ids.
 
     A turn ends with one of `stop_token_ids`, or with the token that completes one of `stops` outside its reasoning.
-    `images` is how the model gets images. Ids have one token for each image: the caller expands
-    them.
+    `images` prepares images for the model. Ids have one token per image, which the caller expands.
     """
 
     dialogue: Dialogue
@@ -53,31 +51,31 @@ class Renderer(Protocol):
     ) -> list[int] | None:
         """Return the ids to append to `ids`, which end with a sampled turn, for the messages `new` and the next turn.
 
-        `messages` is the whole conversation, `new` included. None means that the template rewrites history here; begin
-        a new row with `open(messages, specs)`.
+        `messages` is the whole conversation, `new` included. None means that the template rewrites history here: the
+        caller must begin a new row with `open(messages, specs)`.
         """
 
     def parse(
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
     ) -> Parsed:
         """Parse a sampled turn into a message; its calls are numbered from `first_call` (the chain's calls so far).
-        `prefix` is the text that the turn was made to begin with, and is part of the message. Text formats take the
-        types of arguments from `specs`."""
+        `prefix` is the forced beginning of the turn, and part of the message. Text formats get the types of arguments
+        from `specs`."""
 
     def parse_text(self, sampled_ids: list[int]) -> Parsed:
-        """Read a sampled turn of a conversation without tools: a message, whatever it looks like."""
+        """Parse a sampled turn without tools into a message, even if its text looks like a call."""
 
     def continuation(self, text: str) -> list[int]:
-        """Return the ids of text that is not the model's, behind a turn without a token that ends it."""
+        """Return the ids of text from others that follows a turn without an end-of-turn token."""
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without a token that ends a turn at their end."""
+        """Return the text of ids, without a final end-of-turn token."""
 
     def stopped(self, ids: list[int]) -> int | None:
-        """Return the number of a turn's ids up to the one that completes a stop string; None if none does."""
+        """Return the number of a turn's ids up to the one that completes a stop string; None without a stop string."""
 
     def encode(self, prefix: str) -> list[int]:
-        """Return the ids of the text that each turn is made to begin with (`rollout.assistant_prefix`)."""
+        """Return the ids of the forced beginning of each turn (`rollout.assistant_prefix`)."""
 
     def cut(self, text: str, max_tokens: int) -> str | None:
         """Cut the middle of `text`, leaving at most `max_tokens` tokens and a marker; None if it fits."""

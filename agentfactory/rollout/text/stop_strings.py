@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a turn, of a tool-call format or of a client's request."""
+"""Stop strings, which end a turn. They come from a tool-call format or a client's request."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,14 +6,14 @@ Decode = Callable[[list[int]], str]
 
 
 def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
-    """Return the place and the text of the stop string that `text` completes first from `start` on; None if it has
-    none."""
+    """Return the position and the text of the first stop string in `text` from `start` on; None if there is none."""
     found = [(at, stop) for stop in stops if (at := text.find(stop, start)) >= 0]
     return min(found, key=lambda place: place[0] + len(place[1]), default=None)
 
 
 def tokens_of(length: int, ids: list[int], decode: Decode) -> int:
-    """Return the least number of leading tokens whose text has the first `length` characters of all tokens' text."""
+    """Return the smallest number of leading tokens whose text contains the first `length` characters of the whole
+    text."""
     text = decode(ids)[:length]
     low, high = 0, len(ids)
     while low < high:
@@ -23,27 +23,27 @@ def tokens_of(length: int, ids: list[int], decode: Decode) -> int:
 
 
 class StopWatch:
-    """Tells after each sampled token whether it completes one of `stops`, by decoding only the last tokens."""
+    """A detector of stop strings after each sampled token, which decodes only the last tokens."""
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
         self._stops = stops
         self._decode = decode
-        # a token stands for at least one byte, and the first of a window may begin in the middle of a character
+        # a token stands for at least one byte, and a window may begin in the middle of a character
         self._window = max(len(stop.encode()) for stop in stops) + 4
         ends = {stop[-1] for stop in stops}
-        # a decoder may leave out a space at the beginning, and shows no part of a character
+        # a decoder may drop a leading space, and does not show parts of a character
         self._ends = ends if all(end.isascii() and end != " " for end in ends) else None
         self._may_complete: dict[int, bool] = {}
 
     def completed(self, tokens: list[int]) -> str | None:
-        """Return the stop string that the last of `tokens` completes."""
+        """Return the stop string that the last of `tokens` completes; None if there is none."""
         if not self._may(tokens[-1]):
             return None
         found = find_stop(self._decode(tokens[-self._window :]), self._stops)
         return None if found is None else found[1]
 
     def _may(self, token: int) -> bool:
-        """Return whether a token has the last character of a stop string: most have not, and decoding takes time."""
+        """Return whether a token contains the last character of a stop string. Most do not, which saves decoding."""
         if self._ends is None:
             return True
         if token not in self._may_complete:

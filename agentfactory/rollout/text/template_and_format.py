@@ -1,4 +1,4 @@
-"""Chooses the template that a chain uses, the tool-call format, and how history is kept."""
+"""The choice of a chain's chat template, tool-call format and handling of history."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,11 +16,11 @@ from agentfactory.rollout.text.probing.tool_probe import reads_call
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
-"""Templates of ours."""
+"""Templates shipped with AgentFactory."""
 
 
 class Use(StrEnum):
-    """How a chain uses its template."""
+    """A chain's use of its template."""
 
     APPEND = "append"
     TRAINING_VARIANT = "training variant"
@@ -30,26 +30,26 @@ class Use(StrEnum):
 
 
 class Reasoning(StrEnum):
-    """What becomes of the reasoning of earlier turns (`rollout.reasoning`)."""
+    """The handling of earlier turns' reasoning (`rollout.reasoning`)."""
 
     AUTO = "auto"
-    """Keep it if the template, or TRL's training variant of it, does; otherwise as the template has it."""
+    """Keep it if the template, or TRL's training variant of it, does; otherwise follow the template."""
     KEEP = "keep"
-    """One row, in which every turn stays as it was sampled, whatever the template would make of it."""
+    """Keep every turn as sampled, in one row, even if the template would rewrite it."""
     DROP = "drop"
-    """No earlier turn has its reasoning: a new row wherever there was some."""
+    """Drop the reasoning of earlier turns; begin a new row wherever there was some."""
     TEMPLATE = "template"
-    """As the model's own template has it: a new row wherever it changes an earlier turn."""
+    """Follow the model's own template; begin a new row wherever it changes an earlier turn."""
 
 
 def recognise(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Parser] | None:
-    """Return the native format, and its name in PARSERS, in which a template writes calls; None if no parser reads
-    them.
+    """Return the name in PARSERS and the parser of the native format in which a template writes calls; None if no
+    parser reads them.
 
-    If several parsers read them, it is the first that writes them as the template does.
+    If several parsers read them, return the first that writes them like the template.
     """
     sources = [source]
-    if training := training_variant(source):  # DeepSeek's own cannot render a call
+    if training := training_variant(source):  # DeepSeek's own template cannot render a call
         sources.append(training[1])
     native = {name: parser for name in PARSERS if isinstance(parser := load_parser(name), NativeParser)}
     for text in sources:
@@ -60,7 +60,7 @@ def recognise(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Par
         ]
         exact = [reader for reader in readers if reader[1].write(reader[3], PROBE_TOOLS) in reader[2]]
         if readers:
-            # a format whose tokens the template leaves to the model is known by more of them than another
+            # formats whose tokens the template leaves to the model are distinguished by the number of their marks
             name, parser, *_ = max(exact or readers, key=lambda reader: len(reader[1].marks))
             return name, parser
     return None
@@ -69,8 +69,8 @@ def recognise(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Par
 def training_variant(source: str) -> tuple[str, str] | None:
     """Return TRL's prefix-preserving variant of a template as (name, template), if TRL ships one.
 
-    Reads TRL's files and compares them as `trl.chat_template_utils.get_training_chat_template` does, but without the
-    import, which loads torch.
+    It compares TRL's files as `trl.chat_template_utils.get_training_chat_template` does, but without importing TRL,
+    which loads torch.
     """
     package = find_spec("trl")
     if package is None or package.origin is None:
@@ -84,8 +84,8 @@ def training_variant(source: str) -> tuple[str, str] | None:
 
 
 def tools_variant(template: ChatTemplate, parser: Parser, image: str | None) -> tuple[str, ChatTemplate] | None:
-    """Return one of our templates, and its name, that writes the conversations without tools as `template` does; None
-    if there is none."""
+    """Return (name, template) of one of our templates that renders conversations without tools like `template`; None if
+    there is none."""
     try:
         conversations = [for_template(c) for c in probe(template, False, parser, image).conversations]
     except RenderError:
@@ -100,8 +100,8 @@ def tools_variant(template: ChatTemplate, parser: Parser, image: str | None) -> 
 
 @dataclass
 class Choice:
-    """The template that a chain uses, and the reason. `variant` is the name of a variant that is used instead of the
-    model's own: TRL's, or ours."""
+    """A chain's template, and the reasons for it. `variant` is the name of the variant, TRL's or ours, that replaces
+    the model's own."""
 
     use: Use
     template: ChatTemplate
@@ -111,24 +111,24 @@ class Choice:
 
     @property
     def trained(self) -> str:
-        """What rows hold, and what a deployed model sees, in words."""
+        """A description of the rows, and of a deployed model's history."""
         return _TRAINED[self.use]
 
 
 _TRAINED = {
-    Use.APPEND: "one row per chain, all turns as they were sampled; a deployed model sees the same history",
+    Use.APPEND: "one row per chain, all turns as sampled; a deployed model gets the same history",
     Use.TRAINING_VARIANT: (
-        "one row per chain, all turns as they were sampled; a deployed model sees the same history with the template "
-        "of the checkpoint, and with the original one a history without earlier reasoning"
+        "one row per chain, all turns as sampled; a deployed model gets the same history with the checkpoint's "
+        "template, and a history without earlier reasoning with the original template"
     ),
     Use.KEEP: (
-        "one row per chain, all turns as they were sampled (rollout.reasoning=keep); a deployed model sees what the "
-        "template makes of its history, which is something else"
+        "one row per chain, all turns as sampled (rollout.reasoning=keep); a deployed model gets a different history, "
+        "because its template rewrites earlier turns"
     ),
-    Use.FORK: "history as the template has it, a new row where it changes; a deployed model sees the same history",
+    Use.FORK: "history as rendered by the template, a new row where it changes; a deployed model gets the same history",
     Use.DROP: (
         "history without the reasoning of earlier turns, a new row where there was some (rollout.reasoning=drop); a "
-        "deployed model sees the same if the client sends no reasoning back, or if the template drops it"
+        "deployed model gets the same history if the client sends no reasoning back, or if the template drops it"
     ),
 }
 
@@ -141,10 +141,10 @@ def choose_template(
     image: str | None = None,
     reasoning: Reasoning = Reasoning.AUTO,
 ) -> Choice:
-    """Judge a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`. One
-    that ignores tools is replaced by ours that writes the same otherwise.
+    """Probe a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`. A
+    template that ignores tools is replaced by an otherwise equivalent one of ours.
 
-    Raises RenderError with every reason if none can be used.
+    Raises RenderError with every reason if no template can be used.
     """
     template = ChatTemplate(tokenizer, source)
     reasons: list[str] = []
@@ -158,11 +158,11 @@ def choose_template(
             behaviour = probe(template, tools, parser, image)
             reasons = [f"the chat template has no tools, and {variant} adds them"]
     if behaviour is not None and reasoning is Reasoning.DROP:
-        reasons.append(behaviour.rewrites or "leaves earlier turns as they were on every probe")
+        reasons.append(behaviour.rewrites or "leaves earlier turns unchanged on every probe")
         return Choice(Use.DROP, template, behaviour, reasons, variant)
     if behaviour is not None:
         if behaviour.rewrites is None:
-            reasons.append("leaves earlier turns as they were on every probe")
+            reasons.append("leaves earlier turns unchanged on every probe")
             return Choice(Use.APPEND, template, behaviour, reasons, variant)
         reasons.append(behaviour.rewrites)
     if (behaviour is None or reasoning is not Reasoning.TEMPLATE) and (training := training_variant(source)):
@@ -175,20 +175,20 @@ def choose_template(
                 reasons.append(f"TRL's {name}: {error}")
         else:
             if found_better.rewrites is None and reasoning is not Reasoning.DROP:
-                reasons.append(f"TRL's {name} leaves earlier turns as they were on every probe")
+                reasons.append(f"TRL's {name} leaves earlier turns unchanged on every probe")
                 return Choice(Use.TRAINING_VARIANT, better, found_better, reasons, f"trl:{name}")
-            reasons.append(f"TRL's {name} {found_better.rewrites or 'leaves earlier turns as they were'}")
-            if behaviour is None:  # the model's own cannot be used at all
+            reasons.append(f"TRL's {name} {found_better.rewrites or 'leaves earlier turns unchanged'}")
+            if behaviour is None:  # the model's own template cannot be used at all
                 template, behaviour, variant = better, found_better, f"trl:{name}"
     if behaviour is None:
         told = "; ".join(reasons)
         if "use rollout.parser=" not in told:
-            told += ". Set model.chat_template to a file with a template that can serve"
+            told += ". Set model.chat_template to a file with a suitable template"
         raise RenderError(told)
     if reasoning is Reasoning.DROP:
         return Choice(Use.DROP, template, behaviour, reasons, variant)
     if reasoning is Reasoning.KEEP:
-        reasons.append("rollout.reasoning=keep: sampled turns are kept all the same")
+        reasons.append("rollout.reasoning=keep: sampled turns are kept anyway")
         return Choice(Use.KEEP, template, behaviour, reasons, variant)
     reasons.append("each rewritten prompt begins a new row")
     return Choice(Use.FORK, template, behaviour, reasons, variant)

@@ -1,4 +1,4 @@
-"""Renders any chat template by template difference."""
+"""The renderer of any chat template, by differences of renders."""
 
 import json
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ from agentfactory.tools.messages import Message, ToolCall, ToolSpec, text_of
 
 
 class TemplateRenderer:
-    """Renders any chat template by template difference.
+    """A renderer of any chat template, by differences of renders.
 
-    Sampled ids are kept unchanged. What follows them is the difference of two renders of a short dummy conversation,
-    tokenised separately. `info["choice"]` says how the template is used:
+    Sampled ids are kept unchanged. The text after them is the difference of two renders of a short dummy conversation,
+    tokenised separately. `info["choice"]` is the use of the template:
 
     - `append`: the template leaves earlier turns unchanged; `extend` returns ids.
     - `training variant`: the same, with TRL's variant of a template that rewrites earlier turns.
-    - `keep`: the template rewrites earlier turns, and `extend` returns ids nevertheless.
-    - `fork`: the template rewrites history. `extend` returns ids only if the re-rendered conversation begins, letter
-      for letter, with the text of `ids` and the closing of the turn; otherwise None.
-    - `drop`: the same, and the reasoning of earlier turns is taken out of the conversation before it is rendered.
+    - `keep`: the template rewrites earlier turns, but `extend` returns ids anyway.
+    - `fork`: the template rewrites history. `extend` returns ids only if the re-rendered conversation begins exactly
+      with the text of `ids` and the closing of the turn; otherwise None.
+    - `drop`: the same, but the reasoning of earlier turns is removed from the conversation before rendering.
 
     A turn that was cut before its end-of-turn token gets the template's closing, as context.
     """
@@ -59,18 +59,18 @@ class TemplateRenderer:
             parser, behaviour.system, behaviour.shows_tools, behaviour.images_of_tools, behaviour.complains_as_tool
         )
         self.images = images or TextOnly()
-        # a token that only the template writes, in the text of an assistant too
+        # tokens that only the template may write, even in an assistant's text
         self._banned = frozenset(() if self.images.vision is None else self.images.vision.banned_token_ids)
         frame = behaviour.frame + "".join(tokenizer.convert_ids_to_tokens(sorted(self._banned)))
         self._encoder = Encoder(tokenizer, behaviour.end, frame)
         self._lengths = TokenLengths(tokenizer)
-        # if the template has no end-of-turn token, turns end with the tokenizer's own, which the template does not
+        # without an end-of-turn token in the template, turns end with the tokenizer's own, which the template does not
         # write
         closings = (behaviour.closings.words, behaviour.closings.calls)
         self._ends: list[Any] = [
             tokenizer.convert_tokens_to_ids(c.end) if c.end else tokenizer.eos_token_id for c in closings
         ]
-        """Token that ends a turn of words, and one with calls."""
+        """The token that ends a text turn, and the one for a turn with calls."""
         ends: tuple[Any, ...] = (*self._ends, tokenizer.eos_token_id, *eos_token_ids)
         self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
         self.stops = parser.stops
@@ -78,7 +78,7 @@ class TemplateRenderer:
         self.info = {**info, "stop_token_ids": self.stop_token_ids, "stops": list(self.stops)}
         self._specs: list[ToolSpec] = []
         self._tools = "[]"
-        # the cached functions take JSON, which is hashable and cheaper to create than a render
+        # the cached functions take JSON, which is hashable and cheaper than a render
         self._opening = cached(1024, self._render_opening)
         self._following = cached(4096, self._render_following)
         self._rows = ConversationRows(template, behaviour, parser, self._encoder, self._ends)
@@ -96,7 +96,7 @@ class TemplateRenderer:
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
     ) -> list[int] | None:
-        """See Renderer. Appending templates never return None for the conversations that the probes cover."""
+        """See Renderer. For templates that append, never None in the cases that the probes cover."""
         tools = self._json(specs)
         messages = self._history(messages)
         missing = self._missing(ids, calls=new[0]["role"] == "tool")
@@ -109,31 +109,31 @@ class TemplateRenderer:
         else:
             following = self._following(json.dumps(self._plain(new)), tools)
             if following and ids and ids[-1] in self.stop_token_ids and ids[-1] == following[0]:
-                following = following[1:]  # the model has begun what follows, as GLM does
+                following = following[1:]  # the model has already sampled the next turn's first token, as GLM does
         return None if following is None else self._counted([*missing, *following], new)
 
     def end_of(self, calls: bool) -> int:
-        """Return the token that ends a turn of words, or one with calls."""
+        """Return the token that ends a text turn, or a turn with calls."""
         end: int = self._ends[calls]
         return end
 
     def _missing(self, ids: list[int], calls: bool) -> list[int]:
-        """Return what a sampled turn lacks of its closing, if it was cut or ended with another token. `calls`: results
-        of calls follow."""
+        """Return the missing part of a sampled turn's closing, if it was cut or ended with another token. `calls`: tool
+        results follow."""
         closing, end = self.behaviour.closings.of(calls), self._ends[calls]
         if closing.opens_next or not closing.end or ids[-1:] == [end]:
             return []
         return [*self._encoder.encode(closing.before), end]
 
     def _history(self, messages: list[Message]) -> list[Message]:
-        """Return messages without the reasoning of the assistant's turns, if it is to be dropped."""
+        """Return messages, without the reasoning of assistant turns if it must be dropped."""
         if self.use is not Use.DROP:
             return messages
         return [_without_reasoning(m, self.behaviour.tags) if m["role"] == "assistant" else m for m in messages]
 
     def _foreign_tokens(self) -> dict[int, str]:
-        """Return the tokens that frame other turns, by id: the model may not write them. Those of reasoning are none,
-        and none that ends a turn."""
+        """Return the tokens that frame other turns, by id, which the model must not write. Reasoning tags and
+        end-of-turn tokens are not among them."""
         behaviour = self.behaviour
         tokens = {
             number: token.content
@@ -144,23 +144,24 @@ class TemplateRenderer:
         return {number: text for number, text in tokens.items() if number not in own | set(self.stop_token_ids)}
 
     def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the ids of messages. Raises RenderError if they have more or fewer tokens for images than images."""
+        """Return `ids` unchanged. Raises RenderError if their number of image tokens is not the number of the messages'
+        images."""
         if self.images.vision is None:
             return ids
         written, given = ids.count(self.images.vision.image_token_id), len(self._shown(messages))
         if written != given:
-            raise RenderError(f"the chat template writes {written} images for messages that have {given}")
+            raise RenderError(f"the chat template writes {written} image tokens for messages with {given} images")
         return ids
 
     def _shown(self, messages: Sequence[Message]) -> list[Any]:
-        """Return the images of messages that the template is given."""
+        """Return the images of messages that the template gets."""
         return image_urls(messages) if self.behaviour.images else []
 
     def parse(
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
     ) -> Parsed:
-        """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` if the template supports it. The
-        message of a text format is its text and has no `tool_calls`."""
+        """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` if the template supports it. In a
+        text format, the message is the text, without `tool_calls`."""
         text = prefix + self.decode(sampled_ids)
         reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
         stop = find_stop(rest, self.stops)
@@ -191,7 +192,7 @@ class TemplateRenderer:
     def _misplaced(
         self, sampled_ids: list[int], reasoning: str, rest: str, found: Reading, specs: Sequence[ToolSpec]
     ) -> str | None:
-        """Return what is wrong with a turn beyond its calls, for the model; None if it is right."""
+        """Return an error about a turn beyond its calls, written for the model; None if there is none."""
         if token := next((self._foreign[i] for i in sampled_ids[:-1] if i in self._foreign), None):
             return (
                 f"The turn has {token}, which only others' turns begin with: end your turn and wait for what follows."
@@ -213,7 +214,7 @@ class TemplateRenderer:
         reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
         found = self.parser.parse(rest)
         framed = not found.calls and not found.error and found.content != rest.strip()
-        words = found.content if framed else rest  # some formats write marks around words, too
+        words = found.content if framed else rest  # some formats also write marks around text
         message: Message = {"role": "assistant", "content": words if self.behaviour.reasoning else thought + words}
         if reasoning and self.behaviour.reasoning:
             message["reasoning_content"] = reasoning
@@ -239,8 +240,8 @@ class TemplateRenderer:
         return self._encoder.decode(ids[:-1] if ends else ids)
 
     def encode(self, prefix: str) -> list[int]:
-        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time, or that
-        has a token that stands for an image."""
+        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time or
+        contains an image token."""
         opening = self.behaviour.tags[0].strip()
         if self.behaviour.opens_reasoning and prefix.lstrip().startswith(opening):
             raise RenderError(
@@ -249,9 +250,7 @@ class TemplateRenderer:
             )
         ids = self._encoder.encode(prefix, follows=True)
         if not self._banned.isdisjoint(ids):
-            raise RenderError(
-                f"a turn was made to begin with {prefix!r:.100}, which has a token that stands for an image"
-            )
+            raise RenderError(f"the prefix of a turn, {prefix!r:.100}, must not contain an image token")
         return ids
 
     def cut(self, text: str, max_tokens: int) -> str | None:
@@ -259,7 +258,7 @@ class TemplateRenderer:
         return self._encoder.cut(text, max_tokens)
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
-        """Return a whole conversation as one row, in exactly the pieces of a chain that sampled the messages' text.
+        """Return a whole conversation as one row, tokenised in exactly the pieces of a chain with these messages.
 
         `weight` of a message (OpenAI's fine-tuning convention) is the weight of its tokens: by default 1 for an
         assistant message with its end-of-turn token, 0 for any other. The mask is 1 where the weight is not 0. The
@@ -281,10 +280,10 @@ class TemplateRenderer:
         return self._rows.row(lines, plain, json.loads(self._json(specs)), specs)
 
     def tokens_agree(self, specs: list[ToolSpec]) -> bool:
-        """Return whether the pieces of the probe conversations are the tokens of their whole text."""
+        """Return whether tokenising the probe conversations in pieces gives the tokens of the whole text."""
         for conversation in self.behaviour.conversations:
             ids = self._row(as_lines(conversation), specs).token_ids
-            if not self.behaviour.end:  # the template does not write the token that ends a turn
+            if not self.behaviour.end:  # the template does not write the end-of-turn token
                 ids = [i for i in ids if i != self._ends[False]]
             plain = for_template(conversation)
             whole = self._encoder.encode(self.template.render(plain, json.loads(self._json(specs))))
@@ -302,8 +301,8 @@ class TemplateRenderer:
         return self._tools
 
     def _plain(self, messages: list[Message]) -> list[Message]:
-        """Return messages for the chat template: text, and images if it has them, without fields that it does not
-        support and without control tokens."""
+        """Return messages for the chat template: text, and images if it supports them, without unsupported fields and
+        without control tokens."""
         return [self._plain_message(message) for message in messages]
 
     def _plain_message(self, message: Message) -> Message:
@@ -334,8 +333,8 @@ class TemplateRenderer:
 
 
 def _without_reasoning(message: Message, tags: tuple[str, str]) -> Message:
-    """Return an assistant's message without its reasoning, unless it is nothing else: many templates refuse a turn that
-    is empty."""
+    """Return an assistant message without its reasoning, unless it contains nothing else: many templates refuse an
+    empty turn."""
     left = {key: value for key, value in message.items() if key != "reasoning_content"}
     if isinstance(left.get("content"), str):
         left["content"] = split_reasoning(left["content"], False, tags)[2]

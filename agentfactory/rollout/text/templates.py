@@ -1,4 +1,4 @@
-"""Chat templates: render conversations as text."""
+"""Chat templates, which render conversations as text."""
 
 import json
 from collections.abc import Callable, Hashable, Iterable
@@ -22,16 +22,16 @@ _QUESTION: list[Message] = [{"role": "user", "content": "dummy"}]
 
 
 class RenderError(ValueError):
-    """A chat template cannot render a conversation, or cannot be used for training at all; the message says why."""
+    """A chat template that cannot render a conversation, or cannot be used for training; the message says why."""
 
 
 @dataclass(frozen=True)
 class Closing:
-    """What a template puts after an assistant's turn: text, the end-of-turn token, and more text. The token is empty if
-    plain text closes turns, which is then `after`.
+    """A template's text after an assistant turn: `before`, the end-of-turn token `end`, and `after`. If plain text
+    closes turns, the token is empty, and `after` is that text.
 
-    `opens_next`: the token is the first of what follows, such as GLM's `<|user|>`; the template does not write it while
-    nothing follows.
+    `opens_next`: the token is the first of the next message, such as GLM's `<|user|>`, and missing at the end of a
+    conversation.
     """
 
     before: str = ""
@@ -47,23 +47,23 @@ class Closing:
 
 @dataclass(frozen=True)
 class Closings:
-    """How turns of words, and turns with calls, are closed."""
+    """The closings of text turns and of turns with calls."""
 
     words: Closing
     calls: Closing
 
     def of(self, calls: object) -> Closing:
-        """Return that of a turn with these calls, or with none."""
+        """Return the closing of a turn with these calls, or without any."""
         return self.calls if calls else self.words
 
 
 class ChatTemplate:
-    """A Jinja chat template with the tokenizer's special tokens; renders text.
+    """A Jinja chat template with the tokenizer's special tokens.
 
-    Its clock stands still: a template that writes the date or the time writes that of `clock`. `probing` finds out in
-    which form the template takes messages: the name of the field for reasoning, arguments of calls as objects or as
-    JSON text, the content of a turn of calls as empty text or as null, calls in the content, as `write_calls` writes
-    them, and tools as JSON text in the system message (`tools_in_system`).
+    Its clock is fixed: a template that writes the date or the time gets that of `clock`. The probes set the form of
+    messages that the template expects: the name of the reasoning field, call arguments as objects or as JSON text, the
+    content of a turn of calls as empty text or as null, calls in the content, as written by `write_calls`, and tools as
+    JSON text in the system message (`tools_in_system`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
@@ -77,12 +77,12 @@ class ChatTemplate:
         self.write_calls: Callable[[list[dict[str, Any]]], str] | None = None
         self._dummies = lru_cache(1024)(self._render_dummy)
         self._prompts = lru_cache(1024)(self._render_prompt)
-        # take JSON, which is hashable and cheaper to create than a render
+        # these take JSON, which is hashable and cheaper than a render
         self._turns = cached(4096, self._render_turn)
         self._continuations = cached(4096, self._render_continuation)
 
     def render(self, messages: list[Message], tools: Tools = None, prompt: bool = False) -> str:
-        """Return the conversation's text; `prompt` adds the generation prompt. Raises RenderError."""
+        """Render a conversation; `prompt` adds the generation prompt. Raises RenderError."""
         shown = [self._adapted(message) for message in messages]
         if self.tools_in_system and tools:
             shown = _with_tools(shown, tools)
@@ -95,14 +95,14 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 strftime_now=self.clock.strftime,
             )
-        except Exception as error:  # a template is arbitrary code: it may raise anything
+        except Exception as error:  # a template is arbitrary code and may raise anything
             reason = str(error).rstrip(".") or type(error).__name__
             raise RenderError(f"the chat template refuses the conversation: {reason}") from error
         assert isinstance(text, str)
         return text
 
     def _adapted(self, message: Message) -> Message:
-        """Return a message in the form that the template takes."""
+        """Return a message in the form that the template expects."""
         changed = message
         if self.reasoning_field != "reasoning_content" and "reasoning_content" in message:
             changed = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -121,11 +121,11 @@ class ChatTemplate:
     def continuation(
         self, new: list[Message], tools: Tools, closings: Closings, prompt: bool = True, loose: bool = False
     ) -> str | None:
-        """Return what the template puts after an assistant turn's end for the messages `new`: a difference of two
-        renders.
+        """Return the template's text after the end of an assistant turn for the messages `new`, as the difference of
+        two renders.
 
-        The preceding turn is a dummy, which makes the calls that tool messages answer. None if the template changes
-        that turn because of `new`; `loose` lets it replace the token that ends the turn, as harmony does.
+        The preceding turn is a dummy with the calls that tool messages answer. None if `new` makes the template change
+        that turn; `loose` lets it replace the end-of-turn token, as harmony does.
         """
         answered = takewhile(lambda message: message["role"] == "tool", new)
         calls = tuple(
@@ -133,7 +133,7 @@ class ChatTemplate:
             for number, message in enumerate(answered)
         )
         closing = closings.of(calls)
-        # the same for all chains at the same turn
+        # cached, because all chains share it at the same turn
         ended = self._dummies(calls, json.dumps(tools)).removesuffix(closing.after)
         text = self.render([*_dummy(calls), *new], tools, prompt)
         if text.startswith(ended):
@@ -145,11 +145,11 @@ class ChatTemplate:
         return None
 
     def leading_token(self, text: str) -> str:
-        """Return the added token that `text` begins with; empty if there is none."""
+        """Return the added token at the start of `text`; empty if there is none."""
         return max((token for token in self._added() if text.startswith(token)), key=len, default="")
 
     def trailing_token(self, text: str) -> str:
-        """Return the added token that `text` ends with, apart from white space; empty if there is none."""
+        """Return the added token at the end of `text`, ignoring white space; empty if there is none."""
         text = text.rstrip()
         return max((token for token in self._added() if text.endswith(token)), key=len, default="")
 
@@ -157,12 +157,11 @@ class ChatTemplate:
         return (token.content for token in self.tokenizer.added_tokens_decoder.values())
 
     def beginnings(self, messages: list[Message], tools: Tools, closings: Closings) -> dict[tuple[int, bool], str]:
-        """Return renders of a conversation up to its assistant's turns and with them, by (number of messages, whether
+        """Return the renders of a conversation up to and including each assistant turn, by (number of messages, whether
         the generation prompt follows).
 
-        They are composed of renders of single turns, which conversations share: rendering every beginning takes time
-        that grows with the square of their number. Empty if the pieces are not the template's text of the whole
-        conversation.
+        They are composed of cached renders of single turns, because rendering every beginning takes quadratic time.
+        Empty if the composed text differs from the template's render of the whole conversation.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -185,8 +184,8 @@ class ChatTemplate:
         return texts if whole.startswith(text) else {}
 
     def _render_turn(self, message: str, tools: str) -> str | None:
-        """Return what the template puts after the generation prompt for an assistant's message; None if it does not
-        render it there."""
+        """Return the template's text after the generation prompt for an assistant message; None if the template does
+        not render it there."""
         prompt = self._prompts(tools)
         text = self.render([*_QUESTION, json.loads(message)], json.loads(tools))
         return text[len(prompt) :] if text.startswith(prompt) else None
@@ -202,7 +201,7 @@ class ChatTemplate:
         return self.render(_dummy(calls), json.loads(tools))
 
     def closing_of(self, text: str) -> Closing:
-        """Return a turn's closing by the text of it. The end-of-turn token is the first added token."""
+        """Split the text of a turn's closing. The end-of-turn token is the first added token."""
         found = sorted((text.find(token), -len(token), token) for token in self._added() if token in text)
         if not found:
             return Closing(after=text)
@@ -211,7 +210,7 @@ class ChatTemplate:
 
 
 def cached(size: int, render: Callable[[str, _Key], _Rendered]) -> Callable[[str, _Key], _Rendered]:
-    """Cache the last `size` renders of short texts: long ones rarely repeat, and the cache would keep gigabytes."""
+    """Cache the last `size` renders of short texts. Long texts rarely repeat, and would fill gigabytes."""
     kept = lru_cache(size)(render)
 
     def rendered(text: str, key: _Key) -> _Rendered:
@@ -221,7 +220,7 @@ def cached(size: int, render: Callable[[str, _Key], _Rendered]) -> Callable[[str
 
 
 def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """Return messages with the tools in the field `tools` of the first one, the system's, as Phi-4-mini takes them."""
+    """Return messages with the tools in the field `tools` of the first, the system message, as Phi-4-mini expects."""
     system: Message = {"role": "system", "content": ""}
     if messages[0]["role"] == "system":
         system, *messages = messages

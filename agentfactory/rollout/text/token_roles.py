@@ -1,4 +1,4 @@
-"""The role of each token of a turn: text, values of arguments, or the format in which calls are written."""
+"""The role of each token of a turn: text, argument values, or the tool-call format."""
 
 import json
 import re
@@ -17,14 +17,14 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TokenLengths:
-    """Computes how many bytes of text each token is; decodes each token once."""
+    """The lengths of tokens in bytes of text, each computed once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, int] = {}
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """Return the length of each id."""
+        """Return the length of each id in bytes."""
         for token in set(ids) - self._known.keys():
             self._known[token] = self._measure(token)
         return [self._known[token] for token in ids]
@@ -37,7 +37,7 @@ class TokenLengths:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         if "\ufffd" in text and raw is not None:
-            # part of a character: byte-level vocabularies write a byte as one character
+            # part of a character: byte-level vocabularies represent a byte by one character
             return 1 if _BYTE.fullmatch(raw) else len(raw)
         return len(text.encode())
 
@@ -45,14 +45,13 @@ class TokenLengths:
 def turn_roles(
     lengths: Sequence[int], text: str, words: Iterable[str], arguments: Iterable[dict[str, Any]], malformed: bool
 ) -> str:
-    """Return a letter for each token of a turn; their `lengths` in bytes add up to those of `text` and of the turn's
-    end.
+    """Return a letter for each token of a turn. The tokens' `lengths` in bytes add up to those of `text` and of the
+    turn's end.
 
-    arguments: the token contains part of a value of a call's arguments. text: it contains no such part, but part of the
-    `words`, the text outside calls. format: all others, that is tags, names, punctuation, the token that ends the turn,
-    and all of a `malformed` turn. Words are searched from the front and values from the end, where the calls are. Text
-    that the turn writes differently from what was parsed (an escaped character, say) may be missed, and counts as
-    format.
+    arguments: the token contains part of an argument value of a call. text: the token contains no such part, but part
+    of the `words`, the text outside calls. format: all other tokens, that is tags, names, punctuation, the end-of-turn
+    token, and all of a `malformed` turn. Words are searched from the start and values from the end, where the calls
+    are. Text that differs from its parsed form (by an escaped character, say) may be missed, and counts as format.
     """
     whole = text.encode()
     letters = bytearray(FORMAT.encode() * (sum(lengths) + len(whole)))
@@ -75,7 +74,7 @@ def turn_roles(
 
 
 def _written(value: Any) -> Iterable[str]:
-    """Return the leaves of a value, as they most likely appear in the text."""
+    """Yield the leaves of a value in their most likely written form."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from _written(inner)

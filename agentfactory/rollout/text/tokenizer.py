@@ -1,4 +1,4 @@
-"""The tokenizer of a model, and the tokens with which its generation ends."""
+"""A model's tokenizer and its end-of-sequence tokens."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from agentfactory.tools.errors import SettingError
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or hub name. It neither truncates nor pads, whatever its files say. Raises
+    """Load the tokenizer of a model folder or hub name, ignoring truncation and padding set in its files. Raises
     ValueError if there is none.
 
     transformers' AutoTokenizer takes seconds to import and loads torch. It is used only for models whose files name a
-    special tokenizer class; for others the tokenizer file is loaded directly.
+    special tokenizer class; otherwise the tokenizer file is loaded directly.
     """
     try:
         config = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
@@ -35,7 +35,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def generation_eos(path: str) -> list[int]:
-    """Return the end-of-sequence ids in the model's generation_config.json, if it has one."""
+    """Return the end-of-sequence ids in the model's generation_config.json; empty without one."""
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     ids = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
     return ids if isinstance(ids, list) else [] if ids is None else [ids]

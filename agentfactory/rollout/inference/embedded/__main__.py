@@ -30,7 +30,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens per sequence, prompt included")
-    parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences decoded together")
+    parser.add_argument("--max-num-seqs", type=int, default=128, help="maximum number of concurrent sequences")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
@@ -46,8 +46,8 @@ def _fail(message: str) -> NoReturn:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Listen before the model is loaded: a taken port is detected, and nobody else can listen there and get the keys of
-    clients that come early; they wait."""
+    """Bind the address before the model is loaded: a taken port fails early, and no one else can listen there and get
+    the keys of early clients."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -60,7 +60,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -> None:
-    # modules define no garbage, and Python searches for some during a fifth of the time that they take to import
+    # imports create no garbage, but garbage collection would take a fifth of their time
     gc.disable()
     import torch
     from aiohttp import web
@@ -79,7 +79,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
         if stored := getattr(config, "quantization_config", None):
             _fail(
                 f"the embedded engine cannot serve {args.model}, which is quantised ({stored['quant_method']}); use "
-                "engine: vllm, or the plain model with --quantization int8 or int4"
+                "engine: vllm, or the unquantised model with --quantization int8 or int4"
             )
         sees = hasattr(config, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -126,7 +126,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=HEADER_SECONDS,
-        auto_decompress=False,  # a short body could become a huge one
+        auto_decompress=False,  # a short compressed body could expand to a huge one
     )
     limit = ConnectionLimit(most_connections())
     await asyncio.get_running_loop().create_server(partial(limit.admit, connect), sock=bound, backlog=1024)
@@ -138,7 +138,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
 
 
 def _decoder(model: str) -> Decode | None:
-    """Return what turns the model's ids into text, special tokens included; None if it has no tokenizer."""
+    """Return a function from ids to text, special tokens included; None if the model has no tokenizer."""
     from agentfactory.rollout.text.tokenizer import load_tokenizer
 
     try:
@@ -146,7 +146,7 @@ def _decoder(model: str) -> Decode | None:
     except SettingError:
         return None
     decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    if tokenizer.is_fast:  # without the wrapper around it, which takes as long again
+    if tokenizer.is_fast:  # without the wrapper, which doubles the time
         decode = tokenizer.backend_tokenizer.decode
     return partial(decode, skip_special_tokens=False)
 
@@ -174,7 +174,7 @@ def main() -> None:
         try:
             api_key = api_key or cleanup.enter_context(published_key(*bound.getsockname()[:2]))
         except (SettingError, OSError) as error:
-            _fail(f"cannot leave a key for this server's clients: {error}")
+            _fail(f"cannot write the key for this server's clients: {error}")
         asyncio.run(_serve(args, bound, api_key))
 
 

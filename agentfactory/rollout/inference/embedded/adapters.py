@@ -1,4 +1,4 @@
-"""Several unmerged LoRA adapters on one model: each applies to its own tokens of the flattened batch."""
+"""Several unmerged LoRA adapters on one model. Each applies to its own tokens of the flattened batch."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Fields of adapter_config.json that do not change the forward pass, or that are read below. Any other field must be
-# empty: fields that peft adds later are refused, not ignored.
+# empty, so fields that peft adds later are rejected, not ignored.
 _KNOWN_FIELDS = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "inference_mode"),
@@ -27,15 +27,15 @@ _serial = itertools.count(1)
 
 
 Factors = dict[str, tuple[Tensor, Tensor]]
-"""Per linear module A [in, rank] and B [rank, out], B already scaled by alpha / rank."""
+"""Per linear module: A [in, rank] and B [rank, out], with B already scaled by alpha / rank."""
 
 
 class AdapterError(ValueError):
-    """An adapter folder cannot be served; the message gives the reason."""
+    """An adapter folder that cannot be served; the message gives the reason."""
 
 
 class Adapter:
-    """A loaded adapter; `serial` distinguishes two adapters that were loaded under the same name."""
+    """A loaded adapter; `serial` distinguishes adapters loaded under the same name."""
 
     def __init__(self, name: str, path: str, factors: Factors) -> None:
         self.name, self.path, self.factors = name, path, factors
@@ -52,25 +52,25 @@ class Segment(NamedTuple):
 
 
 class AdapterLayers:
-    """Adds the adapters' products to the outputs of the model's linear modules.
+    """Forward hooks that add the adapters' products to the outputs of the model's linear modules.
 
-    `segments` are those of the step that is about to run; tokens outside them use the base model alone.
+    `segments` must be set before each step; tokens outside them use the base model alone.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments: list[Segment] = []
-        # memory of factors, and the adapter that uses it: a new adapter takes the place of a deleted one, so that CUDA
-        # graphs that read the memory stay valid from one version of an adapter to the next
+        # Memory of factors, and the adapter that uses it. A new adapter reuses the memory of a deleted one, so CUDA
+        # graphs that read it stay valid from one adapter version to the next.
         self._places: list[tuple[Factors, weakref.ref[Adapter]]] = []
-        # neither a head, whose input is one row per sampled token instead of one per token of the step, nor a vision
-        # tower, whose features would differ from adapter to adapter
+        # no head, whose input has one row per sampled token instead of one per token of the step, and no vision tower,
+        # whose features would depend on the adapter
         layers = {module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)}
         self._linear = {name: module for name, module in model.named_modules() if module in layers}
         self._hooked: set[str] = set()
-        self._device = model.device  # not the device of the weights, which may be asleep on the CPU
+        self._device = model.device  # not the device of the weights, which may sleep on the CPU
 
     def load(self, name: str, path: str) -> Adapter:
-        """Read a peft folder (adapter_config.json, adapter_model.safetensors). Raises AdapterError."""
+        """Load a peft folder (adapter_config.json, adapter_model.safetensors). Raises AdapterError."""
         folder = Path(path)
         try:
             config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ class AdapterLayers:
                 (pair["B"].float() * scale).to(self._device, weight.dtype).T.contiguous(),
             )
         if not factors:
-            raise AdapterError(f"{path} holds no tensors")
+            raise AdapterError(f"{path} contains no tensors")
         for module in factors.keys() - self._hooked:
             self._hook(module)
         return self._settle(Adapter(name, path, factors))
@@ -120,7 +120,7 @@ class AdapterLayers:
         return adapter
 
     def tensors(self) -> list[Tensor]:
-        """Return the factors that have memory."""
+        """Return all allocated factors."""
         return [factor for factors, _ in self._places for pair in factors.values() for factor in pair]
 
     def _hook(self, name: str) -> None:
@@ -128,7 +128,7 @@ class AdapterLayers:
             for factors, begin, end, others in self.segments:
                 if pair := factors.get(name):
                     product = (args[0][:, begin:end] @ pair[0]) @ pair[1]
-                    # fill, do not multiply: a NaN of one adapter must not reach the others' tokens
+                    # fill instead of multiplying: a NaN of one adapter must not reach other adapters' tokens
                     output[:, begin:end] += product if others is None else product.masked_fill_(others, 0)
 
         self._linear[name].register_forward_hook(add_products)
@@ -136,14 +136,14 @@ class AdapterLayers:
 
 
 def _places(factors: Factors) -> dict[str, list[tuple[torch.Size, int]]]:
-    """Return shapes and bytes; the bytes are 0 while the factors are evicted."""
+    """Return the factors' shapes and storage bytes; the bytes are 0 while evicted."""
     return {
         name: [(factor.shape, factor.untyped_storage().nbytes()) for factor in pair] for name, pair in factors.items()
     }
 
 
 def segments(adapters: Sequence[Adapter | None], after: np.ndarray) -> list[Segment]:
-    """Return the segments of requests sorted by adapter, whose tokens end at `after`."""
+    """Return the segments of requests that are sorted by adapter and whose tokens end at `after`."""
     made, begin = [], 0
     for index, adapter in enumerate(adapters):
         if index + 1 == len(adapters) or adapters[index + 1] is not adapter:

@@ -1,8 +1,8 @@
 """Decoding steps with a few fixed shapes on tensors at fixed addresses. On a GPU each shape is captured once as a CUDA
-graph and then replayed, so that a step costs one launch instead of a thousand.
+graph and then replayed, so a step costs one launch instead of a thousand.
 
 A step computes one token in each of its slots. Slots without a request compute an unused token, which is written to the
-first unused place of the slot; there is always one, because a sequence's last token is never computed.
+first unused position of the slot. There is always one, because a sequence's last token is never computed.
 
 Capturing and replaying are untested on a GPU so far; the steps themselves are tested on the CPU.
 """
@@ -20,18 +20,18 @@ from agentfactory.rollout.inference.embedded.adapters import Adapter, Factors, S
 from agentfactory.rollout.inference.embedded.step_plan import Group, Plan, Planner
 
 SLOTS, KEYS = 8, 256
-"""Smallest increments to which the numbers of slots and keys are rounded up; above four increments there are two sizes
-per octave."""
+"""Smallest increments to which the numbers of slots and keys are rounded up. Above four increments there are two sizes
+per power of two."""
 MAX_GRAPHS = 64
-"""Maximum number of graphs; a new one replaces the least recently used."""
+"""Maximum number of graphs; a new graph replaces the least recently used one."""
 
 Forward = Callable[[Plan, list[Segment], Tensor, Tensor], Float[Tensor, "tokens vocabulary"]]
-"""Returns a step's logits from its plan, its adapters, token ids [tokens] and rotary positions [tokens]."""
+"""A function from a step's plan, adapters, token ids [tokens] and rotary positions [tokens] to its logits."""
 
 
 class Shape(NamedTuple):
-    """The fixed properties of a captured step: slots and keys, whether the slots are the first ones or copied out,
-    where its adapters' factors are stored, and whether tokens have different adapters or none."""
+    """The fixed properties of a captured step: the numbers of slots and keys, whether the first slots are viewed or
+    slots are copied, the addresses of its adapters' factors, and whether some tokens differ in their adapter."""
 
     slots: int
     keys: int
@@ -41,15 +41,15 @@ class Shape(NamedTuple):
 
 
 class StaticStep:
-    """A step of one shape. `inputs` [5, slots] are the ids, indices in the slot, rotary positions, slots and adapters
-    (0 is none) of its tokens."""
+    """A step of one shape. `inputs` [5, slots] are its tokens' ids, indices in the slot, rotary positions, slots and
+    adapters (0 is none)."""
 
     def __init__(self, forward: Forward, planner: Planner, shape: Shape, factors: Sequence[Factors]) -> None:
         self._forward, self._planner, self._shape, self._factors = forward, planner, shape, list(factors)
         self.inputs = torch.zeros(5, shape.slots, dtype=torch.int64, device=planner.device)
 
     def run(self) -> Float[Tensor, "slots vocabulary"]:
-        """Return the logits without a host read."""
+        """Return the logits without a synchronisation with the host."""
         shape, planner = self._shape, self._planner
         ids, position, rotary, slots, owner = self.inputs
         heads = torch.arange(planner.kv_heads, device=planner.device)
@@ -75,7 +75,7 @@ class StaticStep:
 
 
 class StaticDecoder:
-    """Decodes one token per request with static steps, captured if `capture` is set, else run directly."""
+    """A decoder of one token per request with static steps, captured if `capture` is set, else run directly."""
 
     def __init__(self, forward: Forward, planner: Planner, slots: int, *, capture: bool) -> None:
         """`slots` is the number of slots in the cache."""
@@ -85,11 +85,11 @@ class StaticDecoder:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes that are currently stored."""
+        """The stored shapes."""
         return list(self._steps)
 
     def clear(self) -> None:
-        """Drop all graphs and their memory, because the tensors that they read and write are about to move."""
+        """Drop all graphs and their memory; required before the tensors that they read and write move."""
         self._steps.clear()
         self._logits = None
 
@@ -102,8 +102,8 @@ class StaticDecoder:
         adapters: Sequence[Adapter | None],
         computed: np.ndarray,
     ) -> Float[Tensor, "requests vocabulary"]:
-        """Return the logits of the requests in `slots`, whose tokens `ids` come at `position` in their slot, with
-        the rotary positions `rotary`; `computed` [all slots] is the number of places in use in each slot."""
+        """Return the logits of the requests in `slots`, whose tokens `ids` have the index `position` in their slot and
+        the rotary positions `rotary`. `computed` [all slots] is the number of used positions in each slot."""
         whole = _rounded(int(slots.max()) + 1, SLOTS, self._slots)
         viewed = whole <= 2 * len(slots)
         count = whole if viewed else _rounded(len(slots), SLOTS, self._slots)
@@ -144,8 +144,8 @@ class StaticDecoder:
         return self._logits[: shape.slots]
 
     def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph:
-        """Capture a graph that writes the step's logits to `_logits`. Steps may run more than once: they write the same
-        values again."""
+        """Capture a graph that writes the step's logits to `_logits`. A step may run more than once, because it writes
+        the same values again."""
         device = self._planner.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
@@ -163,6 +163,6 @@ class StaticDecoder:
 
 
 def _rounded(number: int, least: int, most: int) -> int:
-    """Round `number` up so that few different values occur."""
+    """Round `number` up to one of few values."""
     step = max(least, 2 ** (int(np.ceil(np.log2(number))) - 2))
     return min(-(-number // step) * step, most)

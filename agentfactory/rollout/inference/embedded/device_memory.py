@@ -1,9 +1,9 @@
-"""Memory of a device: tensors that are moved to the host and back while their objects stay the same, and buffers that
-the sender of weights shares with this process, a GPU's through CUDA IPC, the machine's by name.
+"""Device memory: eviction of tensors to the host and back, and buffers that the sender of weights shares with this
+process (GPU memory through CUDA IPC, host memory by name).
 
 A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: result of
-`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}. In addition, {"cpu": (name, bytes)} is a block
-of `multiprocessing.shared_memory`.
+`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}. In addition, {"cpu": (name, bytes)} names a
+block of `multiprocessing.shared_memory`.
 """
 
 import base64
@@ -26,13 +26,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 class Evictable:
     """Tensors on one device whose contents can be moved to host memory.
 
-    References to them stay valid: tied weights, views, modules. Their addresses change, so a CUDA graph that reads them
-    must be captured again. The host copy is kept, so that the next eviction copies only what has changed since. torch's
+    References to the tensors (tied weights, views, modules) stay valid. Their addresses change, so a CUDA graph that
+    reads them must be captured again. The host copy is kept, so the next eviction copies only changed tensors. torch's
     count of in-place changes decides this; it does not include changes through `.data`.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, pin: bool) -> None:
-        """`pin`: page-lock the host copy, which a GPU reads several times as fast."""
+        """`pin` page-locks the host copy, which makes GPU copies several times as fast."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -48,9 +48,9 @@ class Evictable:
         """Bytes of all tensors."""
 
     def evict(self) -> None:
-        """Copy what has changed to the host, and return the memory to torch's allocator.
+        """Copy changed tensors to the host, and return their memory to torch's allocator.
 
-        Raises MemoryError if the host has no room for the copy; nothing has changed then.
+        Raises MemoryError, with nothing changed, if the host lacks room for the copy.
         """
         if self._host is None:
             self._host = _host_memory(self.nbytes, self._pin)
@@ -64,8 +64,7 @@ class Evictable:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate the memory again and fill it. Raises MemoryError if there is too little; nothing has changed
-        then."""
+        """Allocate the memory again and fill it. Raises MemoryError, with nothing changed, if there is too little."""
         taken: list[UntypedStorage] = []
         for storage, size in zip(self._storages, self._sizes, strict=True):
             try:
@@ -80,7 +79,7 @@ class Evictable:
         self._wait()
 
     def _pieces(self) -> list[Tensor]:
-        """Return the host's bytes of each storage."""
+        """Return the host copy of each storage, as bytes."""
         assert self._host is not None
         return list(self._host.split(self._sizes)) if self._sizes else []
 
@@ -100,44 +99,44 @@ def _host_memory(size: int, pin: bool) -> Tensor:
     except RuntimeError as error:  # what torch's allocators raise
         raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory are needed for a copy: {error}") from error
     if pin and size:
-        # torch's own pinned memory is allocated in powers of two: up to twice the requested size
+        # torch allocates pinned memory in powers of two, up to twice the requested size
         try:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
         except torch.cuda.CudaError as error:
-            with suppress(RuntimeError):  # CUDA keeps the error as its last one, which the next kernel would raise
+            with suppress(RuntimeError):  # clears CUDA's last error, which the next kernel would raise
                 torch.zeros(1, device="cuda")
             raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory cannot be page-locked: {error}") from error
     return memory
 
 
 CPU = "cpu"
-"""Key of handles to the machine's own memory."""
+"""Key of handles to host memory."""
 
 _DEVICE_ARGUMENT = 6
 """Index of the device number in the result of `reduce_tensor`; the number is valid only for the sender."""
 
 
 class SharedMemoryError(ValueError):
-    """A handle cannot be opened here."""
+    """A handle that cannot be opened in this process."""
 
 
 def memory_key(device: torch.device) -> str:
-    """Return the key of handles to a device's memory: a GPU's UUID, or "cpu"."""
+    """Return the key of handles to the device's memory: a GPU's UUID, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else CPU
 
 
 class SharedBuffers:
-    """The sender's buffers, each mapped once for all parts of an update: torch counts one release for each handle, and
-    the sender writes one part after the other into the same few buffers. CUDA: untested on a GPU."""
+    """The sender's buffers, each mapped once for all parts of an update, because torch counts one release per handle.
+    The sender writes one part after the other into the same few buffers. The CUDA path is untested on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is the model's device."""
         self._device = device
         self._opened: list[tuple[Any, SharedMemory | None, Tensor]] = []
-        """The handles, with the blocks that the machine's memory is mapped by."""
+        """(Handle, block of shared host memory, buffer)."""
 
     def open(self, pickled: str) -> UInt8[Tensor, "bytes"]:
-        """Open the buffer behind a handle; it is the sender's memory, not a copy. Raises SharedMemoryError."""
+        """Open a handle's buffer; it is the sender's memory, not a copy. Raises SharedMemoryError."""
         handles = _read(pickled)
         key = next((key for key in (memory_key(self._device), CPU) if key in handles), None)
         if key is None:
@@ -177,7 +176,7 @@ def _open_block(handle: Any) -> tuple[SharedMemory, Tensor]:
     except (OSError, ValueError) as error:
         raise SharedMemoryError(
             f"ipc_handles_pickled: there is no shared memory {name} on the server's machine ({error}): trainer and "
-            "server must run on the same one, and see the same /dev/shm"
+            "server must run on the same machine, with the same /dev/shm"
         ) from error
     if block.size < size:
         block.close()
@@ -188,7 +187,7 @@ def _open_block(handle: Any) -> tuple[SharedMemory, Tensor]:
 def _attach(name: str) -> SharedMemory:
     if sys.version_info >= (3, 13):
         return SharedMemory(name, track=False)
-    # before 3.13 Python treats the block as this process's own, and would remove it when this process ends
+    # before 3.13, Python treats the block as owned by this process, and would remove it when the process ends
     register, resource_tracker.register = resource_tracker.register, lambda *_: None
     try:
         return SharedMemory(name)
@@ -197,7 +196,7 @@ def _attach(name: str) -> SharedMemory:
 
 
 class _Handles(pickle.Unpickler):
-    """Unpickles only what handles contain: plain pickle would run arbitrary code."""
+    """An unpickler for handles only: plain pickle would run arbitrary code."""
 
     _KNOWN = {
         ("torch", "Tensor"): torch.Tensor,
@@ -209,7 +208,7 @@ class _Handles(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._KNOWN:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a handle")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a handle")
         return self._KNOWN[module, name]
 
 

@@ -1,4 +1,4 @@
-"""The embedded engine behind vLLM's routes, on aiohttp: one thread that runs the engine's steps in the event loop."""
+"""An aiohttp server with vLLM's routes for the embedded engine, whose steps run in the event loop's thread."""
 
 import asyncio
 import hmac
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 Handler = Callable[["Server", web.BaseRequest], Awaitable[Json | str]]
 
-# Turns of the event loop after each step, in which sockets are read, requests parsed and answers written.
+# Event loop iterations after each step, in which sockets are read, requests parsed and responses written.
 LOOP_TURNS = 4
 
 
 class Server:
-    """State of one server: the engine, its adapters, and whether it is paused, asleep or being updated."""
+    """One server: the engine, its adapters, and the state of pause, sleep and weight updates."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Server:
         api_key: str,
         decode: Decode | None = None,
     ) -> None:
-        """`decode` gives the text of ids, for stop strings."""
+        """`decode` converts ids to text, for stop strings."""
         self.engine = engine
         self.served_model_name = served_model_name
         self.eos_token_ids = eos_token_ids
@@ -50,7 +50,7 @@ class Server:
         self._asleep: set[str] = set()  # subset of "weights", "kv_cache"
         self._frozen = False  # paused with requests kept: no steps
         self._update: WeightUpdate | None = None  # from start_weight_update to finish_weight_update: no steps
-        self._open = asyncio.Event()  # set unless paused: new requests may pass
+        self._open = asyncio.Event()  # set unless paused: admits new requests
         self._open.set()
         self._work = asyncio.Event()
         self._in_flight: set[asyncio.Future[None]] = set()
@@ -69,20 +69,20 @@ class Server:
                 await asyncio.sleep(0)
 
     async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request: JSON in, JSON out (/metrics: text)."""
+        """Answer one HTTP request with JSON (/metrics: text)."""
         try:
             if request.path != "/health":
                 given = request.headers.get("Authorization", "").encode(errors="replace")
                 if not hmac.compare_digest(given, self._authorization):
                     refusal = _answer({"error": "Unauthorized"}, 401)
-                    refusal.force_close()  # whoever has no key keeps no connection
+                    refusal.force_close()  # clients without the key keep no connection
                     return refusal
             methods = ROUTES.get(request.path)
             if methods is None:
                 raise ApiError(404, f"there is no route {request.path}")
             method, handler = methods
             if request.method != method:
-                raise ApiError(405, f"{request.path} takes {method}, not {request.method}")
+                raise ApiError(405, f"{request.path} accepts {method}, not {request.method}")
             return _answer(await handler(self, request))
         except ApiError as error:
             kind = {400: "BadRequestError", 404: "NotFoundError"}.get(error.status, "ServerError")
@@ -114,7 +114,7 @@ class Server:
         finally:
             self._in_flight.discard(finished)
         if request.finish_reason == "error":
-            raise ApiError(500, "the model's logits hold NaN: its weights or the adapter have diverged")
+            raise ApiError(500, "the model's logits contain NaN: its weights or the adapter have diverged")
         return answer(body, request, self.eos_token_ids)
 
     async def _images(self, body: Json) -> list["HeldImage"]:
@@ -128,7 +128,7 @@ class Server:
             raise ApiError(400, f"content_parts: {error}") from error
 
     def _adapter(self, body: Json) -> Adapter | None:
-        """Return the adapter named in the body of a generate request; None for the base model."""
+        """Return the adapter that a generate request names; None for the base model."""
         name = body.get("model") or self.served_model_name
         if name == self.served_model_name:
             return None
@@ -139,7 +139,7 @@ class Server:
     # ---- pausing
 
     async def pause(self, http: web.BaseRequest) -> Json:
-        """Block new requests; running ones are ended (abort), completed (wait) or frozen (keep)."""
+        """Block new requests, and end (abort), complete (wait) or freeze (keep) running ones."""
         await self._pause(http.query.get("mode", "abort"))
         return {"status": "paused"}
 
@@ -147,7 +147,7 @@ class Server:
         if mode not in ("abort", "wait", "keep"):
             raise ApiError(400, f"mode: {mode!r} is not one of abort, wait, keep")
         if mode == "wait" and self._in_flight and self._asleep:
-            raise ApiError(409, "requests are kept, and complete only when all is awake; POST /wake_up first")
+            raise ApiError(409, "kept requests complete only when the server is fully awake; POST /wake_up first")
         self._open.clear()
         if mode == "abort":
             for request in self.engine.requests():
@@ -174,15 +174,15 @@ class Server:
     # ---- weights
 
     async def init_weight_transfer_engine(self, http: web.BaseRequest) -> Json:
-        """Return the devices with shareable memory, as keys of the ipc backend's handles; nothing is initialised."""
+        """Initialise nothing; return the devices with shareable memory, as keys of the ipc backend's handles."""
         if (await _body(http)).get("init_info") not in (None, {}, {"packed": True}):
             raise ApiError(400, 'init_info: the file backend takes {}, the ipc backend {"packed": true}')
         memory = dict.fromkeys([memory_key(self._device), CPU])
         return {"message": "Weight transfer initialized", "memory": list(memory)}
 
     async def start_weight_update(self, http: web.BaseRequest) -> Json:
-        """Stop running steps until finish_weight_update. Running requests must be paused and the weights awake. An
-        update in progress starts over: all weights must be sent again."""
+        """Stop running steps until finish_weight_update. Requests must be paused and the weights awake. An update in
+        progress starts again: all weights must be resent."""
         if self.engine.busy and not self._frozen:
             raise ApiError(409, "requests are running; POST /pause first")
         if "weights" in self._asleep:
@@ -202,8 +202,7 @@ class Server:
         return {"message": "Weights updated"}
 
     async def finish_weight_update(self, http: web.BaseRequest) -> Json:
-        """Finish an update. Without a `weight_version` the update is cancelled; this is refused if any weight has been
-        overwritten."""
+        """Finish an update. Without a `weight_version`, cancel it, or refuse if any weight has been overwritten."""
         version = (await _body(http)).get("weight_version")
         update = self._need_update()
         if version is not None:
@@ -214,10 +213,10 @@ class Server:
             except WeightsError as error:
                 raise ApiError(400, f"weight_version: {error}") from error
             self.engine.weight_version = version
-            # vLLM keeps them until it is told to forget them
+            # vLLM keeps these features until its own /reset_encoder_cache
             self.engine.reset_encoder_cache()
         elif update.overwritten:
-            raise ApiError(409, "weights have been overwritten: bring all of them, and finish with a weight_version")
+            raise ApiError(409, "weights have been overwritten: send all weights, and finish with a weight_version")
         self._end_update()
         self._work.set()
         return {"message": "Weight update finished"}
@@ -243,7 +242,7 @@ class Server:
             raise ApiError(400, f"action: {action!r} is not supported by the embedded engine; only checksum is")
         if "weights" in self._asleep:
             raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights first")
-        # the engine keeps running: only an update changes weights, and its sender waits for this proof
+        # the engine keeps running: only an update changes weights, and its sender waits for these checksums
         return {"checksums": await asyncio.to_thread(checksums, self.engine.model)}
 
     # ---- cache and sleep
@@ -257,9 +256,9 @@ class Server:
         return {}
 
     async def sleep(self, http: web.BaseRequest) -> Json:
-        """Free the cache's memory and, on a GPU, move weights and adapters to host memory (level 1); parts that were
-        woken since sleep again. If requests are running, `mode` must say what happens to them, as in /pause; kept
-        requests recompute their cache after /wake_up."""
+        """Free the cache's memory and, on a GPU, move weights and adapters to host memory (level 1). Parts woken in the
+        meantime sleep again. If requests are running, `mode` is required, as in /pause; kept requests recompute
+        their cache after /wake_up."""
         if http.query.get("level", "1") != "1":
             raise ApiError(400, f"level: {http.query['level']!r} is not supported by the embedded engine; only 1 is")
         if self._update and not self._update.overwritten:
@@ -268,14 +267,14 @@ class Server:
         if self._asleep != {"weights", "kv_cache"}:
             was_open, was_frozen = self._open.is_set(), self._frozen
             if self.engine.busy and "mode" not in http.query:
-                raise ApiError(409, "requests are running; pause first or give mode=abort, wait or keep")
+                raise ApiError(409, "requests are running; POST /pause first, or set mode=abort, wait or keep")
             try:
                 if self.engine.busy:
                     await self._pause(http.query["mode"])
                 self.engine.sleep()
                 self._asleep = {"weights", "kv_cache"}
             except MemoryError as error:
-                raise ApiError(500, f"cannot sleep, and stays awake: {error}") from error
+                raise ApiError(500, f"cannot sleep, stays awake: {error}") from error
             finally:
                 self._frozen = was_frozen
                 if was_open:
@@ -284,7 +283,7 @@ class Server:
         return {"status": "sleeping", "level": 1}
 
     async def wake_up(self, http: web.BaseRequest) -> Json:
-        """Undo /sleep, completely or for the parts named by `tags` (weights, kv_cache)."""
+        """Undo /sleep, for all parts or those named by `tags` (weights, kv_cache)."""
         tags = set(http.query.getall("tags", [])) or {"weights", "kv_cache"}
         if unknown := tags - {"weights", "kv_cache"}:
             raise ApiError(400, f"tags: {min(unknown)!r} is not one of weights, kv_cache")
@@ -292,7 +291,7 @@ class Server:
         try:
             self.engine.wake("weights" in wanted, "kv_cache" in wanted)
         except MemoryError as error:
-            raise ApiError(500, f"cannot wake up, and sleeps on as before: {error}") from error
+            raise ApiError(500, f"cannot wake up, stays asleep: {error}") from error
         self._asleep -= tags
         self._work.set()
         return {"status": "sleeping" if self._asleep else "awake"}
@@ -355,7 +354,7 @@ class Server:
         return {"message": f"Success: LoRA adapter '{name}' added successfully."}
 
     async def unload_lora_adapter(self, http: web.BaseRequest) -> Json:
-        """Forget the name at once, as vLLM does; running requests finish with the adapter that they started with."""
+        """Remove the adapter immediately, as vLLM does; running requests finish with the adapter they started with."""
         name = (await _body(http)).get("lora_name")
         if name not in self.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.")

@@ -1,9 +1,9 @@
-"""A continuous-batching decode loop over one preallocated KV cache, for any transformers model whose layers attend.
+"""A continuous-batching decode loop over one preallocated KV cache, for transformers models with attention layers.
 
 Every step flattens the new tokens of all running requests (one per decoding request, many per new prompt) into one row
-of shape [1, tokens]. The model's linear layers see only that row; attention is replaced by `Engine._attention`, which
-writes keys and values into the cache and lets each request attend to its own slot. A slot keeps its tokens after its
-request has ended: the next request that begins with them computes only the rest.
+of shape [1, tokens]. The model's linear layers get only that row. `Engine._attention` replaces attention: it writes
+keys and values into the cache and lets each request attend to its own slot. A slot keeps its tokens after its request
+has ended, so the next request with this prefix computes only the rest.
 """
 
 import itertools
@@ -32,19 +32,19 @@ from agentfactory.tools.processes.memory import give_back_freed
 if TYPE_CHECKING:
     from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder
 
-PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for prompts
-MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
-SHARE_TOKENS = 16  # a request waits a step for a prompt being computed when that spares it more tokens than this
+PREFILL_TOKENS = 2048  # new prompt tokens per step; bounds how long decoding requests wait for prompts
+MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk; bounds the memory of its attention mask
+SHARE_TOKENS = 16  # a request waits for a shared prompt in progress if that saves more tokens than this
 _engines = itertools.count()
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Decodes requests with `model`. The caller drives it: `add`, then `step` while `busy`.
+    """A decoder of requests with `model`. The caller drives it: `add`, then `step` while `busy`.
 
-    The cache size is fixed by `max_model_len` tokens (prompt and sampled) per sequence and `max_num_seqs` sequences at
-    a time. `static_decode`: steps without new prompts have fixed shapes, and on a GPU run as CUDA graphs; null enables
-    it only on a GPU. With an `encoder`, prompts may contain images. Raises UnsupportedModel if the model cannot be
+    The cache holds `max_model_len` tokens (prompt and sampled) for each of `max_num_seqs` concurrent sequences. With
+    `static_decode`, steps without new prompts have fixed shapes, and on a GPU run as CUDA graphs; None enables it only
+    on a GPU. With an `encoder`, prompts may contain images. Raises UnsupportedModel if the model cannot be
     decoded exactly this way. Not thread-safe.
     """
 
@@ -73,19 +73,19 @@ class Engine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.computed_tokens = 0
-        """Tokens of prompts that were computed so far."""
+        """Prompt tokens computed so far."""
         self.cached_tokens = 0
-        """Tokens of prompts that were found in the cache so far."""
+        """Prompt tokens found in the cache so far."""
         self.generation_tokens = 0
-        """Tokens that were sampled so far."""
+        """Tokens sampled so far."""
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim = head_width(config)
         self._length = -(-max_model_len // 16) * 16  # key lengths aligned for GPU attention kernels
         self.cache_shape = (config.num_hidden_layers, 2, max_num_seqs, self._kv_heads, self._length, self._head_dim)
-        # Per slot: its token ids, the number of known ids and of those with keys and values in the cache, the hash of
-        # the adapter and cache salt that computed them, the time of the last use, and whether a request occupies the
-        # slot.
+        # Per slot: its token ids, the number of known ids, the number of ids with keys and values in the cache, the
+        # hash of the adapter and cache salt that computed them, the time of the last use, and whether a request
+        # occupies the slot.
         self._ids = np.zeros((max_num_seqs, self._length), np.int64)
         self._known = np.zeros(max_num_seqs, np.int64)
         self._computed = np.zeros(max_num_seqs, np.int64)
@@ -93,7 +93,7 @@ class Engine:
         self._used = np.zeros(max_num_seqs, np.int64)
         self._held = np.zeros(max_num_seqs, bool)
         self._shift = np.zeros(max_num_seqs, np.int64)
-        """Per slot: the rotary positions of a sampled token minus its index."""
+        """Per slot: the rotary position of a sampled token minus its index."""
         self._clock = 0
         self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device, window)
         self._plan: Plan | None = None
@@ -115,12 +115,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """True if any request waits or runs."""
         return bool(self.running or self.waiting)
 
     @property
     def cache_usage(self) -> float:
-        """Share of the cache that running requests fill."""
+        """Share of the cache used by running requests."""
         return float(self._known[self._held].sum()) / self._ids.size
 
     def requests(self) -> list[Request]:
@@ -128,7 +128,7 @@ class Engine:
         return self.running + self.waiting
 
     def add(self, request: Request) -> None:
-        """Queue a request. The caller must have checked the ids and 0 < len(prompt) < max_model_len."""
+        """Queue a request. The caller must check the ids, and that 0 < len(prompt) < max_model_len."""
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
@@ -148,7 +148,7 @@ class Engine:
         self._used[request.slot] = self._clock
         self._held[request.slot] = False
         if request.finish_reason == "error" and self.cache is not None:
-            # a NaN would spoil the slot's next sequence, which reads the NaN's position masked
+            # a NaN would spoil the slot's next sequence even at a masked position
             self.cache[:, :, request.slot] = 0
             self._known[request.slot] = self._computed[request.slot] = 0
 
@@ -166,17 +166,17 @@ class Engine:
                 f"{free:.1f} GiB are free: lower max_num_seqs or max_model_len"
             )
         try:
-            # zeros, not empty: a masked position must not hold a NaN
+            # zeros, not empty: a masked position must not contain NaN
             self.cache = torch.zeros(self.cache_shape, dtype=self.model.dtype, device=self.device)
         except RuntimeError as error:  # what torch's allocators raise
             raise MemoryError(f"the KV cache needs {gib:.1f} GiB: {error}") from error
-        # each layer's keys and values as rows [slots * kv_heads * length, head_dim], which a step's tokens overwrite
+        # each layer's keys and values as rows [slots * kv_heads * length, head_dim], to which steps write
         self._rows = [[kv.view(-1, self._head_dim) for kv in layer] for layer in self.cache]
 
     def sleep(self) -> None:
         """Free the memory of the cache; on a GPU, also move weights and adapters to host memory.
 
-        Running requests recompute their cache after waking. Raises MemoryError if the host lacks room; the engine is
+        Running requests recompute their cache after `wake`. Raises MemoryError if the host lacks room; the engine is
         then unchanged.
         """
         if self.device.type == "cuda" and not self._evicted:
@@ -215,21 +215,21 @@ class Engine:
             self._evicted = []
 
     def _give_back(self) -> None:
-        """Return cached free memory to the system, and to other processes on the GPU."""
+        """Return free cached memory to the system and to other processes on the GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back_freed()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all keys and values. While requests run, do nothing and return False, unless `reset_running_requests`
-        makes them recompute their keys and values from their tokens with the present weights in the next steps."""
+        """Discard all keys and values. While requests run, do nothing and return False, unless `reset_running_requests`
+        is set: then they recompute their keys and values with the current weights in the next steps."""
         if self.running and not reset_running_requests:
             return False
         self._forget(np.ones_like(self._held))
         return True
 
     def reset_encoder_cache(self) -> None:
-        """Forget what the vision tower made of images, which the next prompts that show them then compute again."""
+        """Discard the vision tower's features; the next prompts with these images compute them again."""
         if self.encoder is not None:
             self.encoder.clear()
 
@@ -240,7 +240,7 @@ class Engine:
     # ---- admission
 
     def _admit(self) -> None:
-        """Give waiting requests a slot in order of arrival, skipping those that a running prompt will save work."""
+        """Give waiting requests a slot in order of arrival; skip those that wait for a shared prompt in progress."""
         free = len(self._held) - len(self.running)
         kept: list[Request] = []
         for index, request in enumerate(self.waiting):
@@ -255,7 +255,7 @@ class Engine:
         self.waiting = kept
 
     def _place(self, request: Request) -> bool:
-        """Find the slot in which `request` has the least to compute. Return False if it should wait for a shared
+        """Assign `request` to the slot where it has the least to compute. Return False if it should wait for a shared
         prompt."""
         prompt, size = request.prompt, len(request.prompt)
         shared_by = hash((request.adapter.serial if request.adapter else 0, request.cache_salt))
@@ -267,7 +267,7 @@ class Engine:
         best = int(usable.argmax())
         if (shared[self._held] > usable[best] + SHARE_TOKENS).any():
             return False
-        # Continue in place if that loses nothing; otherwise copy the shared prefix to the slot that was idle longest.
+        # Continue in place if that loses nothing; otherwise copy the shared prefix to the longest idle slot.
         extends = ~self._held & (usable == self._computed) & (usable == usable[best])
         slot = int(extends.argmax()) if usable[best] and extends.any() else self._oldest_idle()
         prefix = int(usable[best])
@@ -289,7 +289,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Compute up to PREFILL_TOKENS new prompt tokens, and one more token of every decoding request."""
+        """Compute up to PREFILL_TOKENS new prompt tokens, and one token of every decoding request."""
         self._admit()
         if not self.running:
             return
@@ -313,7 +313,7 @@ class Engine:
 
         ids, rotary = self._ids[slot_of, position], position + self._shift[slot_of]
         adapters, tensor = [request.adapter for request in requests], self._planner.tensor
-        # a prompt's last token alone may be an image's
+        # a single remaining prompt token may belong to an image
         if self.static is not None and len(sampled) == len(ids) and ids.min() >= 0:
             logits = self.static.decode(slots, ids, position, rotary, adapters, self._computed)
         else:
@@ -343,8 +343,8 @@ class Engine:
         keep: Tensor | None = None,
         **more: Any,
     ) -> Float[Tensor, "n vocabulary"]:
-        """Return the logits of the step's tokens, or of those at the indices `keep`. `rotary` [tokens], or [3, tokens],
-        are their positions, and `more` the model's further arguments."""
+        """Return the logits of the step's tokens, or only at the indices `keep`. `rotary` [tokens], or [3, tokens], are
+        the rotary positions, and `more` the model's further arguments."""
         self._plan, self.adapters.segments = plan, segments
         logits: Tensor = self.model(
             input_ids=ids[None],
@@ -365,13 +365,13 @@ class Engine:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention function that the model's attention modules call through transformers' attention interface."""
+        """Attend to the cache; the model's attention modules call this through transformers' attention interface."""
         for name in ("softcap", "position_bias"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name}")
         window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
         if window is not None and window != self._planner.window:
-            raise UnsupportedModel(f"layers with a sliding window of {window} beside {self._planner.window}")
+            raise UnsupportedModel(f"layers with different sliding windows, {window} and {self._planner.window}")
         assert self._plan is not None
         assert self.cache is not None
         layer, width = module.layer_idx, value.shape[-1]
@@ -421,7 +421,7 @@ class Engine:
     # ---- proof
 
     def _prove(self) -> None:
-        """Decode a few tokens and compare with the model's own attention, to reject unknown model features."""
+        """Decode a few tokens and compare with the model's own attention, to reject unsupported model features."""
         language = self.model.get_decoder()
         own = "sdpa" if self.model._supports_sdpa else "eager"
         for proof in proofs(self.encoder, self.vocab_size, self.max_model_len, self._planner.window):
@@ -435,7 +435,7 @@ class Engine:
         language.set_attn_implementation(self._attention_name)
 
     def _prove_static(self) -> None:
-        """Make the same comparison with static steps. If they cannot be captured, warn and decode without them."""
+        """Repeat the comparison with static steps. If they cannot be captured, warn and decode without them."""
         try:
             self._prove()
         except (RuntimeError, UnsupportedModel) as error:
@@ -446,4 +446,4 @@ class Engine:
                 self.abort(request)
             self.model.get_decoder().set_attn_implementation(self._attention_name)
             self.reset_prefix_cache()
-            logger.warning("decoding goes without CUDA graphs, which makes it slower: %s", error)
+            logger.warning("decoding without CUDA graphs, which is slower: %s", error)

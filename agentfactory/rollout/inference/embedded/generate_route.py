@@ -1,4 +1,4 @@
-"""Request and answer of vLLM's generate route: from JSON to the engine's request, and from its samples back to JSON."""
+"""Requests and responses of vLLM's generate route: JSON to engine requests, and sampled tokens back to JSON."""
 
 import math
 import random
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-# Supported sampling parameters, and those that are accepted only with the value that has no effect.
+# Supported sampling parameters, and parameters accepted only with the value that has no effect.
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
     *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop"),
@@ -41,7 +41,7 @@ _REQUEST = {
 
 
 class ApiError(Exception):
-    """An error answer in vLLM's shape."""
+    """An error response in vLLM's format."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -57,15 +57,15 @@ def make_request(
     held: Sequence["HeldImage"] = (),
     decode: Decode | None = None,
 ) -> Request:
-    """Create the request for `engine`, with the images of its content parts; `decode` gives the text of ids, if the
-    model has a tokenizer. Raises ApiError if the body asks for something that the engine does not support."""
+    """Create the request for `engine`, with the images of its content parts. `decode` converts ids to text; None if the
+    model has no tokenizer. Raises ApiError if the engine does not support something in the body."""
     if unknown := body.keys() - _REQUEST:
         raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
     if body.get("stream"):
         raise ApiError(400, "stream: not supported by the embedded engine")
     prompt, limit = _token_ids(body.get("token_ids"), "token_ids"), engine.max_model_len
     if not len(prompt):
-        raise ApiError(400, "token_ids: must hold at least one token")
+        raise ApiError(400, "token_ids: must contain at least one token")
     if int(prompt.min()) < 0 or int(prompt.max()) >= engine.vocab_size:
         raise ApiError(400, f"token_ids: must be from 0 to {engine.vocab_size - 1}")
     images = None
@@ -99,11 +99,11 @@ def make_request(
     if params.get("logprobs") not in (None, len(candidates)):
         raise ApiError(
             400,
-            "sampling_params.logprobs: only 0 (the sampled token's), or as many as logprob_token_ids has, is supported",
+            "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids",
         )
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
-        raise ApiError(400, f"cache_salt: {salt!r} is not a text of at least one character")
+        raise ApiError(400, f"cache_salt: {salt!r} is not a non-empty string")
     seed = params.get("seed")
     if seed is not None and type(seed) is not int:
         raise ApiError(400, f"sampling_params.seed: {seed!r} is not an integer")
@@ -126,7 +126,7 @@ def make_request(
 
 
 def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
-    """Create the answer to `body`, whose `request` has ended."""
+    """Create the response to `body`, whose `request` has ended."""
     tokens = request.tokens
     logprobs = None
     if body["sampling_params"].get("logprobs") is not None:
@@ -146,7 +146,7 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
         "logprobs": logprobs,
         "weight_versions": [
             {"version": version, "start": start, "end": end}
-            # a request that was ended before its first token has no version
+            # a request that ended before its first token has no version
             for (version, start), end in zip(request.versions, ends, strict=False)
         ],
     }
@@ -159,13 +159,13 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
 
 
 def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
-    """List the candidates as vLLM does: after the sampled token, each once, no more than requested."""
+    """Return the candidates in vLLM's format: after the sampled token, each once, no more than requested."""
     listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
     return [{"token_id": token, "logprob": logprob} for token, logprob in listed.items()][: len(candidates)]
 
 
 def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
-    """Convert JSON's {"token id": bias}. Raises ApiError."""
+    """Parse {"token id": bias}. Raises ApiError."""
     try:
         bias = {int(token): added for token, added in (value or {}).items()}
         valid = all(
@@ -179,12 +179,12 @@ def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
 
 
 def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
-    """Convert a text, or a list of texts. Raises ApiError."""
+    """Parse a stop string, or a list of them. Raises ApiError."""
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ApiError(400, f"sampling_params.stop: {value!r} is not a list of texts of at least one character")
+        raise ApiError(400, f"sampling_params.stop: {value!r} is not a list of non-empty strings")
     if stops and decode is None:
-        raise ApiError(400, "sampling_params.stop: the model's folder has no tokenizer, which stop strings need")
+        raise ApiError(400, "sampling_params.stop: stop strings need a tokenizer, and the model's folder has none")
     return StopWatch(stops, decode) if stops and decode else None
 
 

@@ -1,4 +1,4 @@
-"""Gives the language model what the vision tower makes of images, each computed once per version of the weights."""
+"""Image features of the vision tower for the language model, computed once per image and weight version."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.tools.images.lru_cache import ByteCache
 
 FEATURE_BYTES = 2**28
-"""Limit of the features that are kept. Images in the cache of keys and values do not need them any more."""
+"""Maximum size of the stored features. Images whose tokens are in the KV cache no longer need theirs."""
 
 
 class ImageEncoder:
-    """The vision tower of `model`, with the features that it computed last."""
+    """The vision tower of `model`, with a cache of recent features."""
 
     def __init__(
         self, model: PreTrainedModel, vision: PatchVision, maker: PixelMaker, limit: int = FEATURE_BYTES
@@ -32,22 +32,22 @@ class ImageEncoder:
         self._features: ByteCache[int, Features] = ByteCache(limit)
 
     def clear(self) -> None:
-        """Forget all features, because the tower's weights change or their memory is needed."""
+        """Drop all features, because the tower's weights change or the memory is needed."""
         self._features.clear()
 
     def pixels(self, images: Sequence[HeldImage]) -> dict[str, Tensor]:
-        """Return images as the model's arguments `pixel_values` and `image_grid_thw`."""
+        """Return the model's arguments `pixel_values` and `image_grid_thw` for images."""
         made = join([self._maker.make(image.image) for image in images])
         return {name: value.to(self._model.device) for name, value in made.items()}
 
     def prepare(
         self, requests: Sequence[Request], ids: np.ndarray, rotary: np.ndarray, start: np.ndarray, after: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """Return a step's token ids [tokens], its rotary positions ([3, tokens] if prompts with images are in it, else
-        [tokens]), and the model's further arguments.
+        """Return a step's token ids [tokens], its rotary positions ([3, tokens] if it includes prompts with images,
+        else [tokens]), and the model's further arguments.
 
-        `ids` contains the cache's ids, and `rotary` the positions of tokens after a prompt. The new tokens of a request
-        begin at `start` in its sequence, and end at `after` in the step.
+        `ids` contains the cache's ids, and `rotary` the positions of tokens after a prompt. A request's new tokens
+        begin at index `start` of its sequence, and end at index `after` of the step.
         """
         parts: list[tuple[HeldImage, slice, slice]] = []
         begin = after - np.diff(after, prepend=0)
@@ -67,12 +67,12 @@ class ImageEncoder:
         return ids, rotary, self._arguments(ids, parts) if parts else {}
 
     def _arguments(self, ids: np.ndarray, parts: Sequence[tuple[HeldImage, slice, slice]]) -> dict[str, Any]:
-        """Return the arguments that give the step's image tokens their features. `parts` contains images, the places of
-        their tokens in the step, and which of their tokens these are."""
+        """Return the arguments with the features of the step's image tokens. `parts` contains images, the positions of
+        their tokens in the step, and the range of each image's tokens at these positions."""
         features = self._compute({image for image, *_ in parts})
         places = ids == self._image_token_id
         order = places.cumsum() - 1
-        # a sampled image token is no image, and keeps its own embedding
+        # a sampled image token stands for no image, and keeps its own embedding
         embedding = self._model.get_input_embeddings()
         own: Tensor = embedding(torch.tensor(self._image_token_id, device=self._model.device))
         own = own.expand(int(places.sum()), -1)
@@ -85,7 +85,7 @@ class ImageEncoder:
         return encoder_outputs(self._model, [step])
 
     def _compute(self, images: set[HeldImage]) -> dict[HeldImage, Features]:
-        """Return the features of images; those that are not kept are computed together."""
+        """Return the features of images; those not stored are computed in one batch."""
         kept = {image: self._features.get(image.first_id) for image in images}
         missing = [image for image, features in kept.items() if features is None]
         found = {image: features for image, features in kept.items() if features is not None}
@@ -102,5 +102,5 @@ def load_encoder(path: str, model: PreTrainedModel) -> ImageEncoder:
     """Return the encoder of the vision-language model at `path`. Raises ValueError if its images are not supported."""
     vision = load_vision(path)
     if not isinstance(vision, PatchVision):
-        raise ValueError(f"the embedded engine has no images of {model.config.model_type}: use engine: vllm")
+        raise ValueError(f"the embedded engine does not support images of {model.config.model_type}: use engine: vllm")
     return ImageEncoder(model, vision, PixelMaker(path, vision))

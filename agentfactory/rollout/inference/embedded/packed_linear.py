@@ -1,13 +1,13 @@
-"""Linear layers in float32 on the CPU with oneDNN's packed weights: from 32 rows on, up to twice as fast as torch's."""
+"""Float32 linear layers on the CPU with oneDNN's packed weights: from 32 rows on, up to twice as fast as torch's."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them: batches are padded to a multiple of ROWS to limit
-# the number of shapes, and smaller ones, which would take as long as ROWS, are torch's. Below MULTIPLICATIONS, the
-# slower call costs more than it saves. Measured on an EPYC with torch 2.13: from 32 rows on 0.9 to 1.5 times as fast as
-# torch's own with one thread, 0.7 to 2.5 with two; 8 rows, padded, took three to five times as long.
+# oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them, so batches are padded to a multiple of ROWS to
+# limit the number of shapes. Smaller batches would take as long as ROWS, so torch computes them. Below MULTIPLICATIONS,
+# the slower call costs more than it saves. Measured on an EPYC with torch 2.13: from 32 rows on 0.9 to 1.5 times as
+# fast as torch with one thread, 0.7 to 2.5 with two; 8 rows, padded, took three to five times as long.
 ROWS = 32
 MULTIPLICATIONS = 2**20
 
@@ -15,16 +15,16 @@ MULTIPLICATIONS = 2**20
 def use_onednn(model: nn.Module) -> None:
     """Use oneDNN for the model's float32 `nn.Linear` modules on a CPU with AVX-512; elsewhere do nothing.
 
-    Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place. A
-    second copy of each weight that has met ROWS rows is kept in oneDNN's layout.
+    Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place. Each
+    weight that was used with at least ROWS rows is also kept in oneDNN's layout.
     """
     for module in onednn_modules(model):
         module.forward = _PackedLinear(module)  # type: ignore[assignment, method-assign]
 
 
 def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
-    """Return the modules that `use_onednn` applies to. `device` is where the weights are; it may be meta before any
-    exist."""
+    """Return the modules that `use_onednn` applies to. `device` is the device of the weights: cpu, or meta before they
+    are allocated."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return []
     return [
@@ -35,7 +35,7 @@ def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
 
 
 def drop_packed(model: nn.Module) -> None:
-    """Free the second copies; each is created again when it is next needed."""
+    """Free the packed copies; each is created again on its next use."""
     for module in model.modules():
         if isinstance(module.forward, _PackedLinear):
             module.forward.drop()
@@ -57,7 +57,7 @@ class _PackedLinear:
         rows = x.shape[-2]
         if rows < ROWS or rows * self._weight.numel() < MULTIPLICATIONS:
             return F.linear(x, self._weight, self._bias)
-        # torch counts in-place changes of a tensor: after a weight update a new packed copy is made
+        # torch counts in-place changes of a tensor, which shows that a weight update requires a new packed copy
         if self._version != self._weight._version:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, ROWS)
             self._version = self._weight._version

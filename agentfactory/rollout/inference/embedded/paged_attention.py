@@ -1,4 +1,4 @@
-"""Attention of a step's tokens to the cache: full or within a sliding window, with or without sinks."""
+"""Attention of a step's tokens to the KV cache: full or with a sliding window, with or without sinks."""
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ def attend(
     windowed: bool,
     sinks: Float[Tensor, "heads"] | None,
 ) -> Float[Tensor, "1 tokens heads width"]:
-    """Attend with the step's queries to the keys and values of a layer.
+    """Return the attention of the step's queries to a layer's keys and values.
 
-    `windowed`: only to those within the sliding window. `sinks` are the scores of a key per head whose value is 0.
-    Query heads that share a key head are treated as further queries of it, so that keys and values are never repeated.
+    `windowed` applies the sliding window. `sinks` are the scores of an additional key per head, whose value is 0. Query
+    heads that share a key head are treated as further queries of it, so keys and values are never repeated.
     """
     flat = query[0].transpose(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -46,7 +46,7 @@ def _attend_group(
     heads = query.shape[1]
     ratio = heads // kv
     if group.queries == 1 and query.dtype == torch.float32:
-        # plain products: on two threads twice as fast as the fused kernel, which splits work by query blocks
+        # plain products: with two threads twice as fast as the fused kernel, which splits work by query blocks
         scores = torch.bmm(query.reshape(n * kv, ratio, width) * scaling, keys.flatten(0, 1).transpose(1, 2))
         scores.view(n, kv, ratio, group.keys).add_(mask)
         weights = _softmax(scores, None if sinks is None else sinks.view(1, kv, ratio).expand(n, -1, -1).flatten(0, 1))
@@ -58,14 +58,14 @@ def _attend_group(
     else:
         rows = sinks.view(kv, ratio).repeat_interleave(group.queries, dim=1)
         found = torch.empty_like(query)
-        for head in range(kv):  # the scores of all heads would take many times the mask's memory
+        for head in range(kv):  # the scores of all heads at a time would take many times the mask's memory
             scores = query[:, head] @ keys[:, head].transpose(1, 2) * scaling + mask[:, 0]
             found[:, head] = _softmax(scores, rows[head].expand(n, -1)) @ values[:, head]
     return found.view(n, kv, ratio, group.queries, width).permute(0, 3, 1, 2, 4).reshape(-1, heads, width)
 
 
 def _softmax(scores: Float[Tensor, "n rows keys"], sinks: Float[Tensor, "n rows"] | None) -> Tensor:
-    """Return the weights of the keys; a sink takes its share of them."""
+    """Return the attention weights of the keys; a sink takes its share."""
     if sinks is None:
         return torch.softmax(scores, -1)
     return torch.softmax(torch.cat([scores, sinks[..., None].to(scores)], -1), -1)[..., :-1]

@@ -1,6 +1,6 @@
-"""Fake quantisation: rounds weights to values that few bits can represent, and computes with them as before.
+"""Fake quantisation: weights rounded to values that few bits can represent, but stored and used at full precision.
 
-It shows how a quantised server affects learning, on any machine; it saves neither memory nor time. Weights are rounded
+It shows on any machine how a quantised server affects learning, but saves neither memory nor time. Weights are rounded
 to nearest, without the calibration of AWQ or GPTQ, so the error is larger than in their checkpoints.
 """
 
@@ -18,25 +18,24 @@ from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 Quantization = Literal["int8", "int4"]
 
 GROUP = 128
-"""Number of neighbouring inputs that share scale and zero point in int4, as in most AWQ and GPTQ checkpoints."""
+"""Number of neighbouring inputs that share a scale and zero point in int4, as in most AWQ and GPTQ checkpoints."""
 
 FULL_WEIGHTS = frozenset(
     {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
 )
-"""The routes that transfer full weights."""
+"""Routes that transfer full weights."""
 
 Dispatch = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, kind: Quantization) -> None:
-    """Round the weights of all linear modules of the language model's layers in place. Embeddings, norms, biases, the
+    """Round in place the weights of all linear modules in the language model's layers. Embeddings, norms, biases, the
     head and a vision tower stay unchanged, as in vLLM's quantised checkpoints.
 
     int8: symmetric, one scale per output channel. int4: asymmetric (16 levels from the smallest weight to the largest,
     including 0), per group of GROUP inputs of an output channel, or fewer at the end. Adapters are added on top and are
-    not rounded. Raises UnsupportedModel if modules other than linear ones multiply by matrices: they would not be
-    rounded.
+    not rounded. Raises UnsupportedModel if other modules have weight matrices, which would not be rounded.
     """
     language = model.get_decoder()
     embeddings = [module for module in language.modules() if isinstance(module, nn.Embedding)]
@@ -71,14 +70,14 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 def adapters_only(dispatch: Dispatch, kind: Quantization) -> Dispatch:
-    """Wrap `dispatch` so that it refuses full weights: after rounding they would differ from the trainer's, and no
-    checksum could prove them."""
+    """Wrap `dispatch` to refuse full weights: after rounding, they would differ from the trainer's, and no checksum
+    could prove them."""
 
     async def guarded(request: web.BaseRequest) -> web.StreamResponse:
         if request.path not in FULL_WEIGHTS:
             return await dispatch(request)
         message = (
-            f"this server's weights are rounded (--quantization {kind}): it takes adapters, not full weights; train "
+            f"this server's weights are rounded (--quantization {kind}): it accepts adapters, not full weights; train "
             "an adapter (model.lora.rank), or serve the model without server.quantization"
         )
         body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}

@@ -1,4 +1,4 @@
-"""The images of requests: their bytes, held by uuid, and their places in prompts."""
+"""The images of requests: pixels held by uuid, and positions in prompts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.lru_cache import ByteCache
 
 IMAGE_BYTES = 2**30
-"""Limit of the pixels that are held for requests which name an image by its uuid."""
+"""Maximum size of the pixels held for requests that name an image by its uuid."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldImage:
-    """An image that was sent. `first_id` and the ids below it stand for its tokens in the engine's cache: they are
-    negative, and no other image has them, so that equal token ids with different images share nothing."""
+    """A received image. `first_id` and the ids below it stand for its tokens in the engine's cache. They are negative
+    and unique to the image, so prompts with equal token ids but different images share no cache."""
 
     uuid: str
     image: Image.Image
@@ -33,8 +33,8 @@ class HeldImage:
 
 
 class PromptImages(NamedTuple):
-    """The images of a prompt and their places. `rotary` contains the positions in time, height and width; a token
-    after the prompt has its index plus `shift` in all three."""
+    """The images of a prompt and their positions. `rotary` contains the rotary positions in time, height and width; for
+    a token after the prompt, all three are its index plus `shift`."""
 
     held: Sequence[HeldImage]
     spans: Sequence[ImageSpan]
@@ -46,12 +46,12 @@ class PromptImages(NamedTuple):
         return int(self.rotary.max()) + 1 - self.rotary.shape[1]
 
     def token_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the model's token ids for those of the engine's cache."""
+        """Convert the ids of the engine's cache to the model's token ids."""
         return np.where(ids < 0, self.image_token_id, ids)
 
 
 class ImageCache:
-    """The images that were sent, each held by its uuid."""
+    """A cache of received images, by uuid."""
 
     def __init__(self, vision: PatchVision, limit: int = IMAGE_BYTES) -> None:
         self.vision = vision
@@ -59,11 +59,11 @@ class ImageCache:
         self._next_id = -1
 
     async def receive(self, parts: Any) -> list[HeldImage]:
-        """Return the images of a request's `content_parts`: {"type": "image_url", "url": "data:...", "uuid": UUID}. An
-        image that is held is taken as it is; its url may be null. Without a uuid it is held by its pixels' digest.
+        """Return the images of a request's `content_parts`: {"type": "image_url", "url": "data:...", "uuid": UUID}. The
+        url may be null for a held image, which is used unchanged. Without a uuid the key is the digest of its pixels.
 
-        Images are decoded in another thread. Raises ValueError, with vLLM's message if an image without url is not
-        held.
+        Images are decoded in another thread. Raises ValueError; for an image without url that is not held, with
+        vLLM's message.
         """
         if not isinstance(parts, list):
             raise ValueError(f"content_parts: must be a list, not {type(parts).__name__}")
@@ -75,13 +75,13 @@ class ImageCache:
             raise ValueError(f'{name}: only {{"type": "image_url", "url": "data:...", "uuid": ...}} is supported')
         url, uuid = part.get("url"), part.get("uuid")
         if uuid is not None and not (isinstance(uuid, str) and uuid):
-            raise ValueError(f"{name}.uuid: {uuid!r} is not a text of at least one character")
+            raise ValueError(f"{name}.uuid: {uuid!r} is not a non-empty string")
         if uuid and (held := self._held.get(uuid)):
             return held
         if url is None:
             raise ValueError(f"Cache miss for image at index {index} but data is not provided.")
         if not isinstance(url, str) or not url.startswith("data:"):
-            raise ValueError(f"{name}.url: must be a data: address with the image's bytes, or null for a known uuid")
+            raise ValueError(f"{name}.url: must be a data: URL with the image's bytes, or null for a known uuid")
         try:
             image = await asyncio.to_thread(self._decode, url)
         except ValueError as error:
@@ -92,9 +92,9 @@ class ImageCache:
         return self.vision.fit(decode(url))
 
     def hold(self, image: Image.Image, uuid: str | None = None) -> HeldImage:
-        """Hold an image that was resized by `Vision.fit`, unless it is held already."""
+        """Store an image that `Vision.fit` has resized, unless it is already held."""
         uuid = uuid or digest_of(image)
-        if held := self._held.get(uuid):  # another request brought it meanwhile
+        if held := self._held.get(uuid):  # another request has sent it meanwhile
             return held
         grid = self.vision.grid(image)
         held = HeldImage(uuid, image, grid, self.vision.tokens(grid), self._next_id)
@@ -103,8 +103,8 @@ class ImageCache:
         return held
 
     def place(self, ids: Sequence[int], held: Sequence[HeldImage]) -> tuple[np.ndarray, PromptImages | None]:
-        """Replace each image token in `ids` by the ids of the next image's tokens. Raises ValueError if there are more
-        or fewer images than tokens."""
+        """Replace each image token in `ids` by the ids of the next image's tokens. Raises ValueError if the numbers of
+        images and image tokens differ."""
         expanded, spans = self.vision.expand(ids, [(image.uuid, image.grid) for image in held])
         prompt = np.asarray(expanded)
         for image, span in zip(held, spans, strict=True):

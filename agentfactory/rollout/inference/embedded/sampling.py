@@ -1,4 +1,4 @@
-"""Requests of the embedded engine, and the sampling of their tokens."""
+"""Requests of the embedded engine, and token sampling."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class UnsupportedModel(ValueError):
-    """The engine does not support something that the model needs; the message says what."""
+    """A model that needs something that the engine does not support; the message names it."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence to continue: the request, and what has been sampled so far.
+    """One sequence to continue: the request, and the tokens sampled so far.
 
-    `stop` are tokens that end the sequence, and `watch` knows strings that do; `stop_string` is the one that did.
+    `stop` contains the tokens that end the sequence, and `watch` the stop strings; `stop_string` is the matched one.
     `temperature` 0 is greedy. `logprobs` are the natural log-probabilities of the sampled tokens after temperature (at
-    temperature 0, those of the unscaled distribution). `candidate_logprobs` contains, for each sampled token, the
+    temperature 0, of the unscaled distribution). `candidate_logprobs` contains, for each sampled token, the
     log-probabilities of `candidates` at its position. `logit_bias` is added to the logits of its tokens, before the
-    temperature. `images` are those of the prompt, in which each of their tokens has an id of its own. `fresh`
-    recomputes the prompt even if it is cached; with a `cache_salt`, a request reuses only the cache of requests with
-    the same salt. `versions` lists (label, index of its first token). `on_finish` is called once, when `finish_reason`
-    ("stop", "length", "abort" or "error") is set.
+    temperature. `images` are the prompt's images; each image token has its own id in the prompt. `fresh` recomputes the
+    prompt even if it is cached; with a `cache_salt`, a request reuses only the cache of requests with the same salt.
+    `versions` lists (label, index of its first token). `on_finish` is called once, when `finish_reason` ("stop",
+    "length", "abort" or "error") is set.
     """
 
     prompt: np.ndarray
@@ -59,12 +59,12 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt as the model gets it: with the same token in all places of images."""
+        """The prompt as model input, with the image token at all image positions."""
         return (self.images.token_ids(self.prompt) if self.images else self.prompt).tolist()
 
 
 class Sampling(Protocol):
-    """Parameters that determine the sampled token of a row."""
+    """The sampling parameters of one row."""
 
     temperature: float
     generator: Random
@@ -76,8 +76,8 @@ def sample(
 ) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
     """Return one token per row, and all log-probabilities, after bias and temperature. `logits` may be overwritten.
 
-    Inverts the cumulative distribution at one uniform number per token, drawn from the request's own generator, so that
-    a result does not depend on the rest of the batch."""
+    Sampling inverts the cumulative distribution at a uniform number from the request's own generator, so the result
+    does not depend on the rest of the batch."""
     temperature = [r.temperature for r in requests]
     scaled = logits.float()
     biases = [(row, *bias) for row, request in enumerate(requests) for bias in request.logit_bias.items()]

@@ -1,4 +1,4 @@
-"""Requests that prove at start that the engine computes what the model's own forward pass does."""
+"""Startup checks that the engine computes the same as the model's own forward pass."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder
 
 SAMPLED = 12
-"""Largest number of tokens that a request samples."""
+"""Maximum number of tokens that a request samples."""
 LONGEST = 512
-"""Largest sliding window that the prompt goes beyond: longer prompts would delay the start."""
+"""Largest sliding window that the prompt exceeds. Longer prompts would delay the start."""
 
 
 class Proof(NamedTuple):
-    """A request for the engine, and the arguments by which the model itself sees the request's image."""
+    """A request for the engine, and the image arguments for the model's own forward pass."""
 
     request: Request
     arguments: dict[str, Tensor]
 
     @torch.inference_mode()
     def check(self, model: PreTrainedModel) -> None:
-        """Compare what the engine has sampled with the forward pass of `model`, which has its own attention again.
-        Raises UnsupportedModel."""
+        """Compare the engine's samples with the forward pass of `model`, whose own attention must be restored. Raises
+        UnsupportedModel if they differ."""
         request, start = self.request, len(self.request.prompt) - 1
         ids = torch.tensor([*request.token_ids, *request.tokens], device=model.device)
         logits = model(input_ids=ids[None], use_cache=False, **self.arguments).logits[0, start:-1].float()
@@ -46,8 +46,8 @@ class Proof(NamedTuple):
 def proofs(
     encoder: "ImageEncoder | None", vocab_size: int, max_model_len: int, window: int | None = None
 ) -> Iterator[Proof]:
-    """Return a request with text, and one with an image if the model sees. The text is longer than a sliding window of
-    at most LONGEST tokens. Raises UnsupportedModel if sequences are too short for an image."""
+    """Yield a text request, and a request with an image for a vision-language model. The text is longer than a sliding
+    window of at most LONGEST tokens. Raises UnsupportedModel if `max_model_len` is too short for an image."""
     beyond = window if window is not None and window <= LONGEST else 0
     size = min(2 * SAMPLED + beyond, max_model_len)
     text = np.arange(1, max(1, size - SAMPLED) + 1) * 7 % vocab_size
@@ -57,7 +57,7 @@ def proofs(
 
 
 def _proof_with_image(encoder: "ImageEncoder", text: np.ndarray, max_model_len: int) -> Proof:
-    from PIL import Image  # not for models that read only text
+    from PIL import Image  # text models do not need it
 
     images, vision = encoder.images, encoder.images.vision
     noise = np.random.default_rng(0).integers(0, 255, (64, 32, 3), dtype=np.uint8)
@@ -67,7 +67,7 @@ def _proof_with_image(encoder: "ImageEncoder", text: np.ndarray, max_model_len: 
     if len(prompt) + SAMPLED > max_model_len:
         raise UnsupportedModel(f"max_model_len {max_model_len} is too small for an image of {held.tokens} tokens")
     request = Request(prompt, SAMPLED, lambda r: None, temperature=0.0, images=placed)
-    # the model's own forward pass would take a sampled one for a further image
+    # the model's own forward pass would treat a sampled image token as another image
     request.logit_bias = dict.fromkeys(vision.banned_token_ids, -100.0)
     arguments = encoder.pixels([held])
     kinds = np.concatenate([prompt < 0, np.zeros(SAMPLED, bool)])

@@ -1,4 +1,4 @@
-"""Plans one step: the shape of attention, where tokens are in the cache, and which of them attend together."""
+"""The plan of one step: the shape of attention, cache positions of tokens, and groups that attend together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the number of tokens that a token sees in layers with a sliding window; None without such layers. Raises
-    UnsupportedModel for layers of other kinds."""
+    """Return the number of tokens that a token attends to in sliding-window layers; None without such layers. Raises
+    UnsupportedModel for layers of other types."""
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS):
         raise UnsupportedModel(f"layers of type {', '.join(others)}; only {' and '.join(sorted(_KINDS))} are supported")
     return int(config.sliding_window) if has_sliding_window(config) else None
 
 
 def has_sliding_window(config: Any) -> bool:
-    """Return whether some layers have a sliding window: those that the configuration names, or all of them."""
+    """Return whether some layers have a sliding window: the ones listed in the configuration, or all."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
 
 
 def head_width(config: Any) -> int:
-    """Return the width of a head's keys in the cache. DeepSeek's latent attention has values of another one."""
+    """Return the width of a head's keys in the cache. In DeepSeek's latent attention, values have another width."""
     width: int | None = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return width or config.hidden_size // config.num_attention_heads
 
@@ -38,8 +38,8 @@ class Group(NamedTuple):
     """Requests of one step whose queries are padded to one length and attend together.
 
     `gather` [n * queries] indexes the step's tokens; `tokens` [count] are those tokens and `pick` [count] the positions
-    of their results among the n * queries. None means: all, in order. Either the slots `first` to `end` are viewed in
-    place, or `slots` are copied out. `window_mask` is the mask of layers with a sliding window, if there are any.
+    of their results among the n * queries. None means all, in order. Either the slots `first` to `end` are viewed in
+    place, or `slots` are copied. `window_mask` is the mask of sliding-window layers; None without such layers.
     """
 
     queries: int
@@ -55,7 +55,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The input of attention for the running step; `rows` are the cache rows that its tokens fill."""
+    """The input of attention for the current step; `rows` are the cache rows that its tokens fill."""
 
     rows: Tensor
     groups: list[Group]
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans steps for a cache of `length` keys per slot."""
+    """A planner of steps for a cache of `length` keys per slot."""
 
     heads: int
     kv_heads: int
@@ -71,11 +71,11 @@ class Planner:
     dtype: torch.dtype
     device: torch.device
     window: int | None = None
-    """Number of tokens, its own included, that a token sees in layers with a sliding window."""
+    """Number of tokens, itself included, that a token attends to in sliding-window layers."""
 
     def plan(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Plan:
-        """Plan a step from the slot of each request, its new tokens `start` to `start + count`, and the `position` of
-        every token."""
+        """Plan a step from each request's slot, its new tokens `start` to `start + count`, and the `position` of every
+        token."""
         slot_of = np.repeat(slots, count)
         rows = (slot_of[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.length + position[:, None]
         return Plan(self.tensor(rows.ravel()), list(self._groups(slots, start, count, position)))
@@ -85,8 +85,8 @@ class Planner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def masks(self, visible: Tensor, keys: int, times: int = 1) -> tuple[Tensor, Tensor | None]:
-        """Return the attention mask [n, 1, rows, keys], and that of layers with a sliding window: `visible`
-        [n, queries] are positions, and a query sees the keys up to its own. The queries are repeated `times` times."""
+        """Return the attention mask [n, 1, rows, keys], and the mask of sliding-window layers. `visible` [n, queries]
+        are positions; a query attends to the keys up to its own. The queries are repeated `times` times."""
         n, queries = visible.shape
         places, own = torch.arange(keys, device=self.device), visible[:, None, :, None]
 
@@ -98,8 +98,8 @@ class Planner:
         return filled(later), None if self.window is None else filled(later | (places <= own - self.window))
 
     def _groups(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Iterator[Group]:
-        """Group requests with similar numbers of new tokens, and split groups by this number and by length if padding
-        would double the work."""
+        """Group requests with similar numbers of new tokens; split a group by this number or by length if padding
+        would double its work."""
         offset, end = count.cumsum() - count, start + count
         width = np.where(count == 1, 0, np.ceil(np.log2(np.maximum(count, 32))))
         short = (count > 1) & (count <= 32)
@@ -121,8 +121,8 @@ class Planner:
         queries = int(count.max())
         keys = min(self.length, -(-int(end.max()) // 16) * 16)
         first, last = int(slots.min()), int(slots.max()) + 1
-        # reading a few idle slots is cheaper than copying the busy ones; together with padded queries they at most
-        # double the mask
+        # reading a few idle slots is cheaper than copying the busy ones; with padded queries, they at most double the
+        # mask
         viewed = (last - first) * queries <= 2 * int(count.sum())
         place = slots - first if viewed else np.arange(len(slots))
         n = last - first if viewed else len(slots)
@@ -133,7 +133,7 @@ class Planner:
         real = np.arange(queries) < count[:, None]
         tokens = (offset[:, None] + np.arange(queries))[real]
         pick = (place[:, None] * queries + np.arange(queries))[real]
-        # heads that share a key head are further queries of it; the mask of a single query is broadcast to them
+        # heads that share a key head act as further queries of it; a single query's mask is broadcast to them
         times = self.heads // self.kv_heads if queries > 1 else 1
         mask, window_mask = self.masks(self.tensor(position[gather]), keys, times)
         whole = n * queries == len(position) and bool((gather.ravel() == np.arange(len(position))).all())

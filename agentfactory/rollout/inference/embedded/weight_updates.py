@@ -1,4 +1,4 @@
-"""Updates a model's full weights in place, from safetensors files or shared memory, and computes their checksums."""
+"""In-place updates of a model's full weights, from safetensors files or shared memory, and their checksums."""
 
 import math
 from collections.abc import Mapping
@@ -15,35 +15,36 @@ from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers,
 from agentfactory.rollout.inference.weight_digest import memory_threads, weight_digest
 
 _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
-"""Lists that describe one part sent through shared memory, with an entry per tensor."""
+"""Lists that describe one part sent through shared memory, with one entry per tensor."""
 
 
 class WeightsError(ValueError):
-    """Weights that do not fit the model, cannot be read, or are incomplete."""
+    """Weights that do not fit the model, are unreadable, or incomplete."""
 
 
 class WeightUpdate:
     """One update of all weights: from files, or in parts through shared memory."""
 
     def __init__(self, model: nn.Module, overwritten: bool = False) -> None:
-        """`model` must stay on its device until the update ends; set `overwritten` if an earlier update was not
-        completed."""
+        """`model` must stay on its device until the update ends. Set `overwritten` if an earlier update
+        remained incomplete."""
         self.overwritten = overwritten
-        """Whether weights have been overwritten. The model then matches no version until an update has replaced all of
-        them."""
+        """True if weights have been overwritten: the model then matches no version until an update has replaced all."""
         self._state = model.state_dict()
         self._tied = _tied(self._state)
         self._given: set[str] = set()
         self._buffers = SharedBuffers(next(model.parameters()).device)
 
     def load(self, info: Any) -> None:
-        """Load all weights from {"path": PATH}, a safetensors file or a folder of such files, or some from one packed
-        part as in vLLM's `ipc` backend: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in
-        bytes), and `ipc_handles_pickled`, the handle of the buffer that contains these tensors one after the other.
-        Names are those of `model.state_dict()`; one name of tied tensors is enough. Each tensor is converted to the
-        model's dtype.
+        """Load all weights from {"path": PATH}, a safetensors file or a folder of such files, or some weights from one
+        packed part.
 
-        The files or a part are checked before anything is copied into the model. Raises WeightsError.
+        As in vLLM's `ipc` backend, a part has the lists `names`, `dtype_names`, `shapes` (of numbers) and
+        `tensor_sizes` (in bytes), and `ipc_handles_pickled`, the handle of the buffer that contains these tensors one
+        after the other. Names are keys of `model.state_dict()`; one name of tied tensors is enough. Each tensor is
+        converted to the model's dtype.
+
+        The files or the part are checked before anything is copied into the model. Raises WeightsError.
         """
         match info:
             case {"path": str(path), **rest} if not rest:
@@ -70,7 +71,7 @@ class WeightUpdate:
     def _load_files(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
-            raise WeightsError(f"{path}: no such file" if files else f"{path}: has no *.safetensors")
+            raise WeightsError(f"{path}: no such file" if files else f"{path}: no *.safetensors files in this folder")
         try:
             with ExitStack() as stack:
                 opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
@@ -79,7 +80,7 @@ class WeightUpdate:
             raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
 
     def _load_opened(self, path: Path, holders: Mapping[str, Any]) -> None:
-        """Load from opened files; `holders` has the file of each tensor."""
+        """Load from opened files; `holders` maps each tensor's name to its file."""
         given = set(holders)
         if unknown := sorted(given - self._state.keys()):
             raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
@@ -100,7 +101,7 @@ class WeightUpdate:
         def copy(name: str) -> None:
             self._state[name].copy_(holders[name].get_tensor(name))
 
-        # most of the time goes into mapping the file's pages, one at a time in each thread
+        # most of the time is spent on page faults, which each thread handles one at a time
         with ThreadPoolExecutor(memory_threads()) as pool:
             list(pool.map(copy, holders))
         self._given = given
@@ -128,12 +129,12 @@ class WeightUpdate:
             for name, value in part.items():
                 self._state[name].copy_(value)
         if buffer.is_cuda:
-            # the sender overwrites the buffer after the answer
+            # the sender overwrites the buffer after the response
             torch.cuda.synchronize(buffer.device)
         self._given |= part.keys()
 
     def _unpacked(self, rest: Tensor, name: Any, dtype_name: Any, shape: Any, size: Any) -> Tensor:
-        """Return the tensor at the beginning of `rest`, with the model's dtype."""
+        """Return the tensor at the beginning of `rest`, converted to the model's dtype."""
         if name not in self._state:
             raise WeightsError(f"update_info: the model has no tensor {name}")
         needed = self._state[name].shape
@@ -141,21 +142,21 @@ class WeightUpdate:
             raise WeightsError(f"update_info: {name} has shape {tuple(shape)}, the model needs {tuple(needed)}")
         dtype = getattr(torch, str(dtype_name), None)
         if not isinstance(dtype, torch.dtype):
-            raise WeightsError(f"update_info: {name} is of {dtype_name!r}, which is no dtype")
+            raise WeightsError(f"update_info: {name} has dtype {dtype_name!r}, which is no dtype of torch")
         if size != math.prod(shape) * dtype.itemsize or size > len(rest):
             raise WeightsError(
-                f"update_info: {name} takes {math.prod(shape) * dtype.itemsize} bytes; tensor_sizes has {size}, and "
-                f"{len(rest)} are left of the buffer"
+                f"update_info: {name} needs {math.prod(shape) * dtype.itemsize} bytes; tensor_sizes has {size}, and "
+                f"the buffer has {len(rest)} left"
             )
         flat = rest[:size]
-        # a tensor that follows one of a smaller dtype may be unaligned
+        # after a tensor of a smaller dtype, this one may be unaligned
         aligned = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
         return aligned.view(dtype).view(shape).to(self._state[name])
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """The `weight_digest` of each weight, by name: parameters, and buffers that a checkpoint has, such as DeepSeek's
-    correction of the router. Tied weights appear once, by their first name."""
+    """Return the `weight_digest` of each weight, by name: parameters, and buffers that a checkpoint contains, such as
+    DeepSeek's router bias correction. Tied weights appear once, under their first name."""
     state = model.state_dict()
     weights = {names[0]: state[names[0]] for names in _tied(state)}
     with ThreadPoolExecutor(memory_threads()) as pool:
@@ -163,7 +164,7 @@ def checksums(model: nn.Module) -> dict[str, str]:
 
 
 def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return groups of names, one group per tensor; most contain one name."""
+    """Return groups of names, one group per tensor; most groups have one name."""
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(tensor.data_ptr(), []).append(name)

@@ -1,1 +1,1 @@
-"""vLLM as an inference server: its command line, its start, and our plugin in it."""
+"""vLLM as an inference server: its command line, its launcher, and our plugin."""

@@ -1,4 +1,4 @@
-"""Builds vLLM's command-line arguments from a recipe."""
+"""vLLM's command-line arguments, built from a recipe."""
 
 import json
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from pathlib import Path
 from agentfactory.rollout.config import RolloutRecipe
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM accepts."""
+"""LoRA ranks that vLLM accepts."""
 
 
 def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
-    """Return the arguments of `vllm serve` in addition to those of both engines; `server.options.args` comes last."""
+    """Return the arguments of `vllm serve` beyond those that both engines share; `server.options.args` comes last."""
     server, lora = recipe.server, recipe.model.lora
     options = server.vllm
-    # the trainer divides its logits by the temperature, and compares with the server's log-probabilities
+    # the trainer divides its logits by the temperature before it compares log-probabilities with the server's
     flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
     if options.tensor_parallel_size > 1:
         flags += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
@@ -36,8 +36,8 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
 
 
 def _image_flags(recipe: RolloutRecipe) -> list[str]:
-    """Return the flags for a model that sees. Images are resized before they are sent, and the server must leave them
-    as they are."""
+    """Return the flags for a vision-language model. The client resizes images, and the server must not resize them
+    again."""
     flags = []
     limits = recipe.model.min_image_pixels, recipe.model.max_image_pixels
     if limits != (None, None):

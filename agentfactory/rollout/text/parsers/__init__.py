@@ -1,4 +1,4 @@
-"""Tool-call formats: parse the calls that a model writes in its text, and write calls as text."""
+"""Tool-call formats, which parse a model's text into calls and write calls as text."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ PARSERS = {
 
 
 def load_parser(reference: str, base: Path = Path()) -> Parser:
-    """Load the parser that `rollout.parser` names: one of PARSERS, or `FILE.py:NAME` of a Parser class, the path
+    """Load the parser that `rollout.parser` names: one of PARSERS, or a Parser class as `FILE.py:NAME`, with the path
     relative to `base`. Raises SettingError if there is none."""
     try:
         parser = load_object(reference, base, PARSERS)

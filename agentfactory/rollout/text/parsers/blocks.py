@@ -1,4 +1,4 @@
-"""What the formats with opening and closing tags share: finding the calls, and JSON between tags."""
+"""Shared parsing of formats with opening and closing tags: calls between tags, and their JSON."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from agentfactory.tools.messages import ToolSpec
 def read_blocks(
     text: str, opening: str, closing: str, read_block: Callable[[int], tuple[list[Call], int]], ids: Sequence[str] = ()
 ) -> Reading:
-    """Read the calls between tags, and the words outside.
+    """Parse the calls between tags, and the text outside.
 
     `read_block` gets the position after an opening tag. It returns the calls there, and the position after the closing
-    tag; it raises ValueError, with a message for the model. `ids`: a list that it may fill. Raises FormatError.
+    tag, or raises ValueError with a message for the model. It may fill the list `ids`. Raises FormatError.
     """
     outside: list[str] = []
     calls: list[Call] = []
@@ -34,7 +34,7 @@ def read_blocks(
 
 
 def expect(text: str, position: int, tag: str, after: str) -> int:
-    """Return the position behind `tag`, which has to come next, white space aside. Raises ValueError."""
+    """Return the position after `tag`, which must come next, ignoring white space. Raises ValueError."""
     position = skip_space(text, position)
     if not text.startswith(tag, position):
         raise ValueError(f"no {tag} after {after}")
@@ -42,7 +42,7 @@ def expect(text: str, position: int, tag: str, after: str) -> int:
 
 
 def read_object(text: str, position: int) -> tuple[dict[str, object], int]:
-    """Return the JSON object with a call's arguments, and where it ends. Raises ValueError."""
+    """Return the JSON object with a call's arguments, and its end position. Raises ValueError."""
     value, end = read_json(text, skip_space(text, position))
     if not isinstance(value, dict):
         raise ValueError(f"the arguments must be a JSON object, not {KINDS[type(value)]}")
@@ -50,7 +50,7 @@ def read_object(text: str, position: int) -> tuple[dict[str, object], int]:
 
 
 def read_call_object(call: object, *keys: str) -> Call:
-    """Read a call from a JSON object with its arguments under one of `keys`. Raises ValueError with a message for the
+    """Parse a call from a JSON object with its arguments under one of `keys`. Raises ValueError with a message for the
     model."""
     if not isinstance(call, dict):
         raise ValueError(f"expected a JSON object, not {KINDS[type(call)]}")
@@ -69,13 +69,13 @@ def read_call_object(call: object, *keys: str) -> Call:
 
 
 class JsonList(NativeParser):
-    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list. A format
-    sets the two tags; `CLOSE` may be empty."""
+    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list.
+    Subclasses set the two tags; `CLOSE` may be empty."""
 
     OPEN: ClassVar[str]
     CLOSE: ClassVar[str]
     LONE: ClassVar[bool] = False
-    """Whether a call may be without the list."""
+    """True if a call may be written without the list."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser."""

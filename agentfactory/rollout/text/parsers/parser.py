@@ -1,4 +1,4 @@
-"""The interface of tool-call formats: read a turn's calls, write calls, and describe tools and results to the model."""
+"""The interface of tool-call formats: parse and write calls, and present tools and results to the model."""
 
 import json
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ MAX_REASON = 300
 
 
 class FormatError(ValueError):
-    """A turn is not in the format. The message, written for the model, says what is wrong."""
+    """A turn that is not in the format. The message, written for the model, describes the problem."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The contents of a turn: the text outside the calls, the calls, and the final answer if the format marks one.
+    """The content of a turn: the text outside the calls, the calls, and the final answer if the format marks one.
 
-    `error`, written for the model, says what is wrong with the turn. `calls` is then empty and `content` is the whole
-    text: a turn is executed completely or not at all.
+    `error`, written for the model, describes a malformed turn. `calls` is then empty and `content` is the whole text:
+    a turn is executed completely or not at all.
     """
 
     content: str
@@ -42,28 +42,28 @@ class Parser:
     """
 
     native: ClassVar[bool] = False
-    """Whether the chat template shows the tools and writes calls and results; `read` then parses the template's
+    """True if the chat template shows the tools and writes calls and results; `read` then parses the template's
     format."""
     stops: ClassVar[tuple[str, ...]] = ()
-    """Texts that end a turn, outside its reasoning: what follows is not the model's to write. `read` gets the text
+    """Texts that end a turn outside its reasoning, because the model must not write what follows. `read` gets the text
     before them."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """Read a turn in time linear in its length. Whatever the text, the only error to raise is FormatError, if the
-        turn is not in the format."""
-        raise NotImplementedError(f"{type(self).__name__} has to define read(text, specs)")
+        """Parse a turn in time linear in its length. For any text, the only permitted error is FormatError, if the turn
+        is not in the format."""
+        raise NotImplementedError(f"{type(self).__name__} must define read(text, specs)")
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         """Write calls as text that `read` parses back. Raises ValueError if the format cannot express them."""
-        raise NotImplementedError(f"{type(self).__name__} has to define write(calls, specs)")
+        raise NotImplementedError(f"{type(self).__name__} must define write(calls, specs)")
 
     def write_answer(self, text: str) -> str:
-        """Write a final answer as the format marks it."""
+        """Write a final answer, with the format's mark."""
         return text
 
     def split(self, text: str, opened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
-        """Split a turn into the reasoning, the text that wrote it, and the text after it, which `read` gets. `opened`:
-        the turn begins inside the reasoning; `tags` are those of the chat template."""
+        """Split a turn into the reasoning, the reasoning as written with its tags, and the text after it, which `read`
+        gets. `opened`: the turn begins inside the reasoning; `tags` are the chat template's tags."""
         return split_reasoning(text, opened, tags)
 
     def call_id(self, name: str, number: int) -> str:
@@ -71,7 +71,7 @@ class Parser:
         return f"call_{number}"
 
     def parse(self, text: str, specs: Sequence[ToolSpec] = ()) -> Reading:
-        """Call `read`, and turn a FormatError into the reading's error, followed by the correct form."""
+        """Call `read`, and convert a FormatError to the reading's error, followed by the correct form."""
         try:
             return self.read(text, specs)
         except FormatError as error:
@@ -81,7 +81,7 @@ class Parser:
             return Reading(text.strip(), error=f"{reason}. {self.form(specs)}".strip())
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """Return one sentence that shows how to write a call; it ends the message about a malformed turn."""
+        """Return one sentence that shows how to write a call; the message about a malformed turn ends with it."""
         if not specs:
             return ""
         names = parameters(specs[0])
@@ -110,11 +110,11 @@ class NativeParser(Parser):
 
     native = True
     marks: ClassVar[tuple[str, ...]] = ()
-    """Tokens of a format that some templates do not write: they describe the tools, and calls are the model's own text.
-    The format is recognised by these tokens of the tokenizer, and a call in history is put into the content."""
+    """Tokens of a format whose calls some templates do not write, although they describe the tools. The format is
+    recognised by these tokens in the tokenizer, and calls in history are written into the content."""
 
     def write_as_content(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """Write calls with their tokens, where the template does not."""
+        """Write calls with their tokens, for templates that do not."""
         return self.write(calls, specs)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
@@ -126,7 +126,7 @@ class NativeParser(Parser):
         return [result.to_message(call) for call, result in zip(calls, results, strict=True)]
 
     def complaint(self, text: str) -> list[Message]:
-        """Return a tool message that answers no call; the renderer makes it a user message if it has to."""
+        """Return a tool message that answers no call. The renderer converts it to a user message if necessary."""
         return [{"role": "tool", "content": text}]
 
 
@@ -137,21 +137,21 @@ def parameters(spec: ToolSpec) -> dict[str, Any]:
 
 
 def parameter_schema(spec: ToolSpec, key: str) -> dict[str, Any]:
-    """Return the schema of a tool's parameter; that of text if the tool has no such parameter."""
+    """Return the schema of a tool's parameter; a string schema if the tool has no such parameter."""
     rest = spec.parameters.get("additionalProperties")
     schema: dict[str, Any] = parameters(spec).get(key, rest if isinstance(rest, dict) else {"type": "string"})
     return schema
 
 
 def sole_parameter(spec: ToolSpec) -> str | None:
-    """Return the parameter that a call may give without naming it: the only required one, or the only one."""
+    """Return the parameter that a call may pass without its name: the only required one, or the only one."""
     required = spec.parameters.get("required") or []
     names = list(required) if len(required) == 1 else list(parameters(spec))
     return names[0] if len(names) == 1 else None
 
 
 def find_spec(name: str, specs: Sequence[ToolSpec]) -> ToolSpec | None:
-    """Return the tool called `name`."""
+    """Return the tool called `name`; None if there is none."""
     return next((spec for spec in specs if spec.name == name), None)
 
 
@@ -162,7 +162,7 @@ def describe(specs: Sequence[ToolSpec]) -> str:
 
 
 def tell(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
-    """Join several results into one user message, each between two texts. Images remain parts, in their places."""
+    """Join several results into one user message, each between two texts. Images remain parts, in order."""
     message: Message = {"role": "user", "content": _join([(a, result.content, b) for a, result, b in told])}
     if info := {key: value for _, result, _ in told for key, value in result.info.items()}:
         message["info"] = info

@@ -1,4 +1,4 @@
-"""Reasoning in a turn: the tags that chat templates write around it."""
+"""The tags that chat templates write around reasoning."""
 
 THINK = ("<think>", "</think>")
 REASONING_TAGS = (
@@ -12,8 +12,8 @@ REASONING_TAGS = (
 
 
 def reasoning_tags(text: str) -> tuple[str, str]:
-    """Return the tags around the reasoning `wordreason` in a rendered text, or those that occur in a template's source;
-    by default `<think>`."""
+    """Return the tags around the reasoning `wordreason` in a rendered text, or the tags in a template's source; by
+    default `<think>`."""
     before, found, after = text.partition("wordreason")
     if found:
         for tags in REASONING_TAGS:
@@ -23,8 +23,8 @@ def reasoning_tags(text: str) -> tuple[str, str]:
 
 
 def split_reasoning(text: str, opened: bool, tags: tuple[str, str] = THINK) -> tuple[str, str, str]:
-    """Split text into the reasoning, the text that wrote it (tags included), and the text after it. Reasoning that was
-    cut has no rest.
+    """Split text into the reasoning, the reasoning as written with its tags, and the text after it, which is empty
+    if the reasoning was cut.
 
     `opened`: the text begins inside the reasoning.
     """

@@ -1,4 +1,4 @@
-"""Values of arguments: strict JSON, and text converted to the types of a tool's schema."""
+"""Argument values: strict JSON, and text converted to the types of a tool's schema."""
 
 import json
 import math
@@ -22,10 +22,10 @@ _SPACE = re.compile(r"\s*")
 
 
 def read_json(text: str, position: int = 0) -> tuple[Any, int]:
-    """Return the JSON value at `position`, and where it ends. Raises ValueError, with a message for the model, if it is
-    invalid, has a key twice, or cannot be written again (numbers too large, surrogate halves)."""
+    """Return the JSON value at `position`, and its end position. Raises ValueError, with a message for the model, if it
+    is invalid, has a duplicate key, or cannot be written again (numbers too large, surrogate halves)."""
     try:
-        # the JSON value determines where it ends, so a closing tag inside a string argument is only text
+        # the JSON value determines its own end, so a closing tag inside a string argument is only text
         value, end = _DECODER.raw_decode(text, position)
         check_depth(value)
         json.dumps(value, ensure_ascii=False).encode()
@@ -42,7 +42,7 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
 
 
 def check_depth(value: Any) -> None:
-    """Raise RecursionError if a value is nested so deeply that code which passes it on could fail."""
+    """Raise RecursionError if a value is nested so deeply that later code could fail."""
     layer = [value]
     for _ in range(MAX_DEPTH):
         layer = [v for x in layer if isinstance(x, list | dict) for v in (x.values() if isinstance(x, dict) else x)]
@@ -60,8 +60,8 @@ def skip_space(text: str, position: int) -> int:
 def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
     """Convert a value written as text by its parameter's schema; `root` is the schema that contains its definitions.
 
-    The first of the schema's types that fits is used, in their order but null first. Text that fits none of them stays
-    text, and the tool reports the error. A schema without types takes JSON.
+    The types are tried in the schema's order, but null first. Text that fits none of them stays text, and the tool
+    reports the error. A schema without types accepts JSON.
     """
     types = list(dict.fromkeys(_types(schema, root, 0)))
     plain = text.strip()
@@ -86,12 +86,12 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
 
 
 def write_value(value: Any) -> str:
-    """Write a value as text that `convert` reads: strings unchanged, everything else as JSON."""
+    """Write a value as text that `convert` parses: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
-    """Yield the JSON types that a schema names, in its order."""
+    """Yield the JSON types in a schema, in order."""
     if not isinstance(schema, dict) or depth > 8:
         return
     named = schema.get("type")
@@ -135,7 +135,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def finite(number: str) -> float:
-    """Return what the JSON text of a number says. Raises ValueError if it is too large. For `parse_float`."""
+    """Convert the JSON text of a number, for `parse_float`. Raises ValueError if it is too large."""
     value = float(number)
     if not math.isfinite(value):
         raise ValueError(f"the number {number[:20]} is too large")
@@ -143,12 +143,12 @@ def finite(number: str) -> float:
 
 
 def no_constant(name: str) -> float:
-    """Raise ValueError for NaN and the infinities, which Python's reader takes. For `parse_constant`."""
+    """Raise ValueError for NaN and the infinities, which Python's parser accepts. For `parse_constant`."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; one of two values for a key would be lost in silence."""
+    """Return an object. Raises ValueError for a duplicate key, whose first value would be lost silently."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

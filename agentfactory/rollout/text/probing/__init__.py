@@ -1,5 +1,6 @@
-"""Judges a chat template at start-up by its renders of a set of conversations; no model or family is known by name.
+"""Startup probes of a chat template: its behaviour is derived from renders of a set of conversations, never from the
+name of a model or family.
 
-A chain appends what the template puts after a sampled turn, and never renders that turn again. This matches the
-template's own format only if the template leaves earlier turns unchanged. The probes check that.
+A chain appends the template's text after a sampled turn, and never renders that turn again. This matches the template's
+own format only if the template leaves earlier turns unchanged, which the probes check.
 """

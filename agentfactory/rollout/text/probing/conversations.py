@@ -1,4 +1,4 @@
-"""The conversations that the probes let a template render."""
+"""Conversations for the probes of a template."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 _TURNS, _CHARACTERS = 24, 20_000
-"""Length of the longest probe conversation, and of the longest text in one."""
+"""Length of the longest probe conversation, and of its longest text."""
 
 PROBE_TOOLS = [
     ToolSpec(
@@ -44,9 +44,9 @@ def results_of(calls: list[dict[str, Any]]) -> list[Message]:
 
 
 def short_conversations(behaviour: Behaviour, parser: Parser | None) -> list[list[Message]]:
-    """Return conversations of the kinds that chains have, with the reasoning where the parser would put it.
+    """Return conversations of all kinds that occur in chains, with the reasoning in the parser's place.
 
-    Turns end with full stops because many tokenizers would merge their last letters with a newline of the template.
+    Turns end with full stops, because many tokenizers would merge their last letters with a newline of the template.
     """
 
     def said(word: str, reason: str = "", calls: list[dict[str, Any]] | None = None) -> Message:
@@ -107,7 +107,7 @@ def short_conversations(behaviour: Behaviour, parser: Parser | None) -> list[lis
                 asked("wordseven"),
                 said("wordeight", "wordthus"),
             ],
-            # the answer to a malformed call has no call to refer to
+            # the reply to a malformed call has no call to refer to
             [
                 asked("wordone"),
                 said("wordtwo"),
@@ -133,8 +133,8 @@ def short_conversations(behaviour: Behaviour, parser: Parser | None) -> list[lis
 
 
 def long_conversations(behaviour: Behaviour, parser: Parser | None) -> list[list[Message]]:
-    """Return a conversation of many turns, and one of long messages: some templates leave out what is far back, or cut
-    what is long."""
+    """Return a conversation of many turns, and one of long messages: some templates drop old turns or cut long
+    messages."""
     long = "wordlong " * (_CHARACTERS // 9)
     texts = ("wordmany.", long)
     conversations: list[list[Message]] = []

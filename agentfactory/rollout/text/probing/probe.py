@@ -1,4 +1,4 @@
-"""Judges a chat template by its renders of the probe conversations."""
+"""The main probe of a chat template, which renders the probe conversations."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,15 +19,15 @@ from agentfactory.rollout.text.templates import ChatTemplate, Closings, RenderEr
 from agentfactory.tools.messages import Message
 
 _RENDERS = 5
-"""How often one conversation is rendered to see whether the text changes."""
+"""Number of renders of one conversation that check that the text is deterministic."""
 
 
 def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None = None) -> Behaviour:
-    """Judge a template by its renders of the probe conversations.
+    """Return a template's behaviour, derived from its renders of the probe conversations.
 
     `tools`: the chains call tools, in the format of `parser`; the template must support them only if the format is
-    native. `image` is the token that stands for an image; None: the model sees none. Raises RenderError with the reason
-    if the template cannot be used.
+    native. `image` is the image token; None if the model does not accept images. Raises RenderError with the reason if
+    the template cannot be used.
     """
     tools = tools and parser.native
     specs: Tools = [spec.to_openai() for spec in PROBE_TOOLS] if tools else None
@@ -60,9 +60,9 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None
     )
     behaviour.whole_frame = behaviour.frame
     if _writes_clock(template, question, specs):
-        behaviour.notes.append("writes the date or the time: all prompts of this process have those of its start")
+        behaviour.notes.append("writes the date or the time: all prompts of this process have its start time")
     if template.tools_in_system:
-        behaviour.notes.append("takes the tools in the system message's field `tools`")
+        behaviour.notes.append("reads the tools from the system message's field `tools`")
     if not behaviour.system:
         behaviour.notes.append("has no system messages: a conversation with one is refused")
     if tools:
@@ -83,31 +83,31 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None
 
 
 def _steady(template: ChatTemplate, messages: list[Message], specs: Tools) -> str:
-    """Return a conversation's text. Raises RenderError if it is another one each time."""
+    """Return a conversation's text. Raises RenderError if the text is not deterministic."""
     text = template.render(messages, specs)
     for _ in range(_RENDERS):
         if (other := template.render(messages, specs)) != text:
             at = max(0, shared_length(text, other) - 20)
             raise RenderError(
-                "the chat template gives another text each time it renders a conversation: "
+                "the chat template renders the same conversation differently each time: "
                 f"{text[at : at + 60]!r}, then {other[at : at + 60]!r}"
             )
     return text
 
 
 def _frame(template: ChatTemplate, messages: list[Message], specs: Tools) -> str:
-    """Return text with all that the template writes around turns, and without its description of the tools."""
+    """Return text with everything that the template writes around turns, without its description of the tools."""
     try:
         return template.render(messages, prompt=True)
     except RenderError:
         if specs is None:
             raise
-        # Hermes 2's cannot do without tools: they are described before the first turn
+        # Hermes 2's template requires tools, and describes them before the first turn
         return template.render(messages, specs, prompt=True).partition("wordask")[2]
 
 
 def _writes_clock(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
-    """Return whether the text depends on the date or the time."""
+    """Return whether a conversation's text depends on the date or the time."""
     text, clock = template.render(messages, specs), template.clock
     template.clock = clock + timedelta(days=399, hours=5, minutes=7, seconds=11)
     try:
@@ -119,7 +119,7 @@ def _writes_clock(template: ChatTemplate, messages: list[Message], specs: Tools)
 def _probe_images(
     rendered: Callable[[list[Message]], str], behaviour: Behaviour, image: str, parser: Parser | None
 ) -> None:
-    """Find out whether the template renders images of people and of tools, each as one token."""
+    """Probe whether the template renders images in user and tool messages, each as one token."""
     parts = [{"type": "text", "text": "wordbefore"}, {"type": "image"}, {"type": "text", "text": "wordafter"}]
 
     def shows(*messages: Message) -> bool:
@@ -176,5 +176,5 @@ def _rewrites(template: ChatTemplate, closings: Closings, conversation: list[Mes
         if following is not None:
             new = conversation[i + 1 : following]
             if template.continuation(new, specs, closings) != prompts[following][len(ended) :]:
-                return "rewrites history: what follows a turn depends on the turns before it"
+                return "rewrites history: the text after a turn depends on the turns before it"
     return None

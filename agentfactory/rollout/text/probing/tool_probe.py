@@ -1,4 +1,4 @@
-"""Probes of tools: whether a template shows them, and how it writes calls and their results."""
+"""Probes of tools: the template's description of them, and its format of calls and results."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from agentfactory.tools.messages import Message
 
 
 def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parser: Parser, specs: Tools) -> None:
-    """Raise RenderError if the template cannot show calls or results, or writes calls that the parser cannot read."""
+    """Raise RenderError if the template cannot render calls or results, or writes calls that the parser cannot read."""
 
     def reads(text: str, closing: Closing, expected: list[Call]) -> bool:
         found = parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS)
@@ -62,7 +62,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     behaviour.whole_frame += after[len(text) :] if after.startswith(text) else ""
     behaviour.questions_after_results = shows(template, [*messages, *told, messages[0]], specs, "wordresult0")
     if template.write_calls is not None:
-        behaviour.notes.append("leaves out tool calls: they are in the content, as the tokenizer's tokens mark them")
+        behaviour.notes.append("leaves out tool calls: the content contains them, marked by the tokenizer's tokens")
     if ignores:
         behaviour.shows_tools = False
         behaviour.notes.append("ignores `tools`: the system message describes them")
@@ -77,7 +77,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         found = None
     if found is None or found.calls != expected or "wordbeside" not in found.content:
         behaviour.words_with_calls = False
-        behaviour.notes.append("has no words beside a tool call")
+        behaviour.notes.append("has no text beside a tool call")
     if not behaviour.closings.calls.opens_next and closing.end != words.end:
         behaviour.complains_as_tool = False
     else:
@@ -87,16 +87,16 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
             shows(template, conversation, specs, "wordthree") for conversation in (told, [*told, turn_of_words])
         )
     if not behaviour.complains_as_tool:
-        behaviour.notes.append("has no tool message without a call: a user message tells of a malformed call")
+        behaviour.notes.append("has no tool message without a call: a user message reports a malformed call")
 
 
 def shows_tools(text: str) -> bool:
-    """Return whether a conversation's text describes the tools of the probes."""
+    """Return whether a rendered conversation describes the probes' tools."""
     return all(spec.name in text for spec in PROBE_TOOLS)
 
 
 def fit_tools(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
-    """Find out whether a template that ignores `tools` takes them in the system message."""
+    """Return whether a template that ignores `tools` reads them from the system message, and set its form."""
     template.tools_in_system = True
     template.tools_in_system = all(shows(template, messages, specs, spec.name) for spec in PROBE_TOOLS)
     return template.tools_in_system
@@ -109,7 +109,7 @@ def _probe_two_calls(
     specs: Tools,
     reads: Callable[[str, Closing, list[Call]], bool],
 ) -> None:
-    """Find out whether a turn may have two calls. Raises RenderError if their results cannot be shown."""
+    """Probe whether a turn may have two calls. Raises RenderError if their results cannot be rendered."""
     messages, expected = probe_calls(parser, 2)
     try:
         text = template.render(messages, specs)
@@ -130,7 +130,7 @@ def _probe_two_calls(
 
 
 def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
-    """Find the form in which the template takes calls, and return a turn with one. Raises RenderError."""
+    """Find the form of calls that the template accepts, and return a turn with one. Raises RenderError."""
     messages, expected = probe_calls(parser, 1)
     reason = None
     for as_text, null in product((False, True), (False, True)):
@@ -140,7 +140,7 @@ def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
         except RenderError as error:
             reason = reason or error
             continue
-        # a template that writes Python's way, with single quotes, wants the arguments as JSON text
+        # a template that writes Python dicts, with single quotes, expects the arguments as JSON text
         if expected[0][0] in text.rpartition("wordask")[2] and "{'zeta'" not in text:
             return text
         reason = reason or RenderError("it leaves them out")
@@ -154,7 +154,7 @@ def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
 
 
 def _has(template: ChatTemplate, tokens: tuple[str, ...]) -> bool:
-    """Return whether the tokenizer has all of these tokens."""
+    """Return whether the tokenizer has all these tokens."""
     added = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
     return added.issuperset(tokens)
 

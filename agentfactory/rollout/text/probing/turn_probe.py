@@ -1,4 +1,4 @@
-"""The parts of an assistant's turn in a template's text: where it begins, its reasoning, how it closes."""
+"""The parts of an assistant's turn in a rendered conversation: its start, its reasoning and its closing."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,8 @@ def shows(template: ChatTemplate, messages: list[Message], specs: Tools, word: s
 
 
 def find_reasoning(template: ChatTemplate, messages: list[Message], specs: Tools) -> str | None:
-    """Find the field in which the template takes reasoning, and return a turn with reasoning; None if it has none."""
+    """Find the message field from which the template renders reasoning, and return a turn with reasoning; None if there
+    is none."""
     *question, answer = messages
     for name in ("reasoning_content", "reasoning", "thinking"):
         template.reasoning_field = name
@@ -33,7 +34,7 @@ def find_reasoning(template: ChatTemplate, messages: list[Message], specs: Tools
 
 
 def closing_of_words(template: ChatTemplate, closed: str, specs: Tools) -> Closing:
-    """Return how the template closes a turn of words, which `closed` ends with."""
+    """Return the closing of the text turn at the end of `closed`."""
     tail = closed.rpartition("wordanswer")[2]
     if tail:
         return template.closing_of(tail)
@@ -44,7 +45,7 @@ def closing_of_words(template: ChatTemplate, closed: str, specs: Tools) -> Closi
 
 
 def _opening_of_next(template: ChatTemplate, following: str) -> Closing:
-    """Return the closing of turns that end with the token that opens the next."""
+    """Return the closing of turns that end with the token that opens the next turn."""
     token = template.leading_token(following)
     return Closing(end=token, opens_next=True) if token else Closing()
 
@@ -52,7 +53,7 @@ def _opening_of_next(template: ChatTemplate, following: str) -> Closing:
 def closing_of_calls(
     template: ChatTemplate, text: str, after: str, words: Closing, reads: Callable[[Closing], bool]
 ) -> Closing:
-    """Return how the template closes a turn with a call, which ends `text`; `after` goes on with its result."""
+    """Return the closing of the turn with a call at the end of `text`; `after` continues with its result."""
     if words.text and text.endswith(words.text):
         return words
     token = template.trailing_token(text)
@@ -64,12 +65,12 @@ def closing_of_calls(
         if reads(closing):
             return closing
     turn = text.rpartition("wordask")[2]
-    raise RenderError(f"the chat template closes a turn with calls otherwise than a turn of text: {turn!r}")
+    raise RenderError(f"the chat template closes a turn with calls differently from a text turn: {turn!r}")
 
 
 def turn_start(opened: str, *turns: str) -> int:
-    """Return where the assistant's own text begins, given a generation prompt and texts with turns. Where they differ
-    within a tag, it begins with the tag: `<think>` and `<tool_call>` share two letters."""
+    """Return where the assistant's own text begins, given a generation prompt and texts with turns. If they differ
+    within a tag, it begins with the tag: `<think>` and `<tool_call>` share two characters."""
     at = min(shared_length(opened, text) for text in turns)
     for text in (opened, *turns):
         window = max(0, at - 70)
@@ -80,8 +81,8 @@ def turn_start(opened: str, *turns: str) -> int:
 
 
 def said(text: str, opened: str, tags: tuple[str, str], parser: Parser, closing: Closing) -> str:
-    """Return what a turn at the end of `text` says after its reasoning: what `parser` gets. `opened` is the
-    conversation before it, with the generation prompt."""
+    """Return the text after the reasoning of the turn at the end of `text`, as `parser` gets it. `opened` is the
+    conversation before the turn, with the generation prompt."""
     turn = text[turn_start(opened, text) :].rstrip() if not closing.text else text[turn_start(opened, text) :]
     turn = turn.removesuffix(closing.text)
     opens = opened.rstrip().endswith(tags[0].rstrip())

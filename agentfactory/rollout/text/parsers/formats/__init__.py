@@ -1,1 +1,1 @@
-"""Tool-call formats, a module for each family of models."""
+"""Tool-call formats, one module per model family."""

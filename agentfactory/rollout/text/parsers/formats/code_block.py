@@ -1,4 +1,4 @@
-"""Code as action (Wang et al., 2024, arXiv:2402.01030): the recipe's code tool runs a turn's Python blocks."""
+"""Code as actions (Wang et al., 2024, arXiv:2402.01030): the recipe's code tool runs a turn's Python blocks."""
 
 import re
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ _FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 
 
 class CodeBlock(Parser):
-    """A block that begins with a line of three backquotes and `python`, and ends with a line of three backquotes.
+    """A Python block between a line of three backquotes with `python` and a line of three backquotes.
 
-    Several blocks in one turn run as one program, in their order. A turn without a block is the final answer.
+    Several blocks in one turn run as one program, in order. A turn without a block is the final answer.
     """
 
     stops = ("```\nOutput:\n", "```\n\nOutput:\n")
@@ -42,7 +42,7 @@ class CodeBlock(Parser):
         return Reading(words, [(_code_tool(specs), {CODE: "\n\n".join(blocks)})] if blocks else [])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Raises ValueError for anything but one call of the code tool."""
+        """See Parser. Raises ValueError unless there is one call, of the code tool."""
         name = _code_tool(specs)
         if len(calls) != 1 or calls[0][0] != name or list(calls[0][1]) != [CODE]:
             raise ValueError(f"code_block has one call of {name}({CODE}) a turn, not {list(calls)}")

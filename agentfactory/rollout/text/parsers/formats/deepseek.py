@@ -1,6 +1,6 @@
 """DeepSeek V3, R1 and V3.1: calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, arguments as JSON.
 
-V3.2 and V4 write tags with names instead: see `invoke.py`.
+V3.2 and V4 write named tags instead: see `invoke.py`.
 """
 
 import json
@@ -43,10 +43,10 @@ class DeepSeekV31(NativeParser):
         return f"Write calls as {self.write([('tool_name', {'argument_name': 'value'})], specs)}"
 
     between = ""
-    """What separates calls."""
+    """Separator of calls."""
 
     def read_call(self, text: str, position: int) -> tuple[Call, int]:
-        """Return the call at `position`, and where its arguments end. Raises ValueError."""
+        """Return the call at `position`, and the end position of its arguments. Raises ValueError."""
         name = _NAME.match(text, position)
         if name is None:
             raise ValueError(f"no tool's name after {CALL}")
@@ -54,12 +54,12 @@ class DeepSeekV31(NativeParser):
         return (name[1], arguments), end
 
     def write_call(self, name: str, arguments: Arguments) -> str:
-        """Write what is between a call's tags."""
+        """Write the text between a call's tags."""
         return f"{name}{SEPARATOR}{json.dumps(arguments, ensure_ascii=False)}"
 
 
 class DeepSeekV3(DeepSeekV31):
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>search`, the arguments in a block of `json`, and
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>search`, the arguments in a `json` code block, and
     `<｜tool▁call▁end｜>`."""
 
     between = "\n"

@@ -1,7 +1,7 @@
 """GLM-4.5 and later: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`.
 
 Values have no quotes and no types; the schema determines the types. GLM-4.5 and 4.6 write each tag on a line, GLM-4.7
-writes none apart.
+without line breaks.
 """
 
 import re
@@ -19,9 +19,9 @@ class Glm(NativeParser):
     `</tool_call>`, each on a line."""
 
     SUFFIX: ClassVar[str] = ""
-    """What each tag's name ends with."""
+    """Suffix of each tag's name."""
     SEPARATOR: ClassVar[str] = ""
-    """Tag behind the tool's name."""
+    """Tag after the tool's name."""
     BLOCK: ClassVar[tuple[str, str]] = ("", "")
     """Tags around all calls of a turn."""
 
@@ -29,14 +29,14 @@ class Glm(NativeParser):
         self._call, self._call_end = self._tags("tool_call")
         self._key, self._key_end = self._tags("arg_key")
         self._value, self._value_end = self._tags("arg_value")
-        # a closing tag inside a value, as in code that contains XML, is not followed by what follows a value
+        # a closing tag inside a value, as in XML code, does not precede another key or the end of the call
         self._ending = re.compile(rf"{self._value_end}(?=\s*(?:{self._key}|{self._call_end}))")
 
     def _tags(self, name: str) -> tuple[str, str]:
         return f"<{name}{self.SUFFIX}>", f"</{name}{self.SUFFIX}>"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Values of tools or parameters that are not in `specs` are strings."""
+        """See Parser. Values of tools or parameters missing in `specs` are strings."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             call, position = self._read_call(text, position, specs)

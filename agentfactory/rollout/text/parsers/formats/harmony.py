@@ -1,8 +1,8 @@
 """Harmony, the format of gpt-oss: a turn is several messages, each with a channel.
 
-`analysis` is reasoning, `commentary` with a recipient is a call, `commentary` without one and `final` are words. The
-source is PyPI `openai-harmony` and its documentation. The chat template writes the recipient before the channel, models
-write it behind the channel; both are read.
+`analysis` is reasoning, `commentary` with a recipient is a call, `commentary` without one and `final` are text. The
+source is PyPI `openai-harmony` and its documentation. The chat template writes the recipient before the channel, and
+models write it after the channel; both are parsed.
 """
 
 import json
@@ -23,10 +23,10 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*([a-z]*)")
 
 class Harmony(NativeParser):
     """`<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "rain"}`. A turn has one call;
-    analysis and words may come before it."""
+    analysis and text may come before it."""
 
     def split(self, text: str, opened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
-        """See Parser. The reasoning is in the analysis channel; all of the text is read for calls."""
+        """See Parser. The reasoning is in the analysis channel; `read` gets the whole text."""
         try:
             messages = list(_messages(text))
         except FormatError:

@@ -1,7 +1,7 @@
 """Hermes tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in an assistant's text.
 
-The format is that of NousResearch/Hermes-Function-Calling, which the chat templates of Qwen2.5, Qwen3 and Granite 4
-write too.
+The format comes from NousResearch/Hermes-Function-Calling; the chat templates of Qwen2.5, Qwen3 and Granite 4 also
+write it.
 """
 
 import json

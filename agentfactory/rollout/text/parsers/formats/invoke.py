@@ -1,4 +1,4 @@
-"""Tags with names, `<invoke name="search"><parameter name="query">rain</parameter></invoke>`: MiniMax M2, and
+"""Named tags, `<invoke name="search"><parameter name="query">rain</parameter></invoke>`: MiniMax M2, and
 DeepSeek V3.2 and V4."""
 
 import json
@@ -13,7 +13,7 @@ from agentfactory.tools.messages import ToolSpec
 
 
 class Invoke(NativeParser):
-    """Calls between the tags of a BLOCK. A format sets them, and the MARK before the names of its tags."""
+    """Calls between the tags of a BLOCK. Subclasses set these tags, and the MARK before tag names."""
 
     BLOCK: ClassVar[str]
     MARK: ClassVar[str] = ""
@@ -23,11 +23,11 @@ class Invoke(NativeParser):
         self._invoke_end, self._parameter_end = f"</{self.MARK}invoke>", f"</{self.MARK}parameter>"
         self._invoke = re.compile(rf'<{self.MARK}invoke\s+name="([^"<>\n]+)"\s*>')
         self._parameter = re.compile(rf'<{self.MARK}parameter\s+name="([^"<>\n]+)"(?:\s+string="(true|false)")?\s*>')
-        # a closing tag inside a value, as in code that contains XML, is not followed by what follows a value
+        # a closing tag inside a value, as in XML code, does not precede another parameter or the end of the call
         self._ending = re.compile(rf"{self._parameter_end}(?=\s*(?:<{self.MARK}parameter\s|{self._invoke_end}))")
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Values of tools or parameters that are not in `specs` are strings, unless the call says more."""
+        """See Parser. Values of tools or parameters missing in `specs` are strings, unless the call has their type."""
 
         def read_block(position: int) -> tuple[list[Call], int]:
             calls: list[Call] = []
@@ -49,7 +49,7 @@ class Invoke(NativeParser):
         return f"Write calls as {self.write([('tool_name', {'parameter_name': 'value'})], specs)}"
 
     def attributes(self, value: Any) -> str:
-        """Return what a parameter's tag says of its value, besides the name."""
+        """Return the attributes of a parameter's tag besides the name."""
         return ""
 
     def _write_call(self, name: str, arguments: Arguments) -> str:

@@ -1,4 +1,4 @@
-"""Formats whose calls are one JSON list between marks: Granite 3, Hunyuan, Nemotron Nano 2, Phi-4-mini."""
+"""Formats with all calls in one JSON list between marks: Granite 3, Hunyuan, Nemotron Nano 2, Phi-4-mini."""
 
 from agentfactory.rollout.text.parsers.blocks import JsonList
 from agentfactory.rollout.text.parsers.formats.glm import Glm
@@ -18,8 +18,8 @@ class Hunyuan(JsonList):
 
 
 class Hy3(Glm):
-    """`<tool_calls>`, and in it calls as GLM writes them, with `<tool_sep>` behind the tool's name; the names of all
-    tags end with `:opensource`."""
+    """GLM's calls within `<tool_calls>`, with `<tool_sep>` after the tool's name; the names of all tags end with
+    `:opensource`."""
 
     SUFFIX = ":opensource"
     SEPARATOR = "<tool_sep:opensource>"
@@ -34,7 +34,7 @@ class Nemotron(JsonList):
 
 class Phi4(JsonList):
     """`<|tool_call|>[{"name": "search", "arguments": {"query": "rain"}}]<|/tool_call|>`. llama.cpp's template for it
-    writes each call on its own, without the list."""
+    writes each call separately, without the list."""
 
     OPEN, CLOSE, LONE = "<|tool_call|>", "<|/tool_call|>", True
     marks = ("<|tool_call|>", "<|/tool_call|>")

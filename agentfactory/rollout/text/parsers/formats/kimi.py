@@ -1,7 +1,7 @@
 """Kimi K2: calls between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`.
 
-A call's id, `functions.NAME:NUMBER`, names the tool, and its result refers to the id; the number counts the calls of
-the conversation from 0.
+A call's id, `functions.NAME:NUMBER`, names the tool, and its result refers to the id. The number counts the
+conversation's calls from 0.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Llama 3's JSON: a turn that consists only of `{"name": ..., "parameters": {...}}`.
 
-The chat templates of Llama 3.1 and later write one call per turn. Several calls separated by semicolons are read too.
+The chat templates of Llama 3.1 and later write one call per turn. Several calls separated by semicolons are parsed too.
 """
 
 import json

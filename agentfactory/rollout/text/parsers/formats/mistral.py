@@ -18,7 +18,7 @@ _ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def mistral_id(number: int) -> str:
-    """Return the id of a chain's call: nine letters or digits, as Mistral's templates require."""
+    """Return the id of a chain's call: nine digits, since Mistral's templates require nine letters or digits."""
     return f"{number:09d}"
 
 

@@ -1,7 +1,7 @@
 """Pythonic calls: `[search(query="rain", limit=3), look()]`.
 
 LFM2 and Llama 4 write them between tags, with other text allowed outside; Llama 3.2 writes the bare list as the whole
-turn. Values are Python literals or JSON. A small grammar reads them in linear time, because Python's own parser can
+turn. Values are Python literals or JSON. A small parser reads them in linear time, because Python's own parser can
 exhaust time and stack on model output.
 """
 
@@ -61,7 +61,7 @@ class Pythonic(NativeParser):
         return read_blocks(text, opening, closing, read_list)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser: a bare list."""
+        """See Parser. Writes a bare list."""
         for name in [name for name, _ in calls] + [key for _, arguments in calls for key in arguments]:
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} cannot be the name of a function or an argument")
@@ -74,7 +74,7 @@ class Pythonic(NativeParser):
 
 
 class _Reader:
-    """Reads one list of calls, starting at `position`. Raises ValueError."""
+    """A parser of one list of calls, starting at `position`. Raises ValueError."""
 
     def __init__(self, text: str, position: int) -> None:
         self.text = text
@@ -82,7 +82,7 @@ class _Reader:
         self.advance()
 
     def advance(self) -> None:
-        """Move to the next token: `kind` is string, number, name, the mark itself, or empty if nothing matches."""
+        """Move to the next token. `kind` is string, number, name, the mark itself, or empty if nothing matches."""
         self.start = skip_space(self.text, self.end)
         found = _TOKEN.match(self.text, self.start)
         self.token = found[0] if found else ""
@@ -91,7 +91,7 @@ class _Reader:
         self.end = self.start + len(self.token)
 
     def take(self, kind: str) -> str:
-        """Return the current token, which must be of this kind, and move to the next."""
+        """Return the current token, which must be of `kind`, and move to the next."""
         token = self.token
         if self.kind != kind:
             found = repr(self.text[self.start : self.start + 20]) if self.start < len(self.text) else "the end"
@@ -101,7 +101,7 @@ class _Reader:
         return token
 
     def calls(self) -> tuple[list[Call], int]:
-        """Return the calls, and the position where the list ends."""
+        """Return the calls, and the end position of the list."""
         self.take("[")
         calls: list[Call] = []
         while self.kind != "]" or not calls:

@@ -23,7 +23,7 @@ from agentfactory.tools.messages import ToolSpec
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# a closing tag inside a value, as in code that contains XML, is not followed by what follows a value
+# a closing tag inside a value, as in XML code, does not precede another parameter or the end of the call
 _VALUE_END = re.compile(rf"\n?{PARAMETER_END}(?=\s*(?:{PARAMETER}|{FUNCTION_END}))")
 _NAME = re.compile(r"([^<>\n]+)>")
 
@@ -32,7 +32,7 @@ class Qwen3Coder(NativeParser):
     """`<tool_call>`, `<function=search>`, `<parameter=query>`, a value, and the closing tags, each on a line."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Values of tools or parameters that are not in `specs` are strings."""
+        """See Parser. Values of tools or parameters missing in `specs` are strings."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             call, position = _read_call(text, position, specs)

@@ -1,4 +1,4 @@
-"""Tags, as in Search-R1 (Jin et al., 2025, arXiv:2503.09516): `<search>query</search>` calls the tool search with its
+"""Tags, as in Search-R1 (Jin et al., 2025, arXiv:2503.09516): `<search>query</search>` calls the tool `search` with its
 single argument; `<answer>...</answer>` is the final answer."""
 
 import json
@@ -25,12 +25,12 @@ ANSWER, RESULT = "answer", "information"
 
 
 class Tags(Parser):
-    """Uses a tool's name as the tag. The body is the only argument, or a JSON object of all arguments."""
+    """A format with tools' names as tags. The body is the only argument, or a JSON object of all arguments."""
 
     stops = (f"<{RESULT}>",)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Tags other than those of tools, the answer and results are ordinary text."""
+        """See Parser. Tags other than tools, the answer and results are ordinary text."""
         by_name = {spec.name: spec for spec in specs}
         names = "|".join(map(re.escape, sorted([*by_name, ANSWER, RESULT], key=len, reverse=True)))
         tag = re.compile(f"<(/?)({names})>")
@@ -91,7 +91,7 @@ class Tags(Parser):
 
 
 def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
-    """Return the only argument unchanged, if it can be read back; otherwise JSON without closing tags."""
+    """Return the only argument unchanged, if it can be parsed back; otherwise JSON without closing tags."""
     if spec is not None and len(arguments) == 1:
         (value,) = arguments.values()
         try:
@@ -103,7 +103,7 @@ def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
 
 
 def _arguments(body: str, spec: ToolSpec) -> Arguments:
-    """Parse the arguments of a call with this body."""
+    """Parse a call's arguments from its body."""
     known = parameters(spec)
     sole = sole_parameter(spec)
     body = body.strip()
