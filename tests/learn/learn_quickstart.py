@@ -21,6 +21,8 @@ def test_reinforcement_reverses_the_habit(tmp_path: Path, seed: int) -> None:
     assert_risen(summary, by=0.6, figures=("success", "greedy"))
     assert summary["success_after"] >= 0.85
     assert summary["greedy_after"] >= 0.95
+    evaluated = [json.loads(line) for line in (tmp_path / "run" / "grpo" / "metrics.jsonl").open(encoding="utf-8")][-1]
+    assert evaluated["eval/sampled/truncated_turns"] < 0.02
 
     agentfactory("eval", str(tmp_path / "run" / "recipe.yaml"), "--checkpoint", summary["checkpoint"])
     again = read_json(tmp_path / "run" / "eval" / "summary.json")
