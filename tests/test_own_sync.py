@@ -51,7 +51,7 @@ def test_what_a_class_says_of_itself(project: Path) -> None:
         (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' without a value"),
         (
             ["sync.backend=own.py:Adapters", "sync.options.speed=1", "model.lora.rank=8"],
-            r"own\.py:Adapters', which server\.engine=embedded does not have",
+            r"own\.py:Adapters', which server\.engine=embedded does not support",
         ),
         (
             ["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"],

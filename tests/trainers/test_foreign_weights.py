@@ -63,17 +63,17 @@ def test_full_weights_of_another_process(server: str, theirs: Path, start: Start
     """Under its own name, and under the name of our last version."""
     run = begin(start, server)
     push(server, theirs, label)
-    with pytest.raises(ForeignWeightsError, match="give each run a server of its own") as caught:
+    with pytest.raises(ForeignWeightsError, match="give each run its own server") as caught:
         run.publish(2)
     print(caught.value)
-    assert label in str(caught.value) or "has other weights since it proved version 1" in str(caught.value)
+    assert label in str(caught.value) or "has changed its weights since it proved version 1" in str(caught.value)
 
 
 def test_base_weights_under_an_adapter(server: str, theirs: Path, start: Start) -> None:
     start("float32", server).push_base()
     run = begin(start, server, lora="base")
     push(server, theirs, "other-7f3a-v1")
-    with pytest.raises(ForeignWeightsError, match="has other weights since it proved version 1"):
+    with pytest.raises(ForeignWeightsError, match="has changed its weights since it proved version 1"):
         run.publish(2)
 
 
@@ -83,7 +83,7 @@ def test_an_adapter_of_another_process(server: str, start: Start) -> None:
     other = run.other_adapter()
     curl(server, "/v1/unload_lora_adapter", {"lora_name": "mine-1-v1"})
     curl(server, "/v1/load_lora_adapter", {"lora_name": "mine-1-v1", "lora_path": str(other)})
-    with pytest.raises(ForeignWeightsError, match="has other weights since it proved version 1"):
+    with pytest.raises(ForeignWeightsError, match="has changed its weights since it proved version 1"):
         run.publish(2)
 
 
@@ -91,7 +91,7 @@ def test_a_server_that_comes_back_with_weights_of_another_process(server: str, t
     """A client that encounters them makes the trainer restore the server, which does not hide the fault."""
     run = begin(start, server)
     push(server, theirs, "other-7f3a-v1")
-    with pytest.raises(ForeignWeightsError, match=r"serves version 'other-7f3a-v1', and 'run-1-v1' was pushed"):
+    with pytest.raises(ForeignWeightsError, match=r"serves version 'other-7f3a-v1', but 'run-1-v1' was pushed"):
         run.sync.restore(server)
     push(server, theirs, "run-1-v0")
     run.sync.restore(server)

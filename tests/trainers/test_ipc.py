@@ -178,7 +178,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(
     # vLLM's response does not say whose memory it reads: a GPU's
     with monkeypatch.context() as patch:
         patch.setattr(ServerControl, "post", lambda *_: {"message": "Weight transfer initialized"})
-        with pytest.raises(SyncError, match=r"takes weights from a GPU's memory only.* use sync\.backend: file"):
+        with pytest.raises(SyncError, match=r"reads weights only from GPU memory.* use sync\.backend: file"):
             IpcSync([server], device=torch.device("cpu"))
     # a trainer on a GPU, a server on the CPU
     monkeypatch.setattr("agentfactory.trainers.sync.ipc_sync.memory_key", lambda _: "GPU-1")

@@ -117,7 +117,7 @@ def test_a_server_that_was_started_again_cannot_join_again(policy: Policy, tmp_p
         sync = NcclSync([server], open_group=GlooGroup)
         sync.push(0, policy, policy.gather())
         server.post("/finish_weight_update", {"weight_version": "default"})
-        with pytest.raises(SyncError, match="the NCCL group ended with it: resume the run"):
+        with pytest.raises(SyncError, match="its NCCL group has ended: resume the run"):
             sync.restore(server.url)
 
 

@@ -145,7 +145,7 @@ def test_a_server_chooses_the_digest() -> None:
         Content(state).check(right)
         with pytest.raises(SyncError, match=r"model\.norm\.weight differs from the trainer's"):
             Content(state).check(right | {"model.norm.weight": weight_digest(torch.zeros(3), function)})
-    with pytest.raises(SyncError, match="checksums are by 'crc', and this release knows xxh3 and fold"):
+    with pytest.raises(SyncError, match="checksums use 'crc', and this release knows xxh3 and fold"):
         Content(state).check(right | {"model.norm.weight": "crc:float32:3:00"})
 
 
@@ -157,7 +157,7 @@ def test_the_content_of_each_replica_is_proven() -> None:
     stale = {**other, "dp1:pp0:pcp0:tp0:model.norm.weight": weight_digest(torch.zeros(3))}
     with pytest.raises(SyncError, match=r"dp1:pp0:pcp0:tp0:model\.norm\.weight differs from the trainer's"):
         Content(state).check(right | stale, replicas=2)
-    with pytest.raises(SyncError, match="has 2 replicas, and gives checksums of 1"):
+    with pytest.raises(SyncError, match="has 2 replicas, but returned checksums of 1"):
         Content(state).check(right, replicas=2)
     del other["dp1:pp0:pcp0:tp0:model.norm.weight"]
     with pytest.raises(SyncError, match=r"no checksum for model\.norm\.weight"):

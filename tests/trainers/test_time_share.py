@@ -283,9 +283,9 @@ def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
     ("path", "answer", "words"),
     [
         ("/sleep", (404, "no such route"), r"does not sleep: .*answered 404: no such route; .*--enable-sleep-mode"),
-        ("/sleep", (200, "{}"), r"took /sleep and says that it is awake; .*placement\.mode=split"),
+        ("/sleep", (200, "{}"), r"accepted /sleep, but reports that it is awake; .*placement\.mode=split"),
         ("/wake_up", (500, "out of memory"), r"does not wake up: .*500: out of memory; .*memory that it had.*--resume"),
-        ("/wake_up", (200, '{"status": "awake"}'), r"took /wake_up and says that it is still asleep"),
+        ("/wake_up", (200, '{"status": "awake"}'), r"accepted /wake_up, but reports that it is asleep"),
     ],
 )
 def test_a_refusal_stops_the_run(

@@ -103,7 +103,7 @@ def test_no_route_of_vllm_is_open(server: tuple[str, Path], path: str) -> None:
 def test_on_a_cpu_vllm_is_refused_and_gets_as_far_as_cuda(server: tuple[str, Path]) -> None:
     url, model = server
     control = ServerControl(url, "IPC_TEST_KEY")
-    with pytest.raises(SyncError, match=r"takes weights from a GPU's memory only.* use sync\.backend: file"):
+    with pytest.raises(SyncError, match=r"reads weights only from GPU memory.* use sync\.backend: file"):
         IpcSync([control])
     state = load_file(model / "model.safetensors")
     buffer = Buffer(sum(value.nbytes for value in state.values()), torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""Weight sync: loads each version of the policy into the inference servers, with proof that it arrived."""
+"""Weight sync: the transfer of each policy version to the inference servers, with proof of its arrival."""

@@ -1,4 +1,4 @@
-"""Sync by adapter files: transfers megabytes, and pauses nothing."""
+"""Sync by adapter files, which transfers megabytes and pauses nothing."""
 
 import shutil
 import time
@@ -19,19 +19,19 @@ _WEIGHTS = "adapter_model.safetensors"
 
 
 class LoraSync:
-    """Sends adapter files, under a new name and path per version: a running turn keeps the adapter that it began with.
+    """A sync backend for adapter files, with a new name and path per version: a running turn keeps its adapter.
 
-    No server reports the bytes of an adapter that it has loaded, so the proof ties the name to them step by step: the
-    name was free on the server before (it answered to nothing), the server lists it afterwards with exactly the path
-    that was sent, the path contains the digest of the adapter's weights and was never used before, and the file at the
-    path still has this digest after loading. The canary checks that the server computes with what it read.
+    No server reports the content of a loaded adapter, so the proof links the name to it step by step. The name was
+    unused on the server. Afterwards the server lists it with exactly the given path. The path contains the digest of
+    the adapter's weights and was never used before, and the file still has this digest after loading. The canary checks
+    that the server computes with the weights it has read.
     """
 
     def __init__(self, servers: list[ServerControl], folder: Path, prefix: str, keep: int) -> None:
-        """Adapters are called {prefix}{version}; a version that is pushed again gets -2, -3 and so on.
+        """Adapters are called {prefix}{version}; a repeated push of a version appends -2, -3 and so on.
 
-        Every server must be able to read `folder` under the same path. The `keep` newest stay loaded:
-        rollout.max_staleness + 2, so that no turn loses its adapter; a server must have room for as many.
+        Every server must be able to read `folder` under the same path. The `keep` newest adapters stay loaded:
+        rollout.max_staleness + 2, so that no turn loses its adapter. A server must have room for all of them.
         """
         self._servers = servers
         self._folder = folder
@@ -52,14 +52,14 @@ class LoraSync:
         return self._report(started)
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync. The server gets all adapters in use, under their existing names: a restarted server has never
-        used these."""
+        """See WeightSync. The server gets all adapters in use, under their existing names, which a restarted server
+        has never used."""
         started = time.perf_counter()
         self._complete(find(self._servers, url))
         return self._report(started)
 
     def _begin(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> None:
-        """Makes room on the servers, and writes the adapter."""
+        """Make room on the servers, and write the adapter."""
         while len(self._loaded) >= self._keep:
             oldest, old_path = next(iter(self._loaded.items()))
             on_each(self._servers, partial(_unload, name=oldest))
@@ -68,7 +68,7 @@ class LoraSync:
         self._pushes[version] = self._pushes.get(version, 0) + 1
         again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
         name = f"{self._prefix}{version}{again}"
-        # written under a temporary name: the final name contains the digest of what was written
+        # written under a temporary name, because the final name contains the digest of the file
         passing = (self._folder / f".{name}").resolve()
         digest = file_digest(policy.save_adapter(passing, state))
         lock_for_others(passing)
@@ -79,9 +79,9 @@ class LoraSync:
         self._unfinished = version
 
     def _complete(self, server: ServerControl) -> None:
-        """Loads adapters that are in use and not loaded, and unloads those that are no longer in use, which may remain
-        on a server that was away or that an earlier attempt of the run has used. A server that has slept may list
-        adapters that it has lost (vLLM #53888), so all are loaded again."""
+        """Load missing adapters, and unload adapters no longer in use, which may remain on a server that was away or
+        served an earlier attempt of the run. After sleep, a server may list adapters that it has lost (vLLM #53888),
+        so all are loaded again."""
         listed = _listed(server)
         for name, root in listed.items():
             ours = root is not None and Path(root).parent == self._folder.resolve()
@@ -92,10 +92,10 @@ class LoraSync:
                 _load(server, name, path)
 
     def close(self) -> None:
-        """See WeightSync. The servers forget the adapters, so that they have room for those of the next run; the files
-        stay in the run folder."""
+        """See WeightSync. The servers unload the adapters, to make room for the next run; the files stay in the run
+        folder."""
         for name in self._loaded:
-            # a run that failed may have no server left
+            # after a failed run, there may be no server left
             with suppress(SyncError):
                 on_each(self._servers, partial(_unload, name=name))
 
@@ -107,13 +107,13 @@ class LoraSync:
 
 
 def _unload(server: ServerControl, name: str) -> None:
-    # a restarted server has forgotten it
+    # a restarted server no longer has it
     if name in _listed(server):
         server.post("/v1/unload_lora_adapter", {"lora_name": name})
 
 
 def _load(server: ServerControl, name: str, path: Path) -> None:
-    """Loads an adapter into a server and proves it. Raises SyncError."""
+    """Load an adapter into a server and prove it. Raises SyncError."""
     held = _listed(server)
     if name in held:
         raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
@@ -121,14 +121,14 @@ def _load(server: ServerControl, name: str, path: Path) -> None:
     root = _listed(server).get(name)
     if root != str(path):
         raise SyncError(
-            f"{server.url} took the adapter {name} and serves it from {root}, not from {path}: it was not loaded"
+            f"{server.url} accepted the adapter {name}, but serves it from {root}, not from {path}: it was not loaded"
             if root
-            else f"{server.url} answered that it loaded the adapter {name}, and does not list it in /v1/models"
+            else f"{server.url} reported the adapter {name} as loaded, but does not list it in /v1/models"
         )
     if not path.name.endswith(file_digest(path / _WEIGHTS)[:16]):
         raise SyncError(f"{path / _WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
 
 
 def _listed(server: ServerControl) -> dict[str, str | None]:
-    """Returns the path of every model that a server lists, by name."""
+    """Return the path of every model that a server lists, by name."""
     return {card["id"]: card.get("root") for card in server.get("/v1/models").get("data", [])}

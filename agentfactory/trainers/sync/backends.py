@@ -1,8 +1,8 @@
-"""The sync backends: what each requires of the recipe, the devices and the servers, and `make_sync`. Only `make_sync`
+"""The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`. Only `make_sync`
 needs torch.
 
-The backends themselves are classes, one per file in this folder, or the user's own `FILE.py:NAME`: see WeightSync in
-protocol.py. Nothing else in AgentFactory depends on a backend's name.
+A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in weight_sync.py.
+Nothing else in AgentFactory depends on a backend's name.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from agentfactory.tools.user_code.extension import Extension, load_extension
 from agentfactory.trainers.config import TrainRecipe
 
 if TYPE_CHECKING:
-    # protocol.py needs torch
+    # these modules need torch
     from agentfactory.trainers.sync.server_control import ServerControl
     from agentfactory.trainers.sync.weight_sync import WeightSync
 
@@ -30,21 +30,21 @@ FULL_ROUTES = (
 
 @dataclass(frozen=True)
 class Backend:
-    """The properties of a sync backend. A user's own class declares them as class attributes of the same names, where
-    they differ from the defaults."""
+    """The properties of a sync backend. A user's own class declares them as class attributes of the same names, if they
+    differ from the defaults."""
 
     name: str
-    """Its name in `sync.backend`."""
+    """The name in `sync.backend`."""
     adapters: bool = False
-    """Whether it sends adapters instead of all weights."""
+    """True if it sends adapters instead of all weights."""
     routes: tuple[str, ...] = FULL_ROUTES
-    """The server routes that it calls."""
+    """Server routes that it calls."""
     transfer: str | None = "file"
-    """Backend of vLLM's --weight-transfer-config; None: the flag is left out."""
+    """Backend in vLLM's --weight-transfer-config; None omits the flag."""
     engines: tuple[str, ...] = ("vllm", "embedded")
     """Values of `server.engine` that it supports."""
     devices: Literal["any", "one", "apart"] = "any"
-    """one: trainer and vLLM compute on one GPU; apart: on different ones."""
+    """one: trainer and vLLM use the same GPU; apart: different GPUs."""
 
 
 BACKENDS = {
@@ -64,14 +64,14 @@ _CLASSES = {
 }
 
 INPUTS = ("servers", "folder", "prefix", "keep", "keep_caches")
-"""Arguments, by name, that a backend's class can take: the servers (ServerControl); a folder for files that it
-transfers; the beginning of its versions' names; how many adapter versions turns may use at a time; whether the servers'
-caches outlive an update (rollout.inflight: keep)."""
+"""Arguments, by name, that a backend's class can accept: the servers (ServerControl), a folder for transferred files,
+the prefix of version names, the number of adapter versions in use at a time, and whether the servers' caches outlive an
+update (rollout.inflight: keep)."""
 
 
 def backend_of(recipe: TrainRecipe) -> Backend:
-    """Returns the recipe's backend; for `auto`, the choice that is made without information on devices. Raises
-    SettingError if a user's own class cannot be loaded."""
+    """Return the recipe's backend; for `auto`, the choice without information on devices. Raises SettingError if a
+    user's own class cannot be loaded."""
     name = _resolved(recipe)
     if name in BACKENDS:
         return BACKENDS[name]
@@ -81,24 +81,24 @@ def backend_of(recipe: TrainRecipe) -> Backend:
 
 
 def check_backend(recipe: TrainRecipe) -> None:
-    """Raises SettingError if the recipe's backend cannot transfer the trained weights to its servers."""
+    """Raise SettingError if the recipe's backend cannot transfer the trained weights to its servers."""
     backend, lora, engine = backend_of(recipe), recipe.model.lora, recipe.server.engine
     if backend.adapters and lora is None:
         problem, fix = f"got {backend.name!r}, but every weight is trained", "set model.lora.rank, or use file"
     elif not backend.adapters and lora is not None:
         problem, fix = f"got {backend.name!r}, but an adapter is trained", "use lora or auto, or set model.lora=null"
     elif engine not in backend.engines:
-        problem, fix = f"got {backend.name!r}, which server.engine={engine} does not have", "use file or auto"
+        problem, fix = f"got {backend.name!r}, which server.engine={engine} does not support", "use file or auto"
     else:
         return
     raise SettingError("sync.backend", problem, fix)
 
 
 def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path, run: str) -> "WeightSync":
-    """Creates the recipe's backend for `servers`. `folder` is for files that it transfers. Its versions are named after
-    `run` and at random, so that those of another process, or of an earlier attempt, are never taken for this one's.
+    """Create the recipe's backend for `servers`, with `folder` for transferred files. Version names contain `run` and a
+    random part, so versions of another process or an earlier attempt cannot be mistaken for its own.
 
-    Raises SyncError if it cannot work, and SettingError if a user's own class lacks a method of WeightSync.
+    Raises SyncError if the backend cannot work, and SettingError if a user's own class lacks a method of WeightSync.
     """
     made = _load(recipe)(
         servers=servers,
@@ -108,7 +108,7 @@ def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path,
         keep_caches=recipe.rollout.inflight == Inflight.KEEP,
     )
     if lacks := [name for name in ("push", "restore", "close") if not callable(getattr(made, name, None))]:
-        problem = f"{recipe.sync.backend} has no {', '.join(lacks)}"
+        problem = f"{recipe.sync.backend} lacks {', '.join(lacks)}"
         raise SettingError("sync.backend", problem, "see WeightSync in agentfactory/trainers/sync/weight_sync.py")
     return made
 
@@ -122,7 +122,7 @@ def _load(recipe: TrainRecipe) -> Extension:
     name = _resolved(recipe)
     if name not in BACKENDS:
         return load_extension("sync.backend", name, {}, INPUTS, recipe.sync)
-    # import it only now: it needs torch
+    # imported only now, because it needs torch
     module, _, attribute = _CLASSES[name].partition(":")
     ours = {name: getattr(importlib.import_module(module), attribute)}
     return load_extension("sync.backend", name, ours, INPUTS, recipe.sync)

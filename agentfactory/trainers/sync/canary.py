@@ -1,12 +1,12 @@
 """The canary: a few fixed contexts whose next-token log-probabilities server and trainer compute for every version.
 
-Even with the right weights, a server may compute with something else: a cache of older weights, a packed copy, an
-adapter that it lists and does not apply, a replica that was not updated. The canary sends the same requests as
-rollouts, to `/inference/v1/generate` of each replica and through its prefix cache, so it gets what they would get.
-vLLM's `prompt_logprobs` would not work: such requests do not read the prefix cache. `logprob_token_ids` returns the
+Even with the right weights, a server may compute with others: a cache of older weights, a packed copy, a listed but
+unapplied adapter, a replica that was not updated. The canary sends the same requests as rollouts, to
+`/inference/v1/generate` of each replica and through its prefix cache, so both get the same results. vLLM's
+`prompt_logprobs` would not work, because such requests do not read the prefix cache. `logprob_token_ids` returns the
 log-probabilities of chosen tokens at the position of one sampled token.
 
-Entries that other requests have evicted from a server's cache since the last version are no longer stale, and are not
+Entries that other requests have evicted from a server's cache since the last version cannot be stale, and are not
 checked.
 """
 
@@ -49,18 +49,18 @@ Result = TypeVar("Result")
 
 CONTEXTS = 8
 CONTEXT_TOKENS = 144
-"""More than a block of vLLM's prefix cache, which is 128 tokens on a CPU and 16 on a GPU: shorter contexts are never
-cached, so a stale cache would not be detected."""
+"""Context length; more than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU. Shorter contexts are
+never cached, so a stale cache would not be detected."""
 CONTEXTS_AGAIN = 2
-"""Contexts that are scored again before the next push: other weights move them all."""
+"""Number of contexts scored again before the next push; other weights would change them all."""
 CANDIDATES = 16
 """Tokens scored after each context; vLLM returns at most 20."""
 _INVALID = -9999.0
-"""What vLLM sends for a log-probability that is NaN."""
+"""Value that vLLM sends for a NaN log-probability."""
 
 
 class OtherVersionError(SyncError):
-    """A server generates with other base weights than it should; `versions` are its labels of them."""
+    """A server that generates with the wrong base weights; `versions` are their labels."""
 
     def __init__(self, message: str, versions: set[str]) -> None:
         super().__init__(message)
@@ -68,35 +68,35 @@ class OtherVersionError(SyncError):
 
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
-"""Called like a Policy."""
+"""A function with the signature of Policy's forward pass."""
 
 
 @dataclass(frozen=True)
 class CanaryRow:
-    """A context, and the tokens that are scored at the position after it."""
+    """A context, and the tokens scored at the position after it."""
 
     context: list[int]
     candidates: list[int]
     banned: tuple[int, ...] = ()
-    """Tokens that stand for images: see Policy."""
+    """Image tokens: see Policy."""
     images: tuple[ImageSpan, ...] = ()
-    """Those in the context: one image, or none."""
+    """The context's image: one or none."""
     collapsed: tuple[int, ...] = ()
-    """The context with one token for the image, as servers take it."""
+    """The context with one token for the image, in the form that servers accept."""
     png: bytes = b""
-    """The file of the image."""
+    """The image file."""
 
 
 def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[CanaryRow]:
-    """Returns the canary's rows: tokens of `vocabulary` drawn with `seed`, so that all processes have the same. A
-    context has at most `longest` tokens."""
+    """Return the canary's rows: tokens of `vocabulary` drawn with `seed`, so all processes get the same rows. A context
+    has at most `longest` tokens."""
     draw = random.Random(seed)
     length, count = min(CONTEXT_TOKENS, longest), min(CANDIDATES, len(vocabulary))
     return [CanaryRow(draw.choices(vocabulary, k=length), draw.sample(vocabulary, count)) for _ in range(CONTEXTS)]
 
 
 def with_eyes(rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | None, seed: int = 0) -> list[CanaryRow]:
-    """Returns the rows for a model that sees. With a `store`, in which the image is put, every other context has an
+    """Return the rows for a vision-language model. With a `store`, which gets the image, every other context has an
     image in its middle, if there is room."""
     rows = [replace(row, banned=vision.banned_token_ids) for row in rows]
     if store is None:
@@ -126,16 +126,16 @@ def with_eyes(rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | Non
 def trainer_scores(
     policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None, images: ImageLoader | None = None
 ) -> Scores:
-    """Returns the trainer's log-probabilities of all candidates, row by row, at temperature 1. If the policy is
-    sharded, every process calls it, with the `forward` that gathers its weights (default: the policy's own). `images`
-    is for rows with images."""
+    """Return the trainer's log-probabilities of all candidates, row by row, at temperature 1. If the policy is sharded,
+    every process must call this, with a `forward` that gathers the weights (default: the policy's own). Rows with
+    images need `images`."""
     device = next(policy.parameters()).device
     contexts = [row.context for row in rows]
     length, count = len(contexts[0]), len(rows[0].candidates)
     ends = torch.arange(1, len(rows) + 1, device=device) * length - 1
     labels = torch.tensor([row.candidates for row in rows], device=device).flatten()
     trained = policy.training
-    policy.eval()  # no dropout of an adapter
+    policy.eval()  # disables an adapter's dropout
     seen = images.load_block(length, [row.images for row in rows], device) if images is not None else None
     inputs = torch.tensor(contexts, device=device), ends.repeat_interleave(count), labels, None, None, seen
     logprobs, _ = (forward or policy)(*inputs)
@@ -146,12 +146,12 @@ def trainer_scores(
 def server_scores(
     server: ServerControl, rows: Sequence[CanaryRow], report: SyncReport, fresh: bool, replica: int | None = None
 ) -> Scores:
-    """Returns the scores of the same rows by a server's `replica`, with the weights of `report`. `fresh` avoids
-    everything that other requests have cached by using a separate salt: their cached entries stay unchanged, and a
-    cache that is never dropped becomes ever more stale for requests that read it. Raises SyncError."""
+    """Return the scores of the same rows by a server's `replica`, with the weights of `report`. `fresh` avoids cached
+    entries of other requests by a separate salt. It leaves them unchanged, since a cache that is never dropped becomes
+    ever more stale for the requests that read it. Raises SyncError."""
 
     def score(row: CanaryRow) -> list[float]:
-        # vLLM puts the sampled token before the candidates and cuts the surplus, so one candidate is requested twice
+        # vLLM puts the sampled token before the candidates and truncates the list, so one candidate is requested twice
         asked = [*row.candidates, row.candidates[0]]
         params = {"max_tokens": 1, "temperature": 1.0, "logprobs": len(asked), "logprob_token_ids": asked}
         body: dict[str, Any] = {"token_ids": row.context, "model": report.model, "sampling_params": params}
@@ -170,10 +170,12 @@ def server_scores(
             versions = {span["version"] for span in choice["weight_versions"] or []}
             given = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
         except (KeyError, TypeError, IndexError) as error:
-            problem = f"{server.url}/inference/v1/generate answered the canary with no completion ({error!r})"
+            problem = f"{server.url}/inference/v1/generate did not answer the canary with a completion ({error!r})"
             raise SyncError(f"{problem}; is a proxy in front of it?") from error
         if row.images and answer.get("prompt_token_ids") != row.context:
-            raise SyncError(f"{server.url} does not read an image of the canary as the trainer does: other prompt ids")
+            raise SyncError(
+                f"{server.url} tokenises an image of the canary differently from the trainer: the prompt ids differ"
+            )
         if not report.is_adapter and versions != {report.label}:
             raise OtherVersionError(
                 f"{server.url} generates with version {', '.join(map(repr, versions))}, not with {report.label!r}",
@@ -181,9 +183,7 @@ def server_scores(
             )
         missing = [token for token in row.candidates if given.get(token, _INVALID) == _INVALID]
         if missing:
-            raise SyncError(
-                f"{server.url} gives no log-probability for token {missing[0]}, which logprob_token_ids asks"
-            )
+            raise SyncError(f"{server.url} returned no log-probability for token {missing[0]} of logprob_token_ids")
         return [given[token] for token in row.candidates]
 
     with ThreadPoolExecutor(len(rows)) as pool:
@@ -191,14 +191,13 @@ def server_scores(
 
 
 class Canary:
-    """Checks for each version whether the log-probabilities of each replica follow the trainer's. See Drift."""
+    """A check, for each version, that each replica's log-probabilities follow the trainer's. See Drift."""
 
     def __init__(
         self, servers: Sequence[ServerControl], rows: Sequence[CanaryRow], dtype: str, rounded: bool = False
     ) -> None:
-        """`servers` are empty in processes that only compute the trainer's scores. `dtype` is the policy's
-        (`model.dtype`). `rounded`: servers and trainer compute with different weights by design (see
-        TrainRecipe.rounding)."""
+        """`servers` is empty in processes that only compute the trainer's scores. `dtype` is the policy's
+        (`model.dtype`). `rounded`: servers and trainer use different weights by design (see TrainRecipe.rounding)."""
         self.rows = list(rows)
         self._servers = servers
         self._proven: SyncReport | None = None
@@ -211,10 +210,10 @@ class Canary:
         return trainer_scores(policy, self.rows, forward, images)
 
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
-        """Scores the version of `report` on every replica; `trainer` are the policy's scores of the same version.
+        """Score the version of `report` on every replica; `trainer` are the policy's scores of the same version.
 
-        Returns the metrics of the replica with the weakest proof. Raises SyncError if a replica does not serve what the
-        trainer has sent.
+        Return the metrics of the replica with the weakest proof. Raises SyncError if a replica does not serve the
+        trainer's weights.
         """
         verdicts: list[Verdict] = []
 
@@ -233,7 +232,7 @@ class Canary:
         return {**metrics, "sync/canary_slope": min(slopes)} if slopes else metrics
 
     def prove_again(self, report: SyncReport, url: str) -> None:
-        """Checks the server at `url` after WeightSync.restore: it must score as before. Raises SyncError."""
+        """Check that the server at `url` scores as before, after WeightSync.restore. Raises SyncError."""
         if self._proven is None:
             return
         server = find(self._servers, url)
@@ -246,8 +245,8 @@ class Canary:
         on_replicas(server, judge_again)
 
     def prove_unchanged(self) -> None:
-        """Checks that the servers still score as when they proved the last version. Servers that sleep, are gone, or
-        were restarted and have their first weights are left to the next push.
+        """Check that the servers still score as at the proof of the last version. Servers that sleep, are gone, or were
+        restarted with their initial weights are left to the next push.
 
         Raises ForeignWeightsError if another process has changed a server's weights since.
         """
@@ -273,7 +272,7 @@ class Canary:
             verdict = drift.judge_again(scores)
             if verdict.failure is not None:
                 raise ForeignWeightsError(
-                    server, f"has other weights since it proved version {report.version}: {verdict.failure}"
+                    server, f"has changed its weights since it proved version {report.version}: {verdict.failure}"
                 )
 
         on_replicas(server, compare)
@@ -281,7 +280,7 @@ class Canary:
     def _judge(self, server: ServerControl, replica: int | None, report: SyncReport, trainer: Scores) -> Verdict:
         drift = self._drifts[Replica(server.url, replica)]
         if drift.started:
-            # read what an earlier version left in the cache before this version fills it
+            # read the cache entries of earlier versions before this version replaces them
             cached = server_scores(server, self.rows, report, fresh=False, replica=replica)
             fresh = server_scores(server, self.rows, report, fresh=True, replica=replica)
             verdict = drift.judge(cached, fresh, trainer)
@@ -295,7 +294,7 @@ class Canary:
 
 
 def on_replicas(server: ServerControl, act: Callable[[int | None], Result]) -> list[Result]:
-    """Returns what `act` returns for each replica of a server; all are called at once."""
+    """Return the results of `act` for each replica of a server, called concurrently."""
     replicas = server.replicas()
     with ThreadPoolExecutor(len(replicas)) as pool:
         return [*pool.map(act, replicas)]

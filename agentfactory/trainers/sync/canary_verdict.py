@@ -1,16 +1,15 @@
-"""Drift: checks whether changes of the server's log-probabilities follow the trainer's. A pure state machine, one per
+"""Drift: a check that changes of the server's log-probabilities follow the trainer's. A pure state machine, one per
 server.
 
-Server and trainer score the same tokens at every version. The log-probabilities change from version to version. A
-server that has taken the trainer's weights changes as the trainer does, whatever their constant disagreement. Changes
-below the noise of scoring prove nothing.
+Server and trainer score the same tokens at every version, and their log-probabilities change from version to version.
+If the server has the trainer's weights, both change in the same way, even if they disagree by a constant. Changes below
+the noise of scoring prove nothing.
 
 Server and trainer are compared over all tokens, and the server must not deviate in any context: if one of several
-servers behind an address was not updated, this shows in the contexts that it answers. If the two have different weights
-by design (a quantised server, QLoRA), medians over the contexts are compared: most contexts still follow, but in one or
-two the rounding dominates, and there the changes of server and trainer are almost unrelated. These medians do not
-detect three stale contexts of eight. A server is compared with itself (its caches, its state before a restart) over all
-tokens.
+servers behind an address was not updated, the contexts that it answers deviate. If the two have different weights by
+design (a quantised server, QLoRA), medians over the contexts are compared. Most contexts still follow, but in one or
+two, rounding dominates, and the changes of server and trainer are almost unrelated. These medians do not detect three
+stale contexts of eight. A server is compared with itself (its caches, its state before a restart) over all tokens.
 """
 
 from dataclasses import dataclass
@@ -22,25 +21,25 @@ Scores = Float[np.ndarray, "tokens"]
 """Log-probabilities of the canary's tokens, context by context, in nats."""
 
 PROVABLE = 3.0
-"""A change proves something only if it exceeds this many times the noise."""
+"""Multiple of the noise that a change must exceed to prove anything."""
 SLOPES = (0.5, 1.5)
 """Bounds for the server's change divided by the trainer's: 0 is a server that did not change, 1 follows exactly."""
 ASTRAY = 10.0
-"""Even if the trainer's change alone proves nothing, the server must not differ from it by more than this many times
-the noise plus half of that change: otherwise it serves weights of no version."""
+"""Multiple of the noise that limits the server's distance from the trainer, together with half of the trainer's change.
+The limit also holds if that change proves nothing; a server beyond it serves weights of no version."""
 LEAST_NOISE = {"float32": 1e-5, "bfloat16": 2.0**-9}
-"""Minimum noise by precision, since two passes may agree exactly by chance: the rounding of a logit of 1 in bfloat16;
-several times that in float32."""
+"""Minimum noise by precision, since two passes may agree exactly by chance: the rounding error of a logit of 1 in
+bfloat16, and several times that error in float32."""
 MOST_NOISE = 1.0
-"""With more noise, server and trainer do not have the same model."""
+"""Maximum noise; beyond it, server and trainer do not have the same model."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one version's scores prove. All values are root mean squares over tokens, in nats."""
+    """The result of one version's scores. All values are root mean squares over tokens, in nats."""
 
     provable: bool
-    """Whether the trainer's change since the last proven version is large enough to prove anything."""
+    """True if the trainer's change since the last proven version is large enough to prove anything."""
     drift: float
     """The trainer's change since the last proven version; with rounded weights, its median over the contexts."""
     cache_gap: float
@@ -49,18 +48,18 @@ class Verdict:
     """Slope of the server's change over the trainer's, by least squares through the origin; with rounded weights, its
     median over the contexts. None if not provable."""
     failure: str | None = None
-    """Why the server does not serve what the trainer has sent; None if nothing indicates that."""
+    """The evidence that the server does not serve the trainer's weights; None if there is none."""
 
 
 class Drift:
-    """The history of scores: call `start` once, then `judge` per version. Raises nothing: failures are in the
-    verdict."""
+    """The history of scores. Call `start` once, then `judge` per version. Failures are reported in the verdict, never
+    raised."""
 
     def __init__(self, dtype: str, contexts: int, rounded: bool = False) -> None:
-        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE. All scores have the same number
-        of tokens for each of `contexts`. `rounded`: server and trainer have different weights by design."""
+        """`dtype` is the precision of the forward passes, a key of LEAST_NOISE. All scores have the same number of
+        tokens for each of the `contexts` contexts. `rounded`: server and trainer have different weights by design."""
         self.noise = LEAST_NOISE[dtype]
-        """Difference between two scores of the same weights, as measured at the start."""
+        """Difference between two scores of the same weights, measured at the start."""
         self._contexts = contexts
         self._rounded = rounded
         self._proven: tuple[Scores, Scores] | None = None
@@ -68,12 +67,12 @@ class Drift:
 
     @property
     def started(self) -> bool:
-        """Whether `start` was called."""
+        """True after `start`."""
         return self._proven is not None
 
     def start(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """Judge the first version on server and trainer, and measure the noise. `fresh` are the server's scores without
-        its prefix cache, `server` those that read it."""
+        """Judge the first version on server and trainer, and measure the noise. `server` are the server's scores with
+        its prefix cache, `fresh` without it."""
         gap = _rms(server - fresh)
         self.noise = max(self._size(server - trainer), gap, self.noise)
         self._proven, self._latest = (server, trainer), server
@@ -84,7 +83,7 @@ class Drift:
         return Verdict(provable=False, drift=0.0, cache_gap=gap, failure=failure)
 
     def judge(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """Judge a later version. If it is proven, later changes are measured from it."""
+        """Judge a later version. If proven, it becomes the baseline of later changes."""
         assert self._proven is not None
         gap = _rms(server - fresh)
         served, trained = server - self._proven[0], trainer - self._proven[1]
@@ -95,7 +94,7 @@ class Drift:
         failure = None
         if not gap <= PROVABLE * self.noise:
             failure = (
-                f"with its prefix cache the server's log-probabilities are {gap:.3g} nats from those computed anew: it "
+                f"with its prefix cache the server's log-probabilities are {gap:.3g} nats from those without it: it "
                 "uses caches of older weights"
             )
         elif slope is not None and not SLOPES[0] < slope < SLOPES[1]:
@@ -115,8 +114,8 @@ class Drift:
         return Verdict(provable, drift, gap, slope, failure)
 
     def judge_again(self, server: Scores) -> Verdict:
-        """Judge the latest version again, after a restart or before the next one: the server must score as before.
-        `server` may have only the first of the contexts."""
+        """Judge the latest version again, after a restart or before the next version: the server must score as before.
+        `server` may contain only the first contexts."""
         assert self._latest is not None
         gap = _rms(server - self._latest[: len(server)])
         failure = None
@@ -137,12 +136,12 @@ class Drift:
         if self._rounded:
             return self._size(astray), self._size(trained)
         far, moved = self._sizes(astray), self._sizes(trained)
-        worst = np.argmax(far - 0.5 * moved)  # NaN if there is one
+        worst = np.argmax(far - 0.5 * moved)  # the position of a NaN if there is one
         return float(far[worst]), float(moved[worst])
 
     def _slope(self, served: Scores, trained: Scores) -> float:
-        """Return the slope. With rounded weights, use the contexts in which the trainer's change is more than noise: at
-        least half of them."""
+        """Return the slope. With rounded weights, use the contexts where the trainer's change exceeds the noise, and at
+        least half of all contexts."""
         if not self._rounded:
             return float(served @ trained / (trained @ trained))
         moved = self._sizes(trained) > self.noise

@@ -1,4 +1,4 @@
-"""Proof of content: the weights on a server are, byte for byte, the trainer's."""
+"""Proof that a server's weights equal the trainer's byte for byte."""
 
 import hashlib
 import logging
@@ -23,58 +23,58 @@ logger = logging.getLogger(__name__)
 
 _VOCABULARY_MULTIPLE = 64
 _MOST_PENDING = 2**29
-"""Bytes of weights that are held until their digests are computed."""
+"""Maximum bytes of weights held until their digests are computed."""
 
 
 def file_digest(file: Path) -> str:
-    """Returns the sha256 of a file, in hex."""
+    """Return the sha256 of a file, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 Served = Mapping[str, Mapping[str, str]]
-"""The checksums of each server, by its URL."""
+"""The checksums of each server, by URL."""
 
 
 def served_checksums(server: ServerControl) -> dict[str, str]:
-    """Returns the checksums of a server's weights, by worker and name. Raises SyncError."""
+    """Return the checksums of a server's weights, by worker and name. Raises SyncError."""
     found: dict[str, str] = server.post("/weight_checker", {"action": "checksum"}).get("checksums", {})
     return found
 
 
 @dataclass
 class _Expected:
-    """A digest that a server's checksum will be compared with, if it has the layout that it had before."""
+    """A digest to compare with a server's checksum, if the server's layout has not changed."""
 
     name: str
-    """The server's name."""
+    """The name on the server."""
     checksum: str
     worker: Worker
     layout: tuple[object, ...]
-    """Its Layout.key."""
+    """The Layout.key."""
     missing: set[str]
-    """The trainer's names of the weights that it needs and that have not been read yet."""
+    """The trainer's names of required weights that have not been read yet."""
     needs: tuple[str, ...]
 
 
 class Content:
-    """The weights of one version, as the trainer has them. Each digest is computed once, for all servers and replicas,
-    on the weight's own device."""
+    """The trainer's weights of one version. Each digest is computed once for all servers and replicas, on the weight's
+    own device."""
 
     def __init__(self, state: Mapping[str, Tensor], served: Served | None = None, keep: bool = True) -> None:
-        """`state` must not change before the last proof. With `served`, those of the version before, digests for the
-        same layouts are computed in a thread, while the weights travel.
+        """`state` must not change before the last proof. With `served`, the checksums of the previous version, a thread
+        computes digests for the same layouts during the transfer.
 
-        `state` may be without values (device "meta"): `passing` brings them. Without `keep` none is held for longer
-        than its digest takes, and only the layouts in `served` can be proven.
+        `state` may be without values (device "meta"), which `passing` then provides. Without `keep`, no weight is held
+        for longer than its digest takes, and only the layouts in `served` can be proven.
         """
         self.state = dict(state)
         self.served: dict[str, Mapping[str, str]] = {}
-        """The checksums of the servers that were proven."""
+        """The checksums of proven servers."""
         self._keep = keep
         self._digests: dict[object, str | None] = {}
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, "digests")  # starts with its first task
+        self._pool = ThreadPoolExecutor(1, "digests")  # starts its thread with the first task
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._waiting: defaultdict[str, list[_Expected]] = defaultdict(list)
         self._uses: Counter[str] = Counter()
@@ -87,7 +87,7 @@ class Content:
                 self._arrived(name)
 
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights of `state` while they are read."""
+        """Yield `weights`, and receive them as values of `state`."""
         for name, value in weights:
             if self._keep or self._uses[name]:
                 self.state[name] = value
@@ -95,26 +95,26 @@ class Content:
             yield name, value
 
     def prove(self, server: ServerControl, label: str) -> str:
-        """Raises SyncError unless the server reports that it serves version `label` and its checksums match; returns
-        their digest."""
+        """Raise SyncError unless the server reports version `label` and its checksums match; return the checksums'
+        digest."""
         echoed = server.get("/weight_info").get("weight_version")
         if echoed != label:
-            raise SyncError(f"{server.url} says that it serves version {echoed!r} after taking version {label!r}")
+            raise SyncError(f"{server.url} reports version {echoed!r} after it accepted version {label!r}")
         checksums = served_checksums(server)
         digest = self.check(checksums, len(server.replicas()))
         self.served[server.url] = checksums
         return digest
 
     def check(self, checksums: dict[str, str], replicas: int = 1) -> str:
-        """Raises SyncError unless the checksums of all `replicas` of a server match, weight by weight; returns the
-        sha256 of names and checksums, in hex.
+        """Raise SyncError unless the checksums of all `replicas` of a server match, weight by weight; return the sha256
+        of names and checksums, in hex.
 
-        A checksum is what `weight_digest` returns, or the sha256 of a parameter's bytes in row-major order, as vLLM
-        computes it without our plugin. A server may put its worker before a name ("dp0:pp0:pcp0:tp0:"), stack
-        projections, have a slice of them, list a tied head, and fill a vocabulary with zeros: see `layouts`. If a
-        layout is not known, a notice says so, and only the canary proves these weights.
+        A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
+        without our plugin. A server may prefix names with its worker ("dp0:pp0:pcp0:tp0:"), stack projections, have a
+        slice of them, list a tied head, and pad a vocabulary with zeros: see `layouts`. Weights in an unknown layout
+        are reported, and only the canary proves them.
         """
-        # several servers are proven at once, and mostly need the same digests
+        # several servers are proven concurrently, and mostly need the same digests
         with self._lock:
             while self._pending:
                 self._pending.popleft()[0].result()
@@ -126,7 +126,7 @@ class Content:
         unproven = {_replica(key): set(self.state) for key in checksums}
         unknown = set()
         if len(unproven) != replicas:
-            raise SyncError(f"the server has {replicas} replicas, and gives checksums of {len(unproven)}")
+            raise SyncError(f"the server has {replicas} replicas, but returned checksums of {len(unproven)}")
         for key, checksum in checksums.items():
             name = key.rsplit(":", 1)[-1]
             possible = list(layouts(name, self.state))
@@ -134,13 +134,13 @@ class Content:
             if found is not None:
                 unproven[_replica(key)] -= set(found.names)
             elif not possible or checksum.startswith(UNKNOWN) or (is_experts(name) and ":" not in checksum):
-                # without our plugin, a server does not say whether its kernel has reordered the experts
+                # without our plugin, a server does not report whether its kernel has reordered the experts
                 unknown.add(name)
             else:
                 raise SyncError(f"the server's {key} differs from the trainer's after the update")
         left = set().union(*unproven.values())
         if left and not unknown:
-            raise SyncError(f"the server gives no checksum for {_some(left)}")
+            raise SyncError(f"the server returned no checksum for {_some(left)}")
         if unknown:
             tell(
                 logger,
@@ -156,7 +156,7 @@ class Content:
             workers = Worker.of_keys(list(checksums))
             for key, checksum in checksums.items():
                 name = key.rsplit(":", 1)[-1]
-                # what is kept can still be digested in another layout when it is compared
+                # kept weights can still be digested in another layout at the comparison
                 for layout in islice(layouts(name, self.state), 1 if self._keep else None):
                     yield _Expected(name, checksum, workers[key], layout.key, set(layout.names), layout.names)
 
@@ -183,12 +183,12 @@ class Content:
             return False
         function, _, rest = checksum.partition(":")
         if not rest:
-            # all, since each may be asked for later
+            # compute both, since each may be needed later
             filled = [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
             return checksum in filled
         if function not in FUNCTIONS:
             raise SyncError(
-                f"the server's checksums are by {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
+                f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
                 "install the same release of agentfactory in both environments"
             )
         dtype, shape, digest = rest.split(":")
@@ -196,7 +196,7 @@ class Content:
         def digest_here() -> str | None:
             sizes = [int(size) for size in shape.split("x")] if shape else []
             arranged = layout.arranged(sizes, worker)
-            # a server keeps a few weights in another precision than they are sent in
+            # a server stores a few weights in another precision than sent
             converted = arranged.to(getattr(torch, dtype)) if arranged is not None else None
             return weight_digest(converted, function).rpartition(":")[2] if converted is not None else None
 
@@ -216,13 +216,13 @@ class Content:
         if key not in self._digests:
             if any(piece.is_meta for piece in layout.pieces):
                 problem = f"the server has {_some(set(layout.names))} in another layout than before the update"
-                raise SyncError(f"{problem}: it was started again with other options; resume the run")
+                raise SyncError(f"{problem}: it was restarted with other options; resume the run")
             self._digests[key] = compute()
         return self._digests[key]
 
 
 def _replica(key: str) -> str:
-    """Returns the replica of a checksum's key, "dp0" of "dp0:pp0:pcp0:tp0:NAME"; "" where a server names no worker."""
+    """Return the replica in a checksum's key, "dp0" in "dp0:pp0:pcp0:tp0:NAME"; "" for a key without worker."""
     return key.split(":")[0] if key.startswith("dp") and ":" in key else ""
 
 

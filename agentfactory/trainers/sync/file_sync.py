@@ -1,4 +1,4 @@
-"""Sync by file: full weights as safetensors that the servers read."""
+"""Sync by file: full weights as safetensors files that the servers read."""
 
 import shutil
 import time
@@ -18,11 +18,11 @@ from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find, lock_for_others, on_each
 
 _FILE_BYTES = 2**30
-"""Size from which a file ends: at most this and one weight more are in memory for it."""
+"""File size at which the next file begins. At most this and one weight are in memory."""
 
 
 class FileSync:
-    """Sends full weights as safetensors files that every server reads: for a CPU, or servers that share a disk.
+    """A sync backend for full weights as safetensors files, for CPUs or servers that share a disk.
 
     Weights are gathered while they are written. Proof: a server echoes the version, and its checksum of every weight
     equals ours.
@@ -40,7 +40,7 @@ class FileSync:
         self._written: tuple[Weights, Path, Content] | None = None
         self._served: Served = {}
         self._digest = ""
-        # takes a quarter of the time of writing, which no step need wait for
+        # deletion takes a quarter of the time of writing, and no step need wait for it
         self._deletes = ThreadPoolExecutor(1, "delete")
         self._deleted: Future[None] | None = None
         for server in servers:
@@ -49,16 +49,16 @@ class FileSync:
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
-        # a server that is gone interrupts a push; what was written is still good
+        # a lost server interrupts a push, but the written files remain valid
         if self._written is None or self._written[0] is not state:
             self._written = state, *self._write(version, state)
         _, target, content = self._written
         on_each(self._servers, lambda server: self._update(server, version, target, content))
-        # a server that was skipped comes back with the layout that it had
+        # a skipped server returns with its previous layout
         self._served = {**self._served, **content.served}
         if self._last is not None and self._last[1] != target:
             self._deleted = self._deletes.submit(_delete, self._last[1])
-        # kept until the next version is proven: a restarted server needs it
+        # kept until the next version is proven, for restarted servers
         self._last = version, target
         return self._report(started)
 
@@ -81,13 +81,13 @@ class FileSync:
         if self._last is not None:
             _delete(self._last[1])
         if self._written is not None:
-            # another one, if a signal has cut its push short
+            # differs from the last version if a signal interrupted its push
             _delete(self._written[1])
         self._last = self._written = None
 
     def _write(self, version: int, state: Weights) -> tuple[Path, Content]:
-        """Writes the weights to a folder of files."""
-        # there need be room for two versions, not for three
+        """Write the weights to a folder of files."""
+        # limits disk use to two versions
         self._wait_for_deletes()
         if not (self._served or state.resident):
             found: dict[str, dict[str, str]] = {}
@@ -109,7 +109,7 @@ class FileSync:
         return target, content
 
     def _update(self, server: ServerControl, version: int, target: Path, content: Content) -> None:
-        # every time: a server that was restarted since the last version is not initialised
+        # every time, because a server restarted since the last version is not initialised
         _init(server)
 
         def transfer() -> None:
@@ -133,7 +133,7 @@ class FileSync:
 
 
 def _delete(target: Path) -> None:
-    # somebody may have made room
+    # the user may have deleted it
     shutil.rmtree(target, ignore_errors=True)
 
 
@@ -142,7 +142,7 @@ def _init(server: ServerControl) -> None:
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yields the weights of one file after the other, in host memory."""
+    """Yield the weights of one file after the other, in host memory."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, value in weights:

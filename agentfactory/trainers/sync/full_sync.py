@@ -1,4 +1,4 @@
-"""Updates a server's full weights with any transport: pause, transfer, resume, prove."""
+"""Updates of a server's full weights with any transport: pause, transfer, resume, prove."""
 
 from collections.abc import Callable
 from string import digits
@@ -9,7 +9,7 @@ from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneE
 from agentfactory.trainers.sync.weight_sync import INITIAL_LABEL, ForeignWeightsError
 
 FORGET_FEATURES = "/reset_encoder_cache"
-"""Drops the vision tower's features of all images."""
+"""Route that drops the vision tower's features of all images."""
 
 
 def update_full_weights(
@@ -19,18 +19,18 @@ def update_full_weights(
     transfer: Callable[[], None],
     keep_caches: bool = False,
 ) -> str:
-    """Pauses all servers, calls `transfer` to load the content into them, resumes them, and proves it in each. Returns
+    """Pause all servers, load the content into them by `transfer`, resume them, and prove the content on each. Return
     the digest of the proven content (see Content.check).
 
-    Running requests keep their tokens and continue with the new weights. Their caches are recomputed. With
-    `keep_caches` all caches stay, and requests must avoid those of older weights by their cache salt. Servers generate
-    while they are proven; if a proof fails, SyncError is raised and the server is paused again: the version is not
-    published, and nothing that was sampled from it is trained. A server whose cache is asleep runs nothing, and resumes
-    automatically when the cache wakes: it is neither paused nor resumed.
+    Running requests keep their tokens and continue with the new weights, with recomputed caches. With `keep_caches`
+    all caches stay, and requests must avoid caches of older weights by their cache salt. Servers generate during the
+    proof. If the proof fails, the server is paused again and SyncError raised: the version is not published, and none
+    of its samples are trained on. A server whose cache is asleep runs nothing, and resumes automatically when the cache
+    wakes, so it is neither paused nor resumed here.
     """
     for server in servers:
         if not server.asleep:
-            # otherwise vLLM would drop the caches here, including those of running requests
+            # by default vLLM would drop the caches here, including those of running requests
             server.post("/pause?mode=keep&clear_cache=false")
         server.post("/start_weight_update")
     transfer()
@@ -41,7 +41,7 @@ def update_full_weights(
         if not dropped:
             raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
         if any(is_of_tower(name) for name in content.state):
-            # whatever happens to the other caches: else images seen before keep the features of the old weights
+            # even with keep_caches, since known images would otherwise keep the features of the old weights
             server.require([FORGET_FEATURES])
             server.post(FORGET_FEATURES)
     for server in servers:
@@ -61,13 +61,13 @@ def update_full_weights(
 
 
 def holds_full_weights(server: ServerControl, label: str, content: Content) -> bool:
-    """Returns whether a server proves that it has this version. A paused server was left so by a failure.
+    """Return whether a server proves that it has this version. A server that is still paused has failed.
 
-    Raises ForeignWeightsError if it has a version of another process, which a restart does not explain.
+    Raises ForeignWeightsError if the server has another process's version, which a restart cannot explain.
     """
     found = str(server.get("/weight_info").get("weight_version"))
     if found != INITIAL_LABEL and found.rstrip(digits) != label.rstrip(digits):
-        raise ForeignWeightsError(server, f"serves version {found!r}, and {label!r} was pushed")
+        raise ForeignWeightsError(server, f"serves version {found!r}, but {label!r} was pushed")
     if server.get("/is_paused").get("is_paused") is True:
         return False
     try:

@@ -24,23 +24,23 @@ from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find, on_each
 
 BUFFER_BYTES = 2**27
-"""Size of a shared buffer, unless one weight is larger."""
+"""Bytes of a shared buffer, unless one weight is larger."""
 _PARTS = 8
-"""Parts in which a small model travels, so that filling and reading overlap there, too."""
+"""Minimum number of parts, so that filling and reading also overlap for small models."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 Part = list[tuple[str, Tensor]]
-"""Weights that travel together."""
+"""Weights sent together."""
 
 
 class Buffer:
-    """Memory that a server can open. Raises SyncError if there is too little."""
+    """Memory that a server can open. Raises SyncError if there is too little memory."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """Allocates `capacity` bytes on `device`."""
+        """Allocate `capacity` bytes on `device`."""
         self.handles: dict[str, tuple[Any, ...]]
-        """The data with which a server opens it, under the key of the memory."""
+        """The handle with which a server opens the buffer, by key of the memory."""
         self._block: SharedMemory | None = None
         self._bytes: Tensor
         if device.type == "cuda":
@@ -52,7 +52,7 @@ class Buffer:
             self.handles = {CPU: (self._block.name, capacity)}
 
     def fill(self, part: Part) -> None:
-        """Writes tensors one after the other, from any device; returns when they can be read."""
+        """Write tensors one after the other, from any device; return when they can be read."""
         start = 0
         for _, value in part:
             flat = value.detach().contiguous().view(-1).view(torch.uint8)
@@ -62,14 +62,14 @@ class Buffer:
             torch.cuda.synchronize(self._bytes.device)
 
     def views(self, part: Part) -> list[Tensor]:
-        """Returns the tensors that `fill` writes, in this memory. Each must begin at a multiple of its dtype's width,
-        as those of `parts` do."""
+        """Return the tensors that `fill` writes, as views of this memory. Each must begin at a multiple of its dtype's
+        width, as in `parts`."""
         sizes = [value.nbytes for _, value in part]
         places = self._bytes[: sum(sizes)].split(sizes)
         return [place.view(value.dtype).view(value.shape) for (_, value), place in zip(part, places, strict=True)]
 
     def close(self) -> None:
-        """Returns the memory to the system: the server may be waiting for it. No view may exist any more."""
+        """Return the memory to the system, because the server may be waiting for it. No view may exist any more."""
         del self._bytes
         if self._block is not None:
             self._block.close()
@@ -80,13 +80,13 @@ class Buffer:
 
 
 class IpcSync:
-    """Sends full weights in parts through memory that trainer and server share, in the packed mode of vLLM's `ipc`
-    weight transfer engine: vLLM servers are started with `--weight-transfer-config '{"backend": "ipc"}'`.
+    """A sync backend for full weights in parts through memory shared by trainer and server, in the packed mode of
+    vLLM's `ipc` weight transfer engine. vLLM servers need `--weight-transfer-config '{"backend": "ipc"}'`.
 
-    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC, untested on a GPU): it fills one
+    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC, untested on a GPU). It fills one
     while the server reads the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks
-    of `multiprocessing.shared_memory`, which the embedded engine reads; they stay, and are the copy. The policy's
-    weights may be on another device than the buffer: those of an offloaded trainer go from the CPU to a GPU. Proof: a
+    of `multiprocessing.shared_memory`, which the embedded engine reads; these blocks persist and serve as the copy. The
+    policy's weights may be on another device than the buffer: an offloaded trainer's go from the CPU to a GPU. Proof: a
     server echoes the version, and its checksum of every weight equals ours.
     """
 
@@ -98,7 +98,7 @@ class IpcSync:
         device: torch.device | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Raises SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
+        """Raise SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
         current GPU, or the CPU if there is none. Versions are called {prefix}{version}. `keep_caches`: see
         update_full_weights."""
         self._servers = servers
@@ -109,10 +109,10 @@ class IpcSync:
         self._device = device or (torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
         self._model = base_model(servers)
         self._version = 0
-        # copy of the last pushed version for a server that is restarted; the policy's own weights keep changing
+        # a copy of the last pushed version for restarted servers, since the policy's own weights keep changing
         self._copy: dict[str, Tensor] = {}
         self._shared: list[Buffer] = []
-        """On a CPU: the copy's memory, a block for each of its parts."""
+        """On a CPU: the copy's memory, one block per part."""
         self._served: Served = {}
         self._digest = ""
         for server in servers:
@@ -149,7 +149,7 @@ class IpcSync:
             self._shared.pop().close()
 
     def _allocate(self, state: dict[str, Tensor]) -> None:
-        """Makes room for the copy of a version. Raises SyncError if shared memory is too small for it."""
+        """Allocate the copy of a version. Raises SyncError if shared memory is too small for it."""
         self.close()
         if self._device.type != "cpu":
             self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
@@ -160,7 +160,7 @@ class IpcSync:
             self._copy |= zip([name for name, _ in part], self._shared[-1].views(part), strict=True)
 
     def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[None]]:
-        """Begins to copy a version; returns what ends with each of its parts."""
+        """Begin to copy a version; return a future per part."""
         if self._device.type == "cpu":
             return [
                 pool.submit(buffer.fill, part) for buffer, part in zip(self._shared, self._parts(state), strict=True)
@@ -178,14 +178,14 @@ class IpcSync:
 
     @contextmanager
     def _filled(self, state: dict[str, Tensor], copied: list[Future[None]]) -> Iterator[Iterator[tuple[Part, Buffer]]]:
-        """Gives the parts of a version, each in a buffer, as soon as they can be read. A part may still be read while
-        the next one is asked for, and no longer."""
+        """Yield an iterator of a version's parts, each in a buffer, as soon as they can be read. A part must not be
+        read any more once the next one has been returned."""
         found = self._parts(state)
         with ExitStack() as stack:
             if self._device.type == "cpu":
                 buffers = self._shared
             else:
-                # own buffers for each server: torch counts one opening for each handle
+                # separate buffers per server, because torch counts one opening per handle
                 capacity = max(sum(value.nbytes for _, value in part) for part in found)
                 buffers = [stack.enter_context(closing(Buffer(capacity, self._device))) for _ in range(2)]
 
@@ -202,10 +202,10 @@ class IpcSync:
     def _init(self, server: ServerControl) -> None:
         answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
         own = memory_key(self._device)
-        readable = answer.get("memory")  # vLLM does not report it; it reads its GPUs' memory
+        readable = answer.get("memory")  # not reported by vLLM, which reads its GPUs' memory
         if readable is None and own == CPU:
             raise SyncError(
-                f"sync.backend: ipc: {server.url} takes weights from a GPU's memory only, and the trainer has no GPU; "
+                f"sync.backend: ipc: {server.url} reads weights only from GPU memory, and the trainer has no GPU; "
                 "use sync.backend: file"
             )
         if readable is not None and own not in readable:
@@ -215,7 +215,7 @@ class IpcSync:
             )
 
     def _update(self, server: ServerControl, content: Content, copied: list[Future[None]]) -> None:
-        # every time: a server that was restarted since the last version is not initialised
+        # every time, because a server restarted since the last version is not initialised
         self._init(server)
 
         def transfer() -> None:
@@ -224,7 +224,7 @@ class IpcSync:
                 for part, buffer in filled:
                     if read is not None:
                         read.result()
-                    # answers after it has copied the part
+                    # the server responds after it has copied the part
                     read = pool.submit(server.post, "/update_weights", {"update_info": update_info(part, buffer)})
                 if read is not None:
                     read.result()
@@ -243,8 +243,8 @@ class IpcSync:
 
 
 def parts(state: dict[str, Tensor], capacity: int) -> Iterator[Part]:
-    """Yields weights in parts of at most `capacity` bytes; no single weight may exceed it. Wide dtypes come first, so
-    that each tensor begins at a multiple of its own width."""
+    """Yield weights in parts of at most `capacity` bytes, which no single weight may exceed. Wide dtypes come first, so
+    each tensor begins at a multiple of its dtype's width."""
     part: Part = []
     size = 0
     for name, value in sorted(state.items(), key=lambda entry: -entry[1].itemsize):
@@ -258,7 +258,7 @@ def parts(state: dict[str, Tensor], capacity: int) -> Iterator[Part]:
 
 
 def update_info(part: Part, buffer: Buffer) -> dict[str, Any]:
-    """Returns what the receiver needs to know of a part in a buffer."""
+    """Return the description of a part in a buffer for the receiver."""
     return {
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii"),
         "names": [name for name, _ in part],
@@ -269,7 +269,7 @@ def update_info(part: Part, buffer: Buffer) -> dict[str, Any]:
 
 
 def _check_shared_memory(size: int) -> None:
-    # a write beyond the available memory kills the process by a signal; a container has 64 MiB by default
+    # writing beyond the available memory would kill the process by a signal; containers have 64 MiB by default
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else size
     if free < size:
         raise SyncError(

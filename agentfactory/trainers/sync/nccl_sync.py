@@ -1,7 +1,7 @@
 """Sync by NCCL broadcast: full weights from the trainer's GPU to servers on other GPUs.
 
-Untested on a GPU. Its protocol is tested over gloo, against a receiver that cuts the stream as vLLM 0.32 does
-(vllm/distributed/weight_transfer/nccl_engine.py); it has never run over NCCL itself.
+Untested on a GPU. Tests run the protocol over gloo, against a receiver that splits the stream like vLLM 0.32
+(vllm/distributed/weight_transfer/nccl_engine.py), but it has never run over NCCL itself.
 """
 
 import queue
@@ -24,31 +24,31 @@ from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneE
 from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find
 
 BUFFER_BYTES = 2**28
-"""Bytes per broadcast. Both sides cut the stream of weights at this size, which is sent in `init_info`."""
+"""Bytes per broadcast. Both sides split the stream of weights at this size, which is sent in `init_info`."""
 BUFFERS = 2
-"""Broadcasts that a server's worker may have in memory."""
-_GROUP_ENDED = "the NCCL group ended with it: resume the run from its last checkpoint"
+"""Number of broadcasts that a server's worker may hold in memory."""
+_GROUP_ENDED = "its NCCL group has ended: resume the run from its last checkpoint"
 
 
 class BroadcastGroup(Protocol):
-    """The group of the trainer (rank 0) and all workers of all servers."""
+    """A process group of the trainer (rank 0) and all workers of all servers."""
 
     device: torch.device
-    """The device of the buffers that it sends."""
+    """The device of the sent buffers."""
 
     def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
-        """Sends `buffer` from rank 0 to every worker; returns when it may be freed."""
+        """Send `buffer` from rank 0 to every worker; return when it may be freed."""
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
 
 
 OpenGroup = Callable[[str, int, int], BroadcastGroup]
-"""(master address, master port, world size) -> the group, joined as rank 0; blocks until all have joined."""
+"""(Master address, master port, world size) -> the group, joined as rank 0. Blocks until all have joined."""
 
 
 class VllmGroup:
-    """The group that vLLM's workers join, with its own rendezvous and its own NCCL communicator. Untested on a GPU."""
+    """The process group that vLLM's workers join, with vLLM's rendezvous and NCCL communicator. Untested on a GPU."""
 
     def __init__(self, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -68,22 +68,23 @@ class VllmGroup:
 
 
 def why_impossible() -> str | None:
-    """Returns why this process cannot send weights by NCCL; None if it can."""
+    """Return why this process cannot send weights by NCCL; None if it can."""
     if not torch.cuda.is_available():
         return "the trainer has no CUDA device; use sync.backend: file"
     try:
         import vllm.distributed.weight_transfer.nccl_common  # noqa: F401
     except ImportError as error:
-        return f"the trainer joins the servers' group by vLLM's own code, which cannot be imported here ({error})"
+        return f"the trainer needs vLLM's own code to join the servers' group, and cannot import it ({error})"
     return None
 
 
 class NcclSync:
-    """Sends full weights by packed broadcast, through vLLM's `nccl` weight transfer engine: servers are started with
-    `--weight-transfer-config '{"backend": "nccl"}'`, on other devices than the trainer's. Untested on a GPU.
+    """A sync backend for full weights by packed broadcast, through vLLM's `nccl` weight transfer engine. Servers need
+    `--weight-transfer-config '{"backend": "nccl"}'` and other devices than the trainer's. Untested on a GPU.
 
-    Weights are gathered from all ranks while they are sent, a buffer at a time: the group of the ranks and that of the
-    servers never work at once. Proof: a server echoes the version, and its checksum of every weight equals ours.
+    Weights are gathered from all ranks while they are sent, one buffer at a time, so the trainer's process group and
+    the servers' group are never active at the same time. Proof: a server echoes the version, and its checksum of every
+    weight equals ours.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class NcclSync:
         open_group: OpenGroup | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Joins one group with all workers of all servers. Raises SyncError with the reason if NCCL cannot work.
-        `open_group` is for transports other than NCCL. Versions are called {prefix}{version}. `keep_caches`: see
+        """Join one group with all workers of all servers. Raises SyncError with the reason if NCCL cannot work.
+        `open_group` replaces NCCL by another transport. Versions are called {prefix}{version}. `keep_caches`: see
         update_full_weights."""
         if open_group is None:
             reason = why_impossible()
@@ -119,7 +120,7 @@ class NcclSync:
             "packed_buffer_size_bytes": buffer_bytes,
             "packed_num_buffers": BUFFERS,
         }
-        # servers answer only when the group is complete, so call them while joining it
+        # servers respond only when the group is complete, so call them while joining it
         offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
         joined: list[BroadcastGroup] = []
         _together(
@@ -146,11 +147,11 @@ class NcclSync:
 
         def broadcast() -> None:
             for buffer in packed(content.passing(state.stream()), self._buffer_bytes):
-                # an offloaded policy is in host memory
+                # an offloaded policy's weights are in host memory
                 self._group.broadcast(buffer.to(self._group.device))
 
         def transfer() -> None:
-            # servers answer after they have received everything
+            # servers respond after they have received everything
             _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
 
         try:
@@ -176,7 +177,7 @@ class NcclSync:
         self._group.close()
 
     def _check_joined(self) -> None:
-        """Raises SyncError if a server was started again since the last push: a broadcast would wait for it forever."""
+        """Raise SyncError if a server was restarted since the last push: a broadcast would wait for it forever."""
         for server in self._servers:
             if self._last is not None:
                 self._check_version(server, self._last.label)
@@ -184,12 +185,12 @@ class NcclSync:
     def _check_version(self, server: ServerControl, label: str) -> None:
         echoed = server.get("/weight_info").get("weight_version")
         if echoed != label:
-            raise SyncError(f"{server.url} was started again and serves version {echoed!r}; {_GROUP_ENDED}")
+            raise SyncError(f"{server.url} was restarted and serves version {echoed!r}; {_GROUP_ENDED}")
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
-    """Yields weights as a stream of buffers. A buffer ends with the weight that takes it beyond `buffer_bytes`: the
-    receiver cuts by the same rule from names, dtypes and shapes alone."""
+    """Yield weights as a stream of buffers. A buffer ends with the weight that exceeds `buffer_bytes`; the receiver
+    applies the same rule to names, dtypes and shapes alone."""
     parts: list[Tensor] = []
     size = 0
     for _, value in weights:
@@ -210,10 +211,10 @@ def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[]
 
 
 def _together(*calls: Callable[[], None]) -> None:
-    """Runs calls that wait for each other, and raises the first error at once.
+    """Run calls that wait for each other, and raise the first error immediately.
 
-    Calls that still wait then wait for a peer that will never come: their threads are left behind, and must not keep
-    the process from ending.
+    Calls that still wait then wait for a peer that will never come. Their threads are abandoned, and must not keep the
+    process from ending.
     """
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -234,7 +235,7 @@ def _together(*calls: Callable[[], None]) -> None:
 
 
 def _own_address(servers: list[ServerControl]) -> str:
-    """Returns the address of this machine as seen by the servers. No packet is sent to find it."""
+    """Return this machine's address from the servers' point of view, without sending a packet."""
     found = set()
     for server in servers:
         parts = urlsplit(server.url)

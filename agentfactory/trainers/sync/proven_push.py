@@ -1,4 +1,4 @@
-"""Brings weights to the servers and proves that they compute with them: push, then the canary."""
+"""A push of weights to the servers, followed by the canary's proof that they compute with them."""
 
 import logging
 
@@ -20,8 +20,8 @@ def push_proven(
     state: Weights,
     scores: Scores | None,
 ) -> tuple[SyncReport, dict[str, float]]:
-    """Pushes a version and proves it with the canary; also returns the canary's metrics. `scores` are the trainer's.
-    Before that, the servers must prove the version before: nobody else has changed their weights.
+    """Push a version and prove it with the canary; return the report and the canary's metrics. `scores` are the
+    trainer's. First, the servers must prove that they still have the previous version.
 
     If servers are gone when the canary checks them, the version is pushed again as soon as `sync` finds one.
     """
@@ -34,4 +34,4 @@ def push_proven(
         try:
             return report, canary.prove(report, scores)
         except ServerGoneError as error:
-            logger.warning("version %d is pushed again: %s", version, error)
+            logger.warning("pushing version %d again: %s", version, error)

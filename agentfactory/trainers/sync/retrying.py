@@ -1,4 +1,4 @@
-"""Waits for servers that are being restarted, by a supervisor or by hand."""
+"""Retries while servers are being restarted, by a supervisor or the user."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ class RetryingSync:
     """A WeightSync that retries while no server answers."""
 
     def __init__(self, sync: WeightSync, canary: Canary, retry_seconds: float) -> None:
-        """`canary` checks servers that come back."""
+        """`canary` checks restored servers."""
         self._sync = sync
         self._canary = canary
         self._retry_seconds = retry_seconds
@@ -38,14 +38,14 @@ class RetryingSync:
         return self._sync.restore(url)
 
     def bring_back(self, url: str) -> bool:
-        """Restore the server at `url`, which answered a moment ago. Return False if it is gone again."""
+        """Restore the server at `url`, which has just answered. Return False if it is gone again."""
         try:
             report = self.restore(url)
             self._canary.prove_again(report, url)
         except ServerGoneError as error:
             logger.warning("server %s is gone again: %s", url, error)
             return False
-        logger.warning("server %s is back and has proven to hold version %d", url, report.version)
+        logger.warning("server %s is back and has proven that it holds version %d", url, report.version)
         return True
 
     def close(self) -> None:
@@ -56,8 +56,8 @@ class RetryingSync:
 def retry_until_answered(
     call: Callable[[], Result], what: str, retry_seconds: float, hurried: Callable[[], bool] = lambda: False
 ) -> Result:
-    """Return the result of `call` once a server answers. Raises ServerGoneError when none has for `retry_seconds`, and
-    at once if `hurried`. `what` names what waits, for the log."""
+    """Return the result of `call` once a server answers. Raises ServerGoneError if none has for `retry_seconds`, or
+    immediately if `hurried`. `what` names the waiting operation in the log."""
     deadline = time.monotonic() + retry_seconds
     while True:
         try:

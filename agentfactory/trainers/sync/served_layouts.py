@@ -1,6 +1,6 @@
-"""Where a server keeps the trainer's weights: under which name, stacked with which others, and which slice of them.
+"""The layout of the trainer's weights on a server: their names, stacking and slices, as in vLLM 0.32.
 
-A table of what vLLM 0.32 does. Pure: it knows names and shapes, and reads no weight.
+The functions are pure: they use names and shapes, and read no weight.
 """
 
 import re
@@ -22,8 +22,8 @@ _PREFIXES = (
     ("vision_model.", "model.vision_model."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
-"""How names begin: the server's, the trainer's (as transformers names them in memory). A text-only trainer of a
-multi-modal model has names without `language_model.`."""
+"""Prefixes of names: the server's, and the trainer's (transformers' names in memory). For a multimodal model trained as
+a text model, the trainer's names lack `language_model.`."""
 
 _STACKED = (
     (".qkv_proj.", (".q_proj.", ".k_proj.", ".v_proj.")),
@@ -31,7 +31,7 @@ _STACKED = (
     (".in_proj_qkvz.", (".in_proj_qkv.", ".in_proj_z.")),
     (".in_proj_ba.", (".in_proj_b.", ".in_proj_a.")),
 )
-"""Projections that the server stacks along their outputs, under one name."""
+"""Projections that the server stacks along the output dimension, under one name."""
 
 _EXPERTS = re.compile(r"\.experts\.(routed_experts\.)?w(13|2)_(weight|bias)$")
 
@@ -45,34 +45,34 @@ class Worker:
 
     @classmethod
     def of_keys(cls, keys: Sequence[str]) -> "dict[str, Worker]":
-        """Returns the worker of each key such as "dp0:pp0:pcp0:tp1:NAME"; a bare name is the only worker's."""
+        """Return the worker of each key such as "dp0:pp0:pcp0:tp1:NAME"; a bare name belongs to the only worker."""
         ranks = {key: int(found[1]) if (found := re.search(r"(?:^|:)tp(\d+):", key)) else 0 for key in keys}
         return {key: cls(rank, max(ranks.values()) + 1) for key, rank in ranks.items()}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a server's parameter can consist of the trainer's weights."""
+    """One possible composition of a server's parameter from the trainer's weights."""
 
     names: tuple[str, ...]
     """The trainer's names."""
     pieces: tuple[Tensor, ...]
-    """What is stacked. A worker has its slice of each, not of the whole."""
+    """The stacked tensors. A worker has its slice of each, not of the whole."""
     dim: int = 0
     """The dimension along which the pieces are stacked."""
     vocabulary: bool = False
-    """Whether the server may add rows of zeros."""
+    """True if the server may add rows of zeros."""
     swapped: bool = False
-    """Whether the pieces are in the opposite order."""
+    """True if the pieces are in the opposite order."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells the layouts of one state apart."""
+        """A key that distinguishes the layouts of one state."""
         return self.names, len(self.pieces), self.dim, self.swapped
 
     def arranged(self, shape: Sequence[int] | None, worker: Worker) -> Tensor | None:
-        """Returns what a worker's parameter of this shape must contain, without zeros that are added at the end; None
-        if this layout has no such shape. Without a shape, the whole."""
+        """Return the required content of a worker's parameter of this shape, without padding zeros at the end; None if
+        this layout has no such shape. Without a shape, return the whole."""
         first = self.pieces[0].shape
         whole = [
             sum(piece.shape[self.dim] for piece in self.pieces) if d == self.dim else n for d, n in enumerate(first)
@@ -88,7 +88,7 @@ class Layout:
         [d] = sliced
         sizes = [piece.shape[d] // worker.count for piece in self.pieces]
         if d == self.dim and sum(sizes) < shape[d] and len(sizes) == 3:
-            # fewer heads of keys and values than workers: several workers have the same ones
+            # with fewer key-value heads than workers, several workers have the same heads
             sizes[1:] = [(shape[d] - sizes[0]) // 2] * 2
         if min(sizes) == 0 or (sum(sizes) if d == self.dim else sizes[0]) != shape[d]:
             return None
@@ -105,8 +105,8 @@ class Layout:
 
 
 def layouts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
-    """Yields the layouts that a server's parameter `name` can have, the likeliest first; none if it is unknown. A
-    checkpoint's own name comes before a stack: some networks (Phi-3, GLM-4) have stacked projections themselves."""
+    """Yield the possible layouts of a server's parameter `name`, the most likely first; none if it is unknown. An equal
+    name in the checkpoint comes before a stack: some networks (Phi-3, GLM-4) have stacked projections themselves."""
     for own in _names(name):
         if own in state:
             yield Layout((own,), _pieces(own, state), vocabulary=own.endswith((_EMBEDDINGS, _HEAD)))
@@ -124,12 +124,12 @@ def layouts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
 
 
 def is_experts(name: str) -> bool:
-    """Returns whether a server's parameter contains experts, whose layout depends on the kernel."""
+    """Return whether a server's parameter contains experts, whose layout depends on the kernel."""
     return _EXPERTS.search(name) is not None
 
 
 def _names(name: str) -> Iterator[str]:
-    """Yields the names that the trainer may have for a server's: the same first."""
+    """Yield the trainer's possible names for a server's name, beginning with the same name."""
     yield name
     for server, trainer in _PREFIXES:
         if name.startswith(server):
@@ -137,7 +137,7 @@ def _names(name: str) -> Iterator[str]:
 
 
 def _pieces(name: str, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Returns what a weight of the checkpoint stacks itself."""
+    """Return the pieces that a stacked weight of the checkpoint consists of."""
     weight = state[name]
     if ".gate_up_proj." in name:
         return weight.chunk(2)
@@ -149,8 +149,8 @@ def _pieces(name: str, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _experts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
-    """Yields the layouts of all experts of a layer in one parameter: gate and up projections in either order ("w13"),
-    or down projections ("w2")."""
+    """Yield the layouts of a parameter with all experts of a layer: gate and up projections in either order ("w13"), or
+    down projections ("w2")."""
     match = _EXPERTS.search(name)
     assert match is not None
     stem, is_gate_up, kind = name[: match.start()] + ".experts.", match[2] == "13", match[3]

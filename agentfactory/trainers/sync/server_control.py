@@ -1,4 +1,4 @@
-"""HTTP client for an inference server's control routes: rare, blocking calls from the trainer, with JSON in and out."""
+"""An HTTP client for an inference server's control routes: rare, blocking JSON calls from the trainer."""
 
 import http.client
 import json
@@ -20,30 +20,30 @@ logger = logging.getLogger(__name__)
 
 
 class SyncError(Exception):
-    """The server did not accept new weights, or did not prove that it has them. This stops the run."""
+    """A server that did not accept new weights, or did not prove that it has them. This stops the run."""
 
 
 class ServerGoneError(SyncError):
-    """Nothing answers at the server's address. Another server, or the same one after a restart, may take its place."""
+    """A server that does not answer. Another server, or the same one after a restart, may take its place."""
 
 
 SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
-"""Routes that a server needs for sleeping."""
+"""Routes that sleep requires."""
 
 
 class ServerControl:
-    """One inference server. The standard library's client is enough here: there are only a few calls per step, and it
-    ignores proxy variables, which would break loopback addresses."""
+    """One inference server. The standard library's HTTP client suffices for a few calls per step, and ignores proxy
+    variables, which would break loopback addresses."""
 
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
-        """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that contains the
-        key; see `authorization`. Raises SettingError."""
+        """`url` is an address such as http://127.0.0.1:8000. `api_key_env` names the environment variable with the key;
+        see `authorization`. Raises SettingError."""
         parts = urlsplit(url := pinned(url))
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self.asleep = False
-        """Whether this object sent the server to sleep and it is not fully awake: nothing runs on it."""
+        """True if this object sent the server to sleep and it is not fully awake, so nothing runs on it."""
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._timeout = timeout_seconds
@@ -51,24 +51,24 @@ class ServerControl:
         authorization(url, api_key_env)
 
     def get(self, path: str) -> dict[str, Any]:
-        """Returns the JSON object at `path`. Raises SyncError with the server's message, and ServerGoneError if nothing
+        """Return the JSON object at `path`. Raises SyncError with the server's message, and ServerGoneError if nothing
         answers."""
         return _object(self._request("GET", path, None))
 
     def require(self, routes: Sequence[str]) -> None:
-        """Raises SyncError unless the server describes all of `routes`; the message names the switch that enables
+        """Raise SyncError unless the server describes all of `routes`; the message names the option that enables
         them."""
         problem = missing_routes(self.url, list(self.get("/openapi.json").get("paths", {})), routes)
         if problem:
             raise SyncError("; ".join(problem))
 
     def post(self, path: str, body: dict[str, Any] | None = None, replica: int | None = None) -> dict[str, Any]:
-        """Posts JSON; returns the answer if it is a JSON object, else {}. `replica` is the one that shall answer a
-        request for tokens; all replicas take the others. Raises SyncError with the server's message."""
+        """Post JSON; return the response if it is a JSON object, else {}. `replica` is the rank that must answer a
+        generate request; other requests go to all replicas. Raises SyncError with the server's message."""
         return _object(self._request("POST", path, body, replica))
 
     def replicas(self) -> list[int | None]:
-        """Returns the numbers of the replicas behind the address; [None] if there is one, or if the server does not
+        """Return the ranks of the replicas behind the address; [None] for a single replica, or if the server does not
         report its load."""
         try:
             count = len(parse_loads(self._request("GET", METRICS_ROUTE, None)))
@@ -76,15 +76,15 @@ class ServerControl:
             raise
         except (SyncError, ValueError) as error:
             text = (
-                f"server {self.url} does not report its load ({error}): if it has replicas, not each proves its weights"
+                f"server {self.url} does not report its load ({error}): if it has replicas, not all prove their weights"
             )
             tell(logger, f"{self.url} reports no load", f"{text}; start it without --disable-log-stats")
             count = 1
         return [*range(count)] if count > 1 else [None]
 
     def sleep(self) -> None:
-        """Sends the server to sleep at level 1: its weights move to host memory, its caches are dropped, and running
-        requests are aborted. A server that sleeps already stays asleep.
+        """Send the server to sleep at level 1: move its weights to host memory, drop its caches, and abort running
+        requests. A sleeping server stays asleep.
 
         Raises SyncError if it refuses or stays awake.
         """
@@ -99,18 +99,20 @@ class ServerControl:
         except SyncError as error:
             raise SyncError(f"placement.mode: time_share: the server does not sleep: {error}; {fix}") from error
         if not self.is_sleeping():
-            raise SyncError(f"placement.mode: time_share: {self.url} took /sleep and says that it is awake; {fix}")
+            raise SyncError(
+                f"placement.mode: time_share: {self.url} accepted /sleep, but reports that it is awake; {fix}"
+            )
         self.asleep = True
 
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Wakes one part of a sleeping server: the weights, then the cache, after which it resumes automatically.
+        """Wake one part of a sleeping server: the weights, then the cache, after which it resumes automatically.
 
-        Raises SyncError if it refuses, or stays asleep after its cache was woken.
+        Raises SyncError if it refuses, or stays asleep after the cache wakes.
         """
         fix = (
-            "it needs the memory that it had: end what else uses its device, or give it less "
-            "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and go "
-            "on with --resume"
+            "it needs its previous amount of memory: free its device from other processes, or lower its memory "
+            "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and "
+            "continue with --resume"
         )
         try:
             self.post(f"/wake_up?tags={part}")
@@ -121,12 +123,12 @@ class ServerControl:
         if part == "kv_cache":
             if self.is_sleeping():
                 raise SyncError(
-                    f"placement.mode: time_share: {self.url} took /wake_up and says that it is still asleep; {fix}"
+                    f"placement.mode: time_share: {self.url} accepted /wake_up, but reports that it is asleep; {fix}"
                 )
             self.asleep = False
 
     def is_sleeping(self) -> bool:
-        """Returns the server's own answer."""
+        """Query whether the server is asleep."""
         return self.get("/is_sleeping").get("is_sleeping") is True
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, replica: int | None = None) -> str:
@@ -157,7 +159,7 @@ class ServerControl:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Returns a JSON object; {} for anything else: vLLM answers some of its routes with plain text or nothing."""
+    """Parse a JSON object; return {} for anything else, since some of vLLM's routes return plain text or nothing."""
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:
@@ -166,7 +168,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _answers_within(connection: socket.socket, seconds: float) -> bool:
-    """Wait until a socket has something to read, or has ended; return whether it has within `seconds`."""
+    """Wait up to `seconds` until a socket is readable or closed; return whether it is."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     return bool(waiting.poll(1000 * seconds))
