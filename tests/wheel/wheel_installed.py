@@ -45,9 +45,14 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # as the Makefile does: a build of torch that only pip finds, and uv for the rest
     (torch,) = (line for line in requires("agentfactory") or [] if line.startswith("torch"))
     pip(folder, "--no-compile", torch)
-    uv = Path(sys.executable).with_name("uv")
-    subprocess.run([str(uv), "pip", "install", "--quiet", "--python", str(folder / "python"), str(wheel)], check=True)
+    install(folder, str(wheel))
     return folder
+
+
+def install(programs: Path, package: str) -> None:
+    uv = Path(sys.executable).with_name("uv")
+    command = [str(uv), "pip", "install", "--quiet", "--python", str(programs / "python"), package]
+    subprocess.run(command, check=True)
 
 
 def make_environment(folder: Path) -> Path:
@@ -114,9 +119,33 @@ def test_a_new_task_with_images_is_written_whole(programs: Path, tmp_path: Path)
     assert (tmp_path / "cloths" / "tiny" / "seeing_model.py").is_file()
 
 
-def test_a_run_is_evaluated_and_viewed(programs: Path, place: Path) -> None:
+def test_without_extras_their_features_name_them(programs: Path, place: Path) -> None:
+    # training needs none; it says what it leaves out
+    assert not (place / "runs" / "word_problems-tiny" / "curve.png").exists()
+    (place / "texts.jsonl").write_text('{"id": "a", "text": "b"}\n')
+    (place / "browse.yaml").write_text(
+        (place / "word_problems" / "recipe.yaml").read_text() + "mcp_servers: {b: {module: browse}}\n"
+    )
+    refused = {
+        "viewer": ["view", "runs/word_problems-tiny"],
+        "search": ["index", "build", "texts.jsonl", "--output", "index"],
+        "browse": ["tools", "check", "word_problems/browse.yaml"],
+        "rewards": ["tools", "check", "word_problems/recipe.yaml", "rewards=[math_equal]"],
+        "webshop": ["tools", "check", "word_problems/recipe.yaml", "tools=[webshop]"],
+    }
+    (place / "browse.yaml").rename(place / "word_problems" / "browse.yaml")
+    for extra, arguments in refused.items():
+        command = [str(programs / "agentfactory"), *arguments]
+        done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True)
+        assert done.returncode in (1, 2), done
+        assert f"fix: pip install 'agentfactory[{extra}]'" in done.stderr, done
+        assert "Traceback" not in done.stderr
+
+
+def test_a_run_is_evaluated_and_viewed(wheel: Path, programs: Path, place: Path) -> None:
     run(place, programs / "agentfactory", "eval", "runs/word_problems-tiny/recipe.yaml", "data.limit=8")
     page = place / "page.html"
+    install(programs, f"{wheel}[viewer]")
     run(place, programs / "agentfactory", "view", "runs/word_problems-tiny", "--export", str(page))
     assert "plotly" in page.read_text(encoding="utf-8").lower()
     run(place, programs / "python", "-m", "agentfactory", "tools", "check", "word_problems/recipe.yaml")
