@@ -160,7 +160,7 @@ class Fails(AgentHooks):
         ("foreign", "Fails.generate: TypeError: it returned Completion"),
         ("after", "Fails.generate: ValueError: after: the model ended its turn there"),
         ("parse", "Fails.parse: RuntimeError: no idea"),
-        ("type", "Fails.parse: TypeError: it returned 'text', and not a Parsed"),
+        ("type", "Fails.parse: TypeError: it returned 'text', not a Parsed"),
     ],
 )
 async def test_an_agent_that_fails_is_named_and_never_a_reward(tmp_path: Path, where: str, error: str) -> None:
