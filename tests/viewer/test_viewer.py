@@ -826,7 +826,7 @@ def test_html_in_what_tools_say_is_shown_as_text_and_never_run(viewer: str, page
     page.locator("tbody tr", has_text=NASTY).wait_for()
     # a line that is no group is told, and the others of its file are shown
     problem = page.locator("#problems").inner_text()
-    assert problem.startswith("show<b>: trajectories/odd.jsonl, byte 0: no saved group")
+    assert problem.startswith("show<b>: trajectories/odd.jsonl, byte 0: not a saved group")
     assert len(api(viewer, "/api/trajectories?source=odd")["rows"]) == 1
     page.goto(f"{viewer}#/curves")
     page.get_by_label("find or add a metric").fill("window.broken")
