@@ -22,8 +22,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
-    """Load the rows that `config` names, with columns renamed; each has `question` or `messages`. Errors call `config`
-    by `section`.
+    """Load the rows of `config`, with columns renamed; each has `question` or `messages`. Errors refer to `config` as
+    `section`.
 
     Raise SettingError with the file and the row if a row has neither, or if the file cannot be read as rows.
     """
@@ -41,7 +41,7 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
 
 
 def check_source(config: DataConfig, section: str) -> None:
-    """Raise SettingError if `source` cannot be loaded or `options` do not fit its parameters. Do not call it."""
+    """Raise SettingError if `source` cannot be loaded or `options` do not fit its parameters. The source does not run."""
     if config.source is not None:
         load_extension(f"{section}.source", config.source, {}, (), config)
 
@@ -128,8 +128,8 @@ def _named(config: DataConfig) -> str:
 
 
 def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task:
-    """Return a row with its columns renamed and checked. `has_images`: some rows have images, though this one may not
-    have the column."""
+    """Return a row with its columns renamed and checked. `has_images`: some rows have images, but this one may lack
+    the column."""
     if not isinstance(row, dict):
         problem = f"row {number} of {_named(config)} is a {type(row).__name__}, not an object"
         raise SettingError(_origin(config), problem, "correct it")

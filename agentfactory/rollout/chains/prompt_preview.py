@@ -80,7 +80,7 @@ def describe_prompt(
         return
     call = _made_call(renderer, tools)
     said = _made_turn(renderer, call, tools)
-    yield shown(f"a made call of {call[0]}", said)
+    yield shown(f"a sample call of {call[0]}", said)
     parsed = renderer.parse(said, specs=tools)
     if parsed.calls == []:
         raise ValueError(f"the format cannot parse its own call of {call[0]}: {parsed.error}")
@@ -88,9 +88,9 @@ def describe_prompt(
     conversation = [*opening, parsed.message, *new]
     following = renderer.extend([*ids, *said], conversation, new, tools)
     if following is None:
-        yield shown("its answer, in a new row", renderer.open(conversation, tools), conversation)
+        yield shown("its result, in a new row", renderer.open(conversation, tools), conversation)
     else:
-        yield shown("its answer", following)
+        yield shown("its result", following)
 
 
 def _short(text: str, most: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Warnings about tool problems that do not end a chain: tools of which most calls raise or time out, and results
+"""Warnings about tool problems that do not end a chain: tools whose calls mostly raise or time out, and results
 truncated to `limits.result_bytes`."""
 
 import logging
@@ -35,7 +35,7 @@ class ToolErrors:
             tell(logger, f"tool {tool} is cut", text)
 
     def report(self) -> None:
-        """Warn, once per tool, about tools of which at least half of the calls since the last check failed."""
+        """Warn, once per tool, if at least half of a tool's calls since the last check failed."""
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found = self._raised.pop(tool)
             calls, fine = found.total(), found.pop("", 0)

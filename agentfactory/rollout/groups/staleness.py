@@ -26,7 +26,7 @@ class Admission:
     def start(self) -> None:
         """Count a group as started."""
         if not self.may_start():
-            raise ValueError(f"group {self.started} may not start at version {self.version}")
+            raise ValueError(f"group {self.started} cannot start at version {self.version}")
         self.started += 1
 
     def dropped(self) -> None:
