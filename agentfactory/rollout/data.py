@@ -41,7 +41,7 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
 
 
 def check_source(config: DataConfig, section: str) -> None:
-    """Raise SettingError if `source` cannot be loaded or `options` do not fit its parameters. The source does not run."""
+    """Raise SettingError if `source` cannot be loaded or does not accept `options`. The source is not called."""
     if config.source is not None:
         load_extension(f"{section}.source", config.source, {}, (), config)
 
