@@ -99,7 +99,7 @@ BROKEN = {
     "a field without `task` for an agent": (
         {},
         ["tools=[]", "rollout.agent={command: [sh, --ask, '${question}']}"],
-        ["rollout.agent.command.2", "${question} stands for nothing", "fix: write ${task.question}"],
+        ["rollout.agent.command.2", "${question} is not replaced", "fix: write ${task.question}"],
     ),
     "two ways to a server": (
         {},

@@ -295,7 +295,7 @@ async def test_what_heals_by_no_waiting_is_told_at_once(tmp_path: Path) -> None:
     async def out_of_credit(_: dict[str, Any]) -> tuple[int, str]:
         return spent
 
-    with serve_chat(out_of_credit) as server, pytest.raises(ChatEndpointError, match=r"429 .*; fix: buy more credit, or"):
+    with serve_chat(out_of_credit) as server, pytest.raises(ChatEndpointError, match=r"429 .*; fix: buy more credit"):
         await play(recipe(tmp_path), tmp_path, server.url)
     # or in the middle of an evaluation
     with serve_chat(script(spent)) as server:

@@ -186,7 +186,7 @@ def change(path: Path, at: int, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("harm", "problem"),
     [
-        (lambda arrays: arrays.unlink(), r"its arrays file a\.arrays cannot be read: No such file .*; fix: put that file"),
+        (lambda arrays: arrays.unlink(), r"its arrays file a\.arrays cannot be read: No such .*; fix: put that file"),
         (lambda arrays: arrays.write_bytes(arrays.read_bytes()[:-1]), r"end at byte \d+ of a\.arrays, which has only"),
         (lambda arrays: change(arrays, arrays.stat().st_size - 1, b"~"), r"its arrays are damaged.*; fix: copy both"),
         (lambda arrays: change(arrays, arrays.stat().st_size // 2, struct.pack("<Q", 2**60)), "its arrays are damaged"),

@@ -726,7 +726,7 @@ def test_a_chain_whose_arrays_are_lost_is_shown_without_its_tokens(tmp_path: Pat
     for harm, problem in (
         (lambda: arrays.write_bytes(content[:-1]), "which has only"),
         (lambda: arrays.write_bytes(content[:-1] + b"~"), "its arrays are damaged"),
-        (arrays.unlink, "its arrays cannot be read, train.arrays: No such file"),
+        (arrays.unlink, "its arrays file train.arrays cannot be read: No such file"),
     ):
         harm()
         told = page()
