@@ -6,15 +6,16 @@ import select
 import selectors
 
 _EVENTS = 1
-"""Sockets that the loop serves before it checks its timers again. Handling one takes 1 to 3 ms, and a timer waits for
-several rounds. With four sockets per round, timers were three times as late; one per round takes 1 to 12 % longer."""
+"""Number of sockets that the loop serves between two checks of its timers. Handling a socket takes 1 to 3 ms, and a
+timer waits for several rounds. With four sockets per round, timers were three times as late; one per round costs 1 to
+12 % more time."""
 
 
 class _FewEvents(selectors.EpollSelector):
     """A selector that returns at most `_EVENTS` sockets per call; the kernel returns the others first next time.
 
-    asyncio takes all ready sockets and runs all their callbacks before it checks a timer: with 4,096 chains, a time
-    limit of one second may be noticed five seconds late.
+    asyncio runs the callbacks of all ready sockets before it checks a timer: with 4,096 chains, a timeout of one second
+    may fire five seconds late.
     """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -38,8 +39,8 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 def collect_rarely() -> None:
     """Make Python's full garbage collections rarer. Each one visits every token of every chain, which took a quarter of
-    the time of 256 chains with 16 thousand tokens. Young garbage is still collected soon, because a tool may leave
-    large objects in cycles."""
+    the time of 256 chains with 16,000 tokens. Young garbage is still collected soon, because a tool may leave large
+    objects in reference cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_500, 60, 100)

@@ -36,11 +36,11 @@ from agentfactory.tools.user_code.import_path import append_folders
 logger = logging.getLogger("agentfactory.rollout.workers.rollout_worker")
 
 LOAD_SECONDS = 1.0
-"""Seconds between two measurements of the server's load, with rollout.concurrency=auto."""
+"""Seconds between measurements of the server's load, with rollout.concurrency=auto."""
 
 
 class TrainerGoneError(Exception):
-    """Rank 0 closed its end of the socket, so the worker ends."""
+    """Rank 0 closed its end of the socket, so the worker must end."""
 
 
 class Worker:
@@ -135,14 +135,14 @@ class Worker:
         if not files:
             return None
         if self.share.number == 0:
-            # the file may name groups of later checkpoints, from which the run no longer continues
+            # the file may name groups of later checkpoints, which this run does not resume from
             (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
             self._note_acknowledged(self.trained)
         saved = (group for file in files for group in read_groups(file) if Place.of(group.id).position in self.share)
         trained = {group_id for group_id in self.trained if Place.of(group_id).position in self.share}
         resumed = Resumed.from_saved(saved, trained, self.versions, version, self.recipe.rollout)
         logger.info(
-            "resuming after version %d: %d groups are trained, %d wait for training",
+            "resuming after version %d: %d groups are trained, %d wait to be trained",
             version,
             len(trained),
             len(resumed.pending),
@@ -165,13 +165,13 @@ class Worker:
             try:
                 load = await runner.client.load()
             except (InferenceError, ServerUnreachableError) as error:
-                # chains that need the server get the error from their own requests
+                # chains get the error from their own requests
                 logger.warning("cannot measure the server's load: %s", error)
                 continue
             before = places.limit
             places.resize(control.observe(load, places.taken))
             if places.limit != before:
-                logger.info("limit of chains: %d, was %d: %s", places.limit, before, load)
+                logger.info("concurrent chains: limit %d, was %d: %s", places.limit, before, load)
 
     async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
@@ -183,8 +183,8 @@ class Worker:
         await self._send("evaluation", figures=metrics)
 
     async def _restore(self, url: str) -> bool:
-        """Ask rank 0 to load the published weights into the server at `url`. Return whether the server has proven that
-        it has them."""
+        """Request that rank 0 load the published weights into the server at `url`. Return whether the server has proven
+        that it has them."""
         restored = self._restored[url] = asyncio.get_running_loop().create_future()
         await self._send("restore", url=url)
         return await restored
