@@ -52,7 +52,7 @@ BROKEN = {
     "a reward without its field": (
         {},
         ["eval.data.columns={solution: answer}"],
-        ["rewards.0", "exact wants 'answer'", "in row 1 of eval.data", "fix: "],
+        ["rewards.0", "exact needs 'answer'", "in row 1 of eval.data", "fix: "],
     ),
     "an environment without its field": (
         {},
@@ -231,7 +231,7 @@ def test_a_dry_run_calls_the_functions_that_give_tasks(project: Path, agentfacto
     for name, told in {
         "faulty": "data.source: sources.py:faulty failed: KeyError: 'lost' (sources.py, line 3); fix: correct it",
         "other": "data.source: row 1 of ",
-        "poor": "rewards.0: exact wants 'answer', which is neither one of ",
+        "poor": "rewards.0: exact needs 'answer', which is neither one of ",
     }.items():
         result = run(name)
         assert result.returncode == 2
