@@ -64,7 +64,7 @@ class OutsideAgent(ClientAgent):
         """Create the agent. Raise SettingError if its token's environment variable is not set."""
         token = os.environ.get(config.token_env, "")
         if not token:
-            problem = f"the environment variable {config.token_env}, the token to fetch tasks with, is not set"
+            problem = f"the variable {config.token_env} is not set; without it, no program can fetch tasks"
             fix = f"export {config.token_env}=SECRET here and where the programs run"
             raise SettingError(f"{_FIELD}.token_env", problem, fix)
         self._token = token.encode()
