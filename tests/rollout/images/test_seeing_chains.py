@@ -341,5 +341,5 @@ async def test_tools_that_convert_places_need_a_known_way(tmp_path, model, monke
     row = {"question": "?", "images": [str(tmp_path / "a.png")], "box": [0, 0, 9, 9]}
     for fields, who in (({"tools": ["image_tools"]}, "its tools"), ({"rewards": ["box_iou"]}, "its rewards")):
         async with seeing(model, tmp_path, [], **fields) as seen:
-            with pytest.raises(SettingError, match=f"rollout.coordinates: got auto, but {who} convert places in images"):
+            with pytest.raises(SettingError, match=f"rollout.coordinates: got auto, but {who} convert places in"):
                 await seen.runner.check([row])
