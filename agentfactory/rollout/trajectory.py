@@ -133,7 +133,7 @@ class Trajectory:
     """The activities of the chain, ordered by their ends."""
 
     def note_turn(self, anchor: str | None = None) -> None:
-        """Count an assistant turn; `anchor` is that of the state in which it was taken."""
+        """Count an assistant turn; `anchor` identifies the environment's state before it."""
         if anchor is not None or self.anchors:
             self.anchors += [*[None] * (self.turns - len(self.anchors)), anchor]
         self.turns += 1

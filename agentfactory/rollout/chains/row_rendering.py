@@ -66,7 +66,7 @@ class GrowingRows:
         return self._rows[-1]
 
     def encoded(self, ids: Sequence[int]) -> EncodedIds | None:
-        """Return the encoding cached by earlier requests if `ids` are those of the current row, otherwise None."""
+        """Return the encoding cached by earlier requests if `ids` is the current row's list, otherwise None."""
         return self._encoded if ids is self.current.token_ids else None
 
     def open(self, messages: list[Message]) -> Piece:

@@ -31,7 +31,7 @@ class Turns(Protocol):
         """Start the conversation."""
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """Take the next turn and add it to the context and the trajectory; `anchor` is that of the environment's state.
+        """Take the next turn and add it to the context and the trajectory; `anchor` identifies the environment's state.
         Raise ContextOverflowError if no token is left for the turn."""
 
     async def go_on(self, answers: list[Message]) -> None:
