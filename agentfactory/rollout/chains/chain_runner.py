@@ -221,7 +221,7 @@ class Runner(ABC):
             pass
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
-        """Run `chains` on one task concurrently, and add the rewards that compare them."""
+        """Run `chains` on one task concurrently, and add the group rewards."""
         trajectories = list(await asyncio.gather(*chains))
         await self.score_group(trajectories, task)
         return Group(group_id, task, trajectories)

@@ -35,8 +35,8 @@ _MOST_BODIES = 4
 memory."""
 _MOST_VALUES = 1 << 20
 _BETWEEN_VALUES = (b",", b"[", b"{")
-"""Bytes that a request may contain at most _MOST_VALUES times. Each starts a JSON value, which takes much more memory than
-its text; an image is a single value."""
+"""Bytes that a request may contain at most _MOST_VALUES times. Each starts a JSON value, which takes much more memory
+than its text; an image is a single value."""
 BODY_SECONDS = 120.0
 """Time limit for receiving a body."""
 

@@ -55,7 +55,7 @@ class ExactMatch:
 @reward
 @dataclass(config=OPTIONS)
 class F1:
-    """F1 of the words that prediction and answer share, from 0 to 1; with several answers, the highest."""
+    """Word-level F1 of prediction and answer, from 0 to 1; with several answers, the highest."""
 
     field: str = "answer"
     """As in exact_match."""
