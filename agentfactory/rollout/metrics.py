@@ -44,7 +44,7 @@ CHAIN_METRICS = [
 
 EVAL_METRICS = [
     Metric("avg@<k>", "", "success of the k chains of a task, mean over tasks"),
-    Metric("pass@<k>", "", "chance that one of k chains or more passes, unbiased (arXiv:2107.03374), mean over tasks"),
+    Metric("pass@<k>", "", "chance that at least one of k chains passes, unbiased (arXiv:2107.03374), mean over tasks"),
     Metric("<figure>/low", "", "lower end of the metric's 95 % interval over tasks (`agentfactory eval`)"),
     Metric("<figure>/high", "", "upper end of the same interval"),
     Metric("source/<source>/<figure>", "", "the metric over the tasks with this value in their field `source`"),
