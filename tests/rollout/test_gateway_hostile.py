@@ -263,7 +263,7 @@ async def test_names_of_metrics_that_change_with_the_chain_are_bounded_and_told(
     assert found == ["acc_0", "acc_1"]
     told = [notice for record in caplog.records if (notice := notice_of(record))]
     assert [notice.topic for notice in told] == ["names of metrics"] * 3
-    assert "new ones are left out (acc_2)" in told[0].text
+    assert "new ones are dropped (acc_2)" in told[0].text
 
 
 async def test_answers_that_are_kept_for_later_requests_are_bounded(
