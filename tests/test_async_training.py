@@ -290,5 +290,5 @@ def test_the_number_of_chains_follows_the_servers_load(
     # most chains are in tools, so no request waits, however busy this machine is
     slow = {**LATENCY, "median": 0.25, "sigma": 0.1}
     play(server, warm_start, tasks, tmp_path / "auto", latency=slow, steps=3, max_staleness=1, concurrency="auto")
-    changes = re.findall(r"(\d+) chains may be alive, after (\d+)", (tmp_path / "auto" / "worker.log").read_text())
+    changes = re.findall(r"limit of chains: (\d+), was (\d+)", (tmp_path / "auto" / "worker.log").read_text())
     assert any(int(now) == int(before) + 4 for now, before in changes), "a group more: all places were taken"

@@ -133,12 +133,12 @@ def test_every_field_is_described() -> None:
 def test_the_recipe_reference_has_every_field_with_its_type_and_default() -> None:
     pages = [DOCS / page for page in PAGES if page != "metrics.md"]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    assert "| `group_size` | integer > 0 | `8` | Chains per task; advantages compare them with each other. |" in text
+    assert "| `group_size` | integer > 0 | `8` | Chains per task; group-relative advantages compare them. |" in text
     assert "| `dropout` | number >= 0, &lt; 1 | `0.0` |" in text
-    assert "| `lora` | section or null | `null` | Train an adapter; null trains every weight. |" in text
+    assert "| `lora` | section or null | `null` | Train an adapter. Null: train every weight. |" in text
     assert "| `steps` | integer > 0 | **required** |" in text
     assert "## `data`, `eval.data`" in text
-    assert "| `refill` | Not trained, and another task takes its place" in text
+    assert "| `refill` | Replace the group by one of another task" in text
     for section, paths in sections(Recipe).items():
         _, _, below = text.partition(f"\n## {title(section, paths)}\n")
         table = below.partition("\n## ")[0]

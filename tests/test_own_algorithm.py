@@ -206,9 +206,9 @@ def test_terms_that_teach_nothing_are_refused(files: Path, name: str, told: str)
     ("name", "told"),
     [
         ("broken", "own.py:broken failed: KeyError: 'path'"),
-        ("array", "own.py:array gives what is no JSON: .*ndarray"),
+        ("array", "own.py:array returned non-JSON rows: .*ndarray"),
         ("lines", "row 1 of own.py:lines is a str, not an object"),
-        ("whole", "own.py:whole returned 'rows'; fix: return, or yield, rows"),
+        ("whole", "own.py:whole returned 'rows'; fix: return or yield rows"),
         ("quits", "own.py:quits failed: SystemExit: 3"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tasks: rows of a dataset file or a hub dataset, and their order."""
+"""Loading and ordering of tasks, which are rows of a file, a hub dataset or a source."""
 
 import json
 import os
@@ -16,23 +16,23 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.extension import Extension, load_extension
 
 Task = dict[str, Any]
-"""One row: `question` or `messages`, and any further fields."""
+"""A row with `question` or `messages`, and any other fields."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
-    """Load the rows of `config.path`, columns renamed, each with `question` or `messages`; `section` names `config` in
-    errors.
+    """Load the rows of `config`, with columns renamed; each has `question` or `messages`. Errors refer to `config` as
+    `section`.
 
-    Raises SettingError with the file and the row if a row has neither, or if the file cannot be read as rows.
+    Raise SettingError with the file and the row if a row has neither, or if the file cannot be read as rows.
     """
     try:
         rows = _read(config)
         if config.limit is not None:
             rows = rows[: config.limit]
         if not rows:
-            raise SettingError(_origin(config), f"{_named(config)} holds no rows", "name one that does")
+            raise SettingError(_origin(config), f"{_named(config)} holds no rows", "use data with rows")
         column = config.columns.get("images", "images")
         has_images = any(isinstance(row, dict) and column in row for row in rows)
         return [_rename(row, number, config, has_images) for number, row in enumerate(rows, 1)]
@@ -41,13 +41,13 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
 
 
 def check_source(config: DataConfig, section: str) -> None:
-    """Raise SettingError if `source` cannot be loaded or its parameters do not fit `options`; it is not called."""
+    """Raise SettingError if `source` cannot be loaded or does not accept `options`. The source is not called."""
     if config.source is not None:
         load_extension(f"{section}.source", config.source, {}, (), config)
 
 
 def _called(config: DataConfig) -> list[Any]:
-    """Return the rows of a function or of a registered source as JSON values."""
+    """Return the rows of a source as JSON values."""
     if config.registered is not None:
         field, section = config.registered
         source = Extension(section.rows, (), {}, field, f"{type(section).__name__}.rows")
@@ -57,7 +57,7 @@ def _called(config: DataConfig) -> list[Any]:
     with source.blamed():
         rows = source()
         if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-            raise SettingError(source.field, f"{source.name} returned {short(rows)}", "return, or yield, rows")
+            raise SettingError(source.field, f"{source.name} returned {short(rows)}", "return or yield rows")
         rows = list(islice(rows, config.limit))
     # images may be bytes or objects
     images = [row.get("images") if isinstance(row, dict) else None for row in rows]
@@ -65,7 +65,7 @@ def _called(config: DataConfig) -> list[Any]:
     try:
         plain = json.loads(json.dumps(bare))
     except (TypeError, ValueError) as error:
-        raise SettingError(source.field, f"{source.name} gives what is no JSON: {error}", "correct it") from error
+        raise SettingError(source.field, f"{source.name} returned non-JSON rows: {error}", "correct it") from error
     return [row if found is None else {**row, "images": found} for row, found in zip(plain, images, strict=True)]
 
 
@@ -74,7 +74,7 @@ def _read(config: DataConfig) -> list[Task]:
         return _called(config)
     path = Path(config.path)
     if path.suffix == ".jsonl" and path.is_file():
-        # split bytes: splitting text would also split at U+2028, which a JSON string may contain
+        # split bytes: text would also be split at U+2028, which a JSON string may contain
         return [_parse(line, path, number) for number, line in enumerate(_bytes_of(path).splitlines(), 1)]
     if path.suffix == ".json" and path.is_file():
         rows = _parse(_bytes_of(path), path, 1)
@@ -91,7 +91,7 @@ def _read(config: DataConfig) -> list[Task]:
             problem = f"{path} cannot be read as parquet: {error.__cause__ or error}"
             raise SettingError("path", problem, "correct it") from error
     if path.exists():
-        problem = f"{path} is not .json, .jsonl or .parquet, nor the name of a hub dataset"
+        problem = f"{path} is neither a .json, .jsonl or .parquet file nor the name of a hub dataset"
         raise SettingError("path", problem, "name one of those")
     return datasets.load_dataset(config.path, config.subset, split=config.split).to_list()
 
@@ -104,7 +104,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _parse(content: bytes, path: Path, first_line: int) -> Any:
-    """Parse `content`, which begins at line `first_line` of `path`, counted from 1."""
+    """Parse `content` as JSON; it begins at line `first_line` (from 1) of `path`."""
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -117,7 +117,7 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
 
 
 def _origin(config: DataConfig) -> str:
-    """Return the field that says where the rows come from."""
+    """Return the name of the field of `config` that gives the rows."""
     if config.registered is not None:
         return config.registered[0]
     return "source" if config.path is None else "path"
@@ -128,7 +128,8 @@ def _named(config: DataConfig) -> str:
 
 
 def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task:
-    """Return a row with its columns renamed. `has_images`: there is a column of images, which a row may leave out."""
+    """Return a row with its columns renamed and checked. `has_images`: some rows have images, but this one may lack
+    the column."""
     if not isinstance(row, dict):
         problem = f"row {number} of {_named(config)} is a {type(row).__name__}, not an object"
         raise SettingError(_origin(config), problem, "correct it")
@@ -138,7 +139,7 @@ def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task
             problem = f"row {number} of {_named(config)} has no field {old!r} but {sorted(row)}"
             raise SettingError(f"columns.{new}", problem, "name one of those")
         row[new] = row.pop(old)
-    # a table fills the columns that a row leaves out
+    # tables have None in the columns that a row lacks
     row = {name: value for name, value in row.items() if value is not None or name not in ("question", "messages")}
     if "question" not in row and "messages" not in row:
         problem = f"row {number} of {_named(config)} has neither 'question' nor 'messages' but {sorted(row)}"
@@ -156,7 +157,7 @@ def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task
 
 
 def _check_messages(messages: Any) -> None:
-    """Raise ValueError if these are not messages with a role and a content."""
+    """Raise ValueError unless `messages` is a list of messages with a role and content."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages: got {short(messages)}, not a list of {{role: ..., content: ...}}")
     for number, message in enumerate(messages):
@@ -170,26 +171,26 @@ def _check_messages(messages: Any) -> None:
 
 
 def _folder(config: DataConfig) -> Path:
-    """Return the folder at which relative paths in rows begin."""
+    """Return the folder to which paths in rows are relative."""
     file = config.path or (config.source or "").partition(".py:")[0]
     return Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A position in the order of tasks, and the number of the attempt at it."""
+    """A position in the task order, and the number of the attempt at it."""
 
     position: int
     attempt: int = 0
 
     @property
     def group_id(self) -> str:
-        """The id of the group that runs there."""
+        """The id of the group at this place."""
         return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
 
     @classmethod
     def of(cls, group_id: str) -> "Place":
-        """Return the place of a group. Raises ValueError if `group_id` is not a group's id."""
+        """Return the place of a group. Raise ValueError if `group_id` is not a group's id."""
         found = re.fullmatch(r"g(\d{6,})(?:-(\d+))?", group_id)
         if found is None:
             raise ValueError(f"{group_id!r} is not the id of a group, such as g000012 or g000012-1")
@@ -198,7 +199,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Share:
-    """The positions in the order of tasks that one of several workers runs: every `of`-th, starting at `number`."""
+    """The positions in the task order that one of several workers runs: every `of`-th, starting at `number`."""
 
     number: int
     of: int
@@ -207,7 +208,7 @@ class Share:
         return position % self.of == self.number
 
     def part(self, count: int) -> int:
-        """Return this worker's part of a number that all of them share; at least 1."""
+        """Return this worker's part of `count`, which all workers share; at least 1."""
         return max(1, count // self.of + (self.number < count % self.of))
 
 
@@ -215,7 +216,7 @@ WHOLE = Share(0, 1)
 
 
 class TaskOrder:
-    """Endless, reproducible order of tasks: each epoch shuffles all of them again.
+    """An endless, reproducible order of tasks, reshuffled each epoch.
 
     The n-th task depends only on (seed, n), so a resumed run needs only the position.
     """
@@ -231,7 +232,7 @@ class TaskOrder:
         return self.tasks[self.row(position)]
 
     def row(self, position: int) -> int:
-        """Return the index of the row at `position`, from 0."""
+        """Return the index of the row at `position`; both count from 0."""
         epoch, index = divmod(position, len(self.tasks))
         if self.shuffle and epoch != self._epoch:
             self._order = list(range(len(self.tasks)))

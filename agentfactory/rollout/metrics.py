@@ -1,11 +1,11 @@
-"""Descriptions of the metrics of chains and of evaluations."""
+"""Descriptions of chain and evaluation metrics."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of metrics.jsonl. The run fills in the `<...>` parts of a name."""
+    """A metric of metrics.jsonl. `<...>` in a name is a placeholder."""
 
     name: str
     unit: str
@@ -13,33 +13,31 @@ class Metric:
 
 
 CHAIN_METRICS = [
-    Metric("success", "", "whether the task was solved, according to the reward or the environment"),
-    Metric("reward/<reward>", "", "value of one reward of the recipe, before it is weighted"),
-    Metric("tool_calls", "calls", "calls that the chain made, including refused ones"),
+    Metric("success", "", "1 if the task was solved, according to the reward or the environment, otherwise 0"),
+    Metric("reward/<reward>", "", "value of one reward of the recipe, before its weight is applied"),
+    Metric("tool_calls", "calls", "calls by the chain, including refused ones"),
     Metric("tool/<tool>/calls", "calls", "calls of this tool"),
     Metric("tool/<tool>/errors", "calls", "calls of this tool that returned an error"),
     Metric("tool/<tool>/seconds", "s", "total time of the calls of this tool"),
-    Metric("tool_errors/malformed_call", "turns", "turns that looked like a call and could not be parsed"),
+    Metric("tool_errors/malformed_call", "turns", "turns that looked like a call but could not be parsed"),
     Metric("tool_errors/unknown_tool", "calls", "calls of a tool that does not exist"),
     Metric("tool_errors/invalid_arguments", "calls", "calls whose arguments do not fit the tool's schema"),
-    Metric("tool_errors/tool_error", "calls", "calls to which the tool itself returned an error"),
+    Metric("tool_errors/tool_error", "calls", "calls for which the tool itself returned an error"),
     Metric("tool_errors/tool_timeout", "calls", "calls that exceeded their time limit"),
-    Metric("tool_errors/tool_limit", "calls", "calls that a limit refused or cut short"),
+    Metric("tool_errors/tool_limit", "calls", "calls that a limit refused or truncated"),
     Metric("tool_seconds", "s", "time during which at least one call was running"),
     Metric("tool_wait_seconds", "s", "total time that calls waited for limits.calls_per_second"),
     Metric("tool_cost", "", "total cost of the calls, by limits.cost_per_call"),
-    Metric("truncated_turns", "turns", "turns that were cut at rollout.max_tokens"),
+    Metric("truncated_turns", "turns", "turns that were truncated at rollout.max_tokens"),
     Metric("sampled_tokens", "tokens", "tokens that the model sampled"),
     Metric("rows", "rows", "token rows of the chain: more than one if its history was rewritten or shortened"),
-    Metric("row_tokens", "tokens", "tokens of all rows of the chain, context included: what its rows cost"),
-    Metric(
-        "gateway/spliced_turns", "turns", "turns that an agent sent back in another history than they were sampled in"
-    ),
+    Metric("row_tokens", "tokens", "tokens of all rows of the chain, context included"),
+    Metric("gateway/spliced_turns", "turns", "turns that an agent sent back in a different history than sampled"),
     Metric("gateway/unmatched_turns", "turns", "assistant messages of an agent that were not sampled"),
     Metric("gateway/unmet_parameters", "", "parameters of an agent's requests that were not applied"),
     Metric("penalty", "", "amount that limits and rollout.outcome_penalty subtracted from the reward"),
     Metric("limits/<limit>", "", "how often this limit was reached"),
-    Metric("stop/<reason>", "", "whether this reason ended the chain"),
+    Metric("stop/<reason>", "", "1 if this reason ended the chain, otherwise 0"),
     Metric("failed", "", "share of the chains that failed"),
 ]
 """The `metrics` of a trajectory, `trajectory/<name>` in metrics.jsonl."""
@@ -51,4 +49,4 @@ EVAL_METRICS = [
     Metric("<figure>/high", "", "upper end of the same interval"),
     Metric("source/<source>/<figure>", "", "the metric over the tasks with this value in their field `source`"),
 ]
-"""Evaluation metrics in addition to those of the chains, under `eval/sampled/` and `eval/greedy/`."""
+"""Metrics that an evaluation adds to those of chains, under `eval/sampled/` and `eval/greedy/`."""

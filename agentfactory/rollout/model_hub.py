@@ -1,4 +1,4 @@
-"""The hub of models and data sets, where it may be out of reach."""
+"""Access to the Hugging Face Hub, with an offline fallback."""
 
 import os
 import sys
@@ -13,23 +13,23 @@ _ANSWER_SECONDS = 5.0
 
 
 def has_tokenizer(model: str) -> bool:
-    """Return whether the tokenizer of a model folder or hub name is on this machine."""
+    """Return whether the tokenizer of a model folder or hub name is available on this machine."""
     if os.path.isabs(model):
         return any(Path(model).glob("tokenizer*"))
     return isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str)
 
 
 def use_hub_if_it_answers() -> None:
-    """Ask the hub once; if it does not answer, let this process use only what was downloaded before, and say so: the
-    hub's own client tries for half a minute, for each file."""
+    """Switch this process to offline mode, with a warning on stderr, if one request to the hub fails: the hub's client
+    retries for half a minute per file."""
     if not constants.HF_HUB_OFFLINE and not hub_answers():
         constants.HF_HUB_OFFLINE = True
-        print("the hub cannot be reached: only what was downloaded before is used", file=sys.stderr, flush=True)
+        print("the hub cannot be reached; only cached downloads are used", file=sys.stderr, flush=True)
 
 
 @cache
 def hub_answers() -> bool:
-    """Return whether the hub answers within seconds, and may be used."""
+    """Return whether the hub answers within 5 seconds; False in offline mode."""
     if constants.HF_HUB_OFFLINE:
         return False
     try:

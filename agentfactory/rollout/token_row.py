@@ -1,4 +1,4 @@
-"""A row of tokens: what the model saw and sampled, with the mask, log-probabilities and versions of each token."""
+"""A token row: context and sampled tokens, with the mask, logprob and policy version of each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 Stream = Any
-"""One value per token: a list while its chain grows, an array once its group was saved or delivered (group_files)."""
+"""One value per token: a list while its chain runs, an array once its group was saved or delivered (group_files)."""
 
 NO_ROLE = "."
-"""In Row.roles: a token that was not sampled."""
+"""The letter in Row.roles of tokens that were not sampled."""
 
 
 @dataclass
 class Span:
     """Tokens [start, end) of a row, sampled by the weights labelled `version`.
 
-    `mixed` marks tokens whose cached context may come from older weights (`rollout.inflight: keep`): their
-    log-probabilities belong to no single version.
+    `mixed` marks tokens whose KV cache may come from older weights (`rollout.inflight: keep`): their logprobs belong to
+    no single version.
     """
 
     version: str
@@ -30,8 +30,8 @@ class Span:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image in a row: the tokens [offset, offset + length) stand for it. `digest` is that of its pixels, under which
-    the run's images are stored (images.store); `grid` is the number of its patches in time, height and width."""
+    """An image in a row, with image tokens [offset, offset + length). `digest` is the hash of its pixels and its key in
+    the run's image store (images.store); `grid` is its number of patches in time, height and width."""
 
     offset: int
     length: int
@@ -41,15 +41,15 @@ class ImageSpan:
 
 @dataclass
 class Row:
-    """One token sequence with its streams, all of length `len(token_ids)`.
+    """A token sequence with its streams, all of length `len(token_ids)`.
 
-    `mask` is 1 where the server sampled the token and 0 elsewhere: nothing else is ever trained by RL.
-    `logprobs` are the server's, of the sampled token after temperature (0.0 where the mask is 0).
-    `weights` scale a token's loss (SFT; None means 1 on the mask).
-    `turn_ends`: the end of each assistant turn, after its last token (None: each run of 1s in the mask is a turn).
-    `images`: where images are in the row, in their order; none of their tokens is sampled.
-    `roles`: a letter per token; sampled tokens have a role (token_roles.ROLES), context at the end has none, and the
-    whole is empty if nothing is known.
+    `mask` is 1 where the server sampled the token and 0 elsewhere; RL trains only tokens with mask 1.
+    `logprobs` are the server's logprobs of the sampled tokens, after temperature (0.0 where the mask is 0).
+    `weights` scale the loss of each token (SFT; None means 1 on the mask).
+    `turn_ends` has the end of each assistant turn, exclusive (None: each run of 1s in the mask is a turn).
+    `images` has the images of the row, in order; image tokens are never sampled.
+    `roles` has a letter per token (token_roles.ROLES for sampled tokens, NO_ROLE for others). Context at the end has no
+    letters; the string is empty if no roles are known.
     """
 
     token_ids: Stream = field(default_factory=list)
@@ -62,8 +62,8 @@ class Row:
     images: list[ImageSpan] = field(default_factory=list)
 
     def append_context(self, token_ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
-        """Add tokens that were not sampled: prompts, tool results, closing tokens. The offsets of `images` count from
-        the first of them."""
+        """Append tokens that were not sampled: prompts, tool results, closing tokens. The offsets of `images` are
+        relative to the first new token."""
         start = len(self.token_ids)
         self.images += [replace(image, offset=start + image.offset) for image in images]
         self.token_ids += token_ids
@@ -73,8 +73,8 @@ class Row:
     def append_sampled(
         self, token_ids: list[int], logprobs: list[float], versions: list[Span], mask: list[int] | None = None
     ) -> None:
-        """Add a turn; `versions` count from its first token. `mask` is 0 for tokens that were inserted, not sampled
-        (None: all were sampled)."""
+        """Append a turn; `versions` are relative to its first token. `mask` is 0 for tokens that were inserted, not
+        sampled (None: all were sampled). Raise ValueError if there is not one logprob per token."""
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probabilities")
         start = len(self.token_ids)
@@ -85,12 +85,12 @@ class Row:
         self.turn_ends = [*(self.turn_ends or []), len(self.token_ids)]
 
     def note_roles(self, roles: str) -> None:
-        """Set the roles of the last tokens, which are those of a turn."""
+        """Set the roles of the last `len(roles)` tokens, the tokens of a turn."""
         self.roles = self.roles.ljust(len(self.token_ids) - len(roles), NO_ROLE) + roles
 
     def turn_spans(self) -> list[tuple[int, int]]:
-        """Return [start, end) of each assistant turn, from its first sampled token; an empty span if nothing was
-        sampled."""
+        """Return [start, end) of each assistant turn, from its first sampled token; the span of a turn without sampled
+        tokens is empty."""
         mask = np.asarray(self.mask, dtype=bool)
         if self.turn_ends is None:
             edges: list[int] = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()

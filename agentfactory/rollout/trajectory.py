@@ -1,4 +1,4 @@
-"""The records of chains: trajectories and groups, outcomes and times."""
+"""Records of chains: trajectories, groups, outcomes and times."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,7 +9,7 @@ from agentfactory.tools.messages import Message
 
 
 class Outcome(StrEnum):
-    """How a chain ended. Failures say nothing about the policy: they are never a reward of 0."""
+    """The end of a chain. Failures say nothing about the policy, so they never count as a reward of 0."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -25,12 +25,12 @@ class Outcome(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether the chain broke instead of ending."""
+        """True if the chain failed instead of ending properly."""
         return self in _FAILURES
 
 
 class StopReason(StrEnum):
-    """What ended a chain that did not break. For `Outcome.TOOL_LIMIT`, the limit that was reached."""
+    """The reason why a chain ended without failing. For `Outcome.TOOL_LIMIT`, the limit that was reached."""
 
     ANSWER = "answer"
     """The model gave its final answer."""
@@ -64,25 +64,25 @@ _FAILURES = frozenset(
 
 
 class Activity(StrEnum):
-    """What a chain spends time on."""
+    """An activity on which a chain spends time."""
 
     SETUP = "setup"
-    """Its environments are reset; this includes the wait for instances."""
+    """Reset of the environments, including the wait for instances."""
     WAIT = "wait"
-    """It waits for an instance of a tool server, or a call waits for `limits.calls_per_second` or `parallel_calls`."""
+    """Wait for an instance of a tool server, or of a call for `limits.calls_per_second` or `parallel_calls`."""
     MODEL = "model"
-    """The server samples, from the request to the answer; this includes the server's queue and repeated requests."""
+    """Sampling, from request to response, including the server's queue and retries."""
     TOOL = "tool"
-    """A call runs."""
+    """Execution of a tool call."""
     REWARD = "reward"
-    """The rewards judge the chain."""
+    """Computation of the rewards."""
 
 
 @dataclass
 class Stretch:
-    """Seconds `start` to `end` of a chain, counted from its beginning. Stretches overlap if calls run in parallel.
+    """An interval of a chain, in seconds since its start. Intervals overlap if calls run in parallel.
 
-    `turn` is the number of the assistant turn, from 0; None outside turns. `name` is the tool's, or the tool server's.
+    `turn` is the number of the assistant turn, from 0; None outside turns. `name` names the tool or tool server.
     """
 
     activity: Activity
@@ -93,20 +93,20 @@ class Stretch:
 
 
 def chain_id(group_id: str, index: int, retry: bool = False) -> str:
-    """Return the id of a group's chain; `retry`: of the chain that takes its place after a failure. No code takes ids
-    apart."""
+    """Return the id of chain `index` of a group; `retry` marks the chain that replaces a failed one. No code parses
+    ids."""
     return f"{group_id}.{index}" + (".retry" if retry else "")
 
 
 @dataclass
 class Trajectory:
-    """One chain: its messages, the sampled rows, and how it ended.
+    """A chain: its messages, sampled rows and outcome.
 
     A chain has one row, unless its template rewrites history or `rollout.context` shortens it: each rewritten prompt
-    begins a new one.
+    starts a new row.
     `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None if the
-    chain does not count: it failed, or `rollout.on_outcome` drops its outcome. `turn_rewards`, if the reward gives any,
-    are credited to the assistant turns, in addition to `reward`.
+    chain failed or `rollout.on_outcome` drops its outcome. `turn_rewards`, if the reward returns any, are credited to
+    the assistant turns in addition to `reward`.
     """
 
     id: str
@@ -121,42 +121,42 @@ class Trajectory:
     turn_rewards: list[float] | None = None
     stop_reason: StopReason | None = None
     malformed_turns: list[int] = field(default_factory=list)
-    """Numbers of the assistant turns, from 0, whose calls could not be read."""
+    """Numbers of the assistant turns, from 0, whose calls could not be parsed."""
     anchors: list[str | None] = field(default_factory=list)
-    """Per assistant turn, the anchor of the state that its environment was in before it (None: it had none); empty if
-    no environment gives any."""
+    """Per assistant turn, the anchor of the environment's state before it (None: no anchor); empty if no environment
+    has anchors."""
     result: str | None = None
-    """What an agent with its own loop returned or printed; None if it did not."""
+    """The value that an agent with its own loop returned or printed; None if there is none."""
     workspaces: list[str] = field(default_factory=list)
-    """Where the folders of its programs are when they have ended, if the recipe keeps them (`keep_workspaces`)."""
+    """The folders of its ended programs, if the recipe keeps them (`keep_workspaces`)."""
     timeline: list[Stretch] = field(default_factory=list)
-    """Where the `seconds` went, in the order in which the stretches ended."""
+    """The activities of the chain, ordered by their ends."""
 
     def note_turn(self, anchor: str | None = None) -> None:
-        """Count an assistant turn, which was taken in the state with this anchor."""
+        """Count an assistant turn; `anchor` identifies the environment's state before it."""
         if anchor is not None or self.anchors:
             self.anchors += [*[None] * (self.turns - len(self.anchors)), anchor]
         self.turns += 1
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
-        """Return (row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, starting at the
-        first sampled one. Those with mask 0 were inserted. A turn in which nothing was sampled is an empty span.
+        """Return (row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, from the first
+        sampled one. Tokens in it with mask 0 were inserted. A turn without sampled tokens has an empty span.
 
-        Raises ValueError if the rows do not contain `turns` turns.
+        Raise ValueError if the rows do not contain `turns` turns.
         """
         spans = [(index, *span) for index, row in enumerate(self.rows) for span in row.turn_spans()]
         if len(spans) == self.turns - 1 and self.rows and self.rows[-1].turn_ends is None:
-            # rows saved before they recorded their turns' ends: only the last turn can be empty
+            # rows of older runs have no turn_ends, and only their last turn can be empty
             length = len(self.rows[-1].mask)
             spans.append((len(self.rows) - 1, length, length))
         if len(spans) != self.turns:
-            raise ValueError(f"chain {self.id} has {self.turns} turns, and its rows hold {len(spans)}")
+            raise ValueError(f"chain {self.id} has {self.turns} turns, but its rows contain {len(spans)}")
         return spans
 
 
 @dataclass
 class Group:
-    """The chains of one task. `version` is the number of the newest weights when the group was started."""
+    """The chains of one task. `version` is the policy version when the group was started."""
 
     id: str
     task: dict[str, Any]

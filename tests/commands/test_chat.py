@@ -124,7 +124,7 @@ async def test_images_are_shown_by_their_paths_in_any_line(
     told = capsys.readouterr().out
     assert "you> /image none.png\n  [the image none.png cannot be read: No such file or directory]\n" in told
     assert told.count("an image of 64 x 32 pixels") == 4
-    assert "[not sent: it has 1 images, and its text has places (<image>) for 2]" in told
+    assert "[not sent: it has 1 images, but its text has placeholders (<image>) for 2]" in told
     # both of the first line, in their places, and the one of the later line
     with Image.open("first.png") as first:
         each = vision.tokens(vision.grid(vision.fit(first)))

@@ -52,7 +52,7 @@ BROKEN = {
     "a reward without its field": (
         {},
         ["eval.data.columns={solution: answer}"],
-        ["rewards.0", "exact wants 'answer'", "in row 1 of eval.data", "fix: "],
+        ["rewards.0", "exact needs 'answer'", "in row 1 of eval.data", "fix: "],
     ),
     "an environment without its field": (
         {},
@@ -99,7 +99,7 @@ BROKEN = {
     "a field without `task` for an agent": (
         {},
         ["tools=[]", "rollout.agent={command: [sh, --ask, '${question}']}"],
-        ["rollout.agent.command.2", "${question} stands for nothing", "fix: write ${task.question}"],
+        ["rollout.agent.command.2", "${question} is not replaced", "fix: write ${task.question}"],
     ),
     "two ways to a server": (
         {},
@@ -231,7 +231,7 @@ def test_a_dry_run_calls_the_functions_that_give_tasks(project: Path, agentfacto
     for name, told in {
         "faulty": "data.source: sources.py:faulty failed: KeyError: 'lost' (sources.py, line 3); fix: correct it",
         "other": "data.source: row 1 of ",
-        "poor": "rewards.0: exact wants 'answer', which is neither one of ",
+        "poor": "rewards.0: exact needs 'answer', which is neither one of ",
     }.items():
         result = run(name)
         assert result.returncode == 2

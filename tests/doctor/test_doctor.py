@@ -116,7 +116,7 @@ def test_the_first_prompt_is_shown(project: Path) -> None:
     assert form.level is prompt.level is Level.OK
     assert form.text.startswith("hermes: rollout.parser=auto: hermes reads the calls that the template writes; rows: ")
     assert "<|im_start|>user\n         1 + 1?<|im_end|>\n" in prompt.text
-    assert "a made call of " in prompt.text
+    assert "a sample call of " in prompt.text
     assert "(its result)" in prompt.text
     assert len(prompt.text) < 6000
     (stops, _) = doctor_recipe.check_format(load("rollout.parser=react"))

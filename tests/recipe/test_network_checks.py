@@ -109,7 +109,7 @@ def test_a_server_that_no_weights_or_no_correction_fits_is_refused(project: Path
 
 
 def test_an_agent_s_own_server_refuses_it_too() -> None:
-    with pytest.raises(ValueError, match=r"server.quantization: got 'fp8', and the embedded engine rounds to int8 or"):
+    with pytest.raises(ValueError, match=r"server.quantization: got 'fp8', but the embedded engine supports only int8"):
         Agent("org/model", engine="embedded", server={"quantization": "fp8"})
 
 

@@ -160,7 +160,7 @@ class Fails(AgentHooks):
         ("foreign", "Fails.generate: TypeError: it returned Completion"),
         ("after", "Fails.generate: ValueError: after: the model ended its turn there"),
         ("parse", "Fails.parse: RuntimeError: no idea"),
-        ("type", "Fails.parse: TypeError: it returned 'text', and not a Parsed"),
+        ("type", "Fails.parse: TypeError: it returned 'text', not a Parsed"),
     ],
 )
 async def test_an_agent_that_fails_is_named_and_never_a_reward(tmp_path: Path, where: str, error: str) -> None:
@@ -213,13 +213,13 @@ async def yielding(client, task):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("number", "agents.py:number is not an agent but .*; fix: name an async function, or a class of Agent"),
+        ("number", "agents.py:number is not an agent but .*; fix: name an async function or a subclass of Agent"),
         ("yielding", "agents.py:yielding yields; fix: return"),
         ("Plain", "Plain is not an agent; fix: write `class Plain"),
-        ("Sync", "generate has another signature; fix: write `async def generate"),
-        ("Awaited", "parse has another signature; fix: write `def parse"),
-        ("Short", "parse has another signature; fix: write `def parse"),
-        ("Needy", "cannot be made without arguments: .*'plan'; fix: give them defaults"),
+        ("Sync", "generate has a wrong signature; fix: write `async def generate"),
+        ("Awaited", "parse has a wrong signature; fix: write `def parse"),
+        ("Short", "parse has a wrong signature; fix: write `def parse"),
+        ("Needy", "cannot be created without arguments: .*'plan'; fix: give its parameters"),
         ("Missing", "defines no Missing"),
     ],
 )

@@ -299,7 +299,7 @@ async def test_turns_are_rewarded_by_themselves(tokenizer: PreTrainedTokenizerFa
     async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
         trajectory = await run_one(runner, word="judged by turn")
     assert trajectory.outcome is Outcome.REWARD_ERROR
-    assert "gave 2 turn_rewards, and the chain has 1 assistant turns" in (trajectory.error or "")
+    assert "gave 2 turn_rewards, but the chain has 1 assistant turns" in (trajectory.error or "")
 
 
 async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(

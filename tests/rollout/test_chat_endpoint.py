@@ -188,7 +188,7 @@ async def test_an_answer_that_is_none_ends_its_chain(tmp_path: Path) -> None:
         with serve_chat(script({**said("so"), **broken})) as server:
             chain = await play(recipe(tmp_path), tmp_path, server.url)
         assert chain.outcome is Outcome.INFERENCE_ERROR
-        assert "the endpoint's answer is no chat completion" in str(chain.error)
+        assert "the endpoint's answer is not a chat completion" in str(chain.error)
     # an invalid id counts as no id
     for identity in (["q"], 5, "", None):
         call["message"]["tool_calls"][0]["id"] = identity
@@ -237,7 +237,7 @@ def reasoning_model(*answers: Any) -> Answer:
 
 async def test_models_that_reason(tmp_path: Path) -> None:
     data = {"path": str(tmp_path / "tasks.jsonl")}
-    told = r"support 0 .*; fix: leave it to the model: eval\.request=\{temperature: null\} eval\.greedy=false"
+    told = r"support 0 .*; fix: use the model's default: eval\.request=\{temperature: null\} eval\.greedy=false"
     with serve_chat(reasoning_model()) as server, pytest.raises(ChatEndpointError, match=told):
         await play(recipe(tmp_path), tmp_path, server.url)
     own = {"data": data, "greedy": False, "request": {"temperature": None}}
@@ -295,7 +295,7 @@ async def test_what_heals_by_no_waiting_is_told_at_once(tmp_path: Path) -> None:
     async def out_of_credit(_: dict[str, Any]) -> tuple[int, str]:
         return spent
 
-    with serve_chat(out_of_credit) as server, pytest.raises(ChatEndpointError, match=r"429 .*; fix: pay for more, or"):
+    with serve_chat(out_of_credit) as server, pytest.raises(ChatEndpointError, match=r"429 .*; fix: buy more credit"):
         await play(recipe(tmp_path), tmp_path, server.url)
     # or in the middle of an evaluation
     with serve_chat(script(spent)) as server:
@@ -326,7 +326,7 @@ async def test_what_would_fail_every_chain_is_told_at_once(tmp_path: Path, monke
     with serve_chat(refusing) as server, pytest.raises(ChatEndpointError, match=r"--url: .* answered 400 .* vLLM with"):
         await play(recipe(tmp_path), tmp_path, server.url)
     assert len(server.requests) == 1
-    for models, problem in (({"id": "a"}, {"id": "b"}), "lists a, b"), (("a",), "answered no list of models"):
+    for models, problem in (({"id": "a"}, {"id": "b"}), "lists a, b"), (("a",), "returned no list of models"):
         told = f"--model: .*{problem}"
         with serve_chat(refusing, models=models) as server, pytest.raises(ChatEndpointError, match=told):
             await play(recipe(tmp_path), tmp_path, server.url)
@@ -334,7 +334,7 @@ async def test_what_would_fail_every_chain_is_told_at_once(tmp_path: Path, monke
     async def page(_: dict[str, Any]) -> dict[str, Any]:
         return {**said("hello"), "message": "hello"}
 
-    with serve_chat(page) as server, pytest.raises(ChatEndpointError, match=r"--url: .* no chat completion"):
+    with serve_chat(page) as server, pytest.raises(ChatEndpointError, match=r"--url: .* not a chat completion"):
         await play(recipe(tmp_path), tmp_path, server.url)
     with serve_chat(script(said("so")), key="k") as server:
         with pytest.raises(ChatEndpointError, match=r"401.*server\.api_key_env"):

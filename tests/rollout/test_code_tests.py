@@ -143,17 +143,17 @@ def test_code_is_found_in_a_message(prediction: str, code: str) -> None:
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        (None, "has to be a list of tests"),
-        ([], "has to be a list of tests"),
+        (None, "must be a list of tests"),
+        ([], "must be a list of tests"),
         ("[", "cannot read the field 'tests'"),
         ([{"input": "1"}], "is neither"),
         ([{"input": "1", "output": "1", "function": "f"}], "is neither"),
         ([3], "is neither"),
         (["assert f(x) == 1"], "cannot read the field 'tests'"),
-        (["assert f(1)"], "cannot be judged outside the sandbox; write"),
-        (["assert f(1) < 2"], "cannot be judged outside the sandbox; write"),
-        (["assert f(**{'a': 1}) == 2"], "cannot be judged outside the sandbox; write"),
-        (["assert f(1) == 1; assert f(2) == 2"], "cannot be judged outside the sandbox; write"),
+        (["assert f(1)"], "cannot be checked outside the sandbox; write"),
+        (["assert f(1) < 2"], "cannot be checked outside the sandbox; write"),
+        (["assert f(**{'a': 1}) == 2"], "cannot be checked outside the sandbox; write"),
+        (["assert f(1) == 1; assert f(2) == 2"], "cannot be checked outside the sandbox; write"),
         (["f(1) = 1"], "cannot read the field 'tests'"),
     ],
 )
@@ -161,7 +161,7 @@ def test_tests_that_cannot_be_judged_are_told_before_the_run(tests: Any, message
     rewards = Rewards.load([RewardConfig(reward="code_tests")], Path())
     with pytest.raises(SettingError, match=message):
         rewards.check({"tests": tests})
-    with pytest.raises(SettingError, match="wants the field 'tests'"):
+    with pytest.raises(SettingError, match="needs the field 'tests'"):
         rewards.check({"question": "q"})
 
 

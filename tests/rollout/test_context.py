@@ -58,7 +58,7 @@ def test_when_a_policy_acts() -> None:
     assert [is_long(n, config(policy="truncate", max_tokens=50)) for n in (49, 50)] == [False, True]
     with pytest.raises(ValueError, match="keep_turns: got 0 with policy=truncate"):
         check_context(config(policy="truncate", keep_turns=0))
-    with pytest.raises(ValueError, match=r"max_tokens: got 100, which rollout.max_total_tokens=100 never"):
+    with pytest.raises(ValueError, match=r"max_tokens: got 100, but rollout.max_total_tokens=100 ends"):
         check_context(config(policy="summarize", max_tokens=100))
     check_context(config(policy="summarize", keep_turns=0))
 

@@ -72,5 +72,5 @@ def test_it_follows_from_seed_and_observations_alone() -> None:
 def test_a_reward_that_does_not_say_success_is_told() -> None:
     chain = Trajectory("g000003.1", [], [], Outcome.COMPLETED, 1.0, {"success": 0.5})
     assert successes([chain]) == [0.5]
-    with pytest.raises(ValueError, match=r"the reward of chain g000003.1 does not say .*rollout.curriculum=null"):
+    with pytest.raises(ValueError, match=r"the reward of chain g000003.1 did not report success; .*curriculum=null"):
         successes([Trajectory("g000003.1", [], [], Outcome.COMPLETED, 1.0, {"distance": 0.5})])

@@ -78,14 +78,14 @@ def test_a_group_is_taken_once_over_all_attempts_of_a_run() -> None:
         worker(["g000000"], ["g000001"], trained=("g000001", "g000002")),
     ):
         end.take_batch(1)
-        with pytest.raises(WorkerDiedError, match=r"sent groups again that are trained already, among g000001"):
+        with pytest.raises(WorkerDiedError, match=r"sent a group that was already delivered, one of g000001"):
             end.take_batch(1)
 
 
 def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
     assert len(worker(["g000001"], may_be_short=True).take_batch(3)[0]) == 1
     for end in (worker(["g000001"]), worker(["a", "b", "c", "d"], may_be_short=True), worker([], may_be_short=True)):
-        with pytest.raises(WorkerDiedError, match="groups where 3 were due"):
+        with pytest.raises(WorkerDiedError, match="groups, expected 3"):
             end.take_batch(3)
 
 
@@ -122,7 +122,7 @@ def test_what_is_no_message_is_refused_before_memory_is_taken_for_it() -> None:
     for stray in (b"GET / HTTP/1.1\r\nHost: 127.0.0.1", bytes(24)):
         with connected(end) as (theirs,):
             theirs.sendall(stray)
-            with pytest.raises(WorkerDiedError, match="sent no message but other bytes"):
+            with pytest.raises(WorkerDiedError, match="sent bytes that are not a message"):
                 end.hear()
 
 
@@ -206,5 +206,5 @@ def test_a_worker_that_stands_still_is_told_of_beside_one_that_speaks(
         for socket_ in (one, other):
             socket_.sendall(encode("alive") + encode("batch", figures={}))
         receiving.join()
-    text = "the rollout worker has said nothing for 0.3 s: it is stopped, or its code blocks it"
+    text = "the rollout worker has sent no message for 0.3 s: its process is stopped, or code blocks its event loop"
     assert caplog.messages == [f"{text}; see logs/worker-1.log"]

@@ -315,7 +315,7 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     pad = images.vision.image_token_id
     held = await images.receive([part(picture(0))])
     for ids in ([20, 30], [20, pad, 30, pad]):
-        with pytest.raises(ValueError, match=r"places for [02] images, and there are 1"):
+        with pytest.raises(ValueError, match=r"placeholders for [02] images, but there are 1"):
             images.place(ids, held)
 
 

@@ -107,9 +107,9 @@ def test_a_reward_that_wants_what_the_data_lacks_is_told_before_any_chain_runs(
             "rewards": ["users.py:right"],
         }
     )
-    with pytest.raises(ValueError, match="wants 'answer'"):
+    with pytest.raises(ValueError, match="needs 'answer'"):
         run_rollout(recipe, tasks, tmp_path, warm_server, tmp_path, lambda record: None)
-    with pytest.raises(ValueError, match="wants 'answer'"):
+    with pytest.raises(ValueError, match="needs 'answer'"):
         run_eval(recipe, tasks, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
 

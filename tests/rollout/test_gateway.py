@@ -214,7 +214,7 @@ async def test_logprobs_are_those_of_the_server(tmp_path: Path) -> None:
         ({"messages": []}, "messages: give a list with at least one"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last one is an assistant's"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools: {} has no name"),
-        ({"tools": 3}, "the request is not one of /v1/chat/completions: TypeError"),
+        ({"tools": 3}, "the request is not valid for /v1/chat/completions: TypeError"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}]},
             "http://x/y is not fetched",
@@ -246,7 +246,7 @@ async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once
         f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}, {{"role": "user", "content": "go"}}]}}': (
             "characters"
         ),
-        f'{{"messages": {deep}}}': "no JSON",
+        f'{{"messages": {deep}}}': "not JSON",
         f'{go}"stop": "\\ud800"}}': "stop: ",
         f'{go}"stop": {json.dumps(["x" * i for i in range(1, 100)])}}}': "stop: got 99 texts",
         '{"messages": [{"role": "user", "content": "go"}], "tools": '
@@ -304,7 +304,7 @@ async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, capl
         assert not {"top_p", "seed"} & set(request["sampling_params"])
     assert trajectory.metrics["gateway/unmet_parameters"] == 4
     for name in ("temperature=0", "top_p=0.9", "tool_choice=required", "seed=3"):
-        assert f"an agent asks for {name}, and gets what the recipe says" in caplog.text
+        assert f"an agent requests {name}, which is not applied" in caplog.text
 
 
 async def test_turns_that_were_not_sampled_are_context_and_counted(

@@ -90,7 +90,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
         # more than is read at a time
         for status, body in await asyncio.gather(*[one_byte_a_time() for _ in range(6)]):
             assert status == 408
-            assert "has not come within 0.5 s" in body["error"]["message"]
+            assert "did not arrive within 0.5 s" in body["error"]["message"]
         assert (await program.ask(key))[0] == 200
         await program.post("/reward", key, reward=1)
         assert (await running).outcome is Outcome.COMPLETED
@@ -204,7 +204,7 @@ async def test_broken_bodies_are_refused_and_the_chain_goes_on(tmp_path: Path) -
         asked = json.dumps(ASKED).encode()
         deep = b'{"messages": ' + b"[" * 500 + b"]" * 500 + b"}"
         for body, status, text, *headers in (
-            (b'{"messages": "\xff"}', 400, "no JSON"),
+            (b'{"messages": "\xff"}', 400, "not JSON"),
             (asked[:-1] + b', "metadata": {"x": NaN}}', 400, "NaN is not JSON"),
             (asked[:-1] + b', "temperature": 1e999}', 400, "1e999 is too large"),
             (deep, 400, "nested more than 100 levels deep"),
@@ -263,7 +263,7 @@ async def test_names_of_metrics_that_change_with_the_chain_are_bounded_and_told(
     assert found == ["acc_0", "acc_1"]
     told = [notice for record in caplog.records if (notice := notice_of(record))]
     assert [notice.topic for notice in told] == ["names of metrics"] * 3
-    assert "new ones are left out (acc_2)" in told[0].text
+    assert "new ones are dropped (acc_2)" in told[0].text
 
 
 async def test_answers_that_are_kept_for_later_requests_are_bounded(

@@ -246,7 +246,7 @@ async def test_a_wrong_report_is_told_and_can_be_corrected(tmp_path: Path) -> No
             ({"score": 1}, "score: unknown; use reward, answer, error"),
             ({"reward": 1, "answer": 3}, "answer: got 3; use a text"),
             ({"reward": 1, "answer": "x" * 1_000_001}, "answer: has 1000001 characters; use 1000000 at most"),
-            ({"reward": 1, "error": "broken"}, "a chain that failed has none"),
+            ({"reward": 1, "error": "broken"}, "a failed chain has no reward"),
         ]
         for report, problem in reports:
             status, answer = await program.post("/reward", key, **report)

@@ -344,7 +344,7 @@ def test_a_workspace_that_is_larger_than_its_limit_is_found_at_the_start(tmp_pat
         file.truncate(3 << 20)
     config = AgentConfig(command=["sh"], options={"workspace": str(tmp_path / "desk"), "disk_mb": 2})
     with pytest.raises(
-        SettingError, match=r"rollout\.agent\.options\.disk_mb: got 2, and .*desk has 3 MiB; fix: raise it"
+        SettingError, match=r"rollout\.agent\.options\.disk_mb: got 2, but .*desk has 3 MiB; fix: raise it"
     ):
         ProgramAgent(config, tmp_path)
 

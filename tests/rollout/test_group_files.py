@@ -186,7 +186,7 @@ def change(path: Path, at: int, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("harm", "problem"),
     [
-        (lambda arrays: arrays.unlink(), r"its arrays cannot be read, a\.arrays: No such file .*; fix: have that file"),
+        (lambda arrays: arrays.unlink(), r"its arrays file a\.arrays cannot be read: No such .*; fix: put that file"),
         (lambda arrays: arrays.write_bytes(arrays.read_bytes()[:-1]), r"end at byte \d+ of a\.arrays, which has only"),
         (lambda arrays: change(arrays, arrays.stat().st_size - 1, b"~"), r"its arrays are damaged.*; fix: copy both"),
         (lambda arrays: change(arrays, arrays.stat().st_size // 2, struct.pack("<Q", 2**60)), "its arrays are damaged"),
@@ -206,7 +206,7 @@ def test_lost_arrays_are_told_with_their_line(tmp_path: Path, harm: Callable[[Pa
         ({"length": 2**62}, r"its arrays end at byte \d+ of a\.arrays, which has only"),
         ({"length": 2**70}, r"its arrays end at byte \d+ of a\.arrays, which has only"),
         ({"offset": -1}, r"its arrays begin at byte -1"),
-        ({"offset": math.inf}, r"no saved group: OverflowError"),
+        ({"offset": math.inf}, r"not a saved group: OverflowError"),
     ],
 )
 def test_a_line_that_asks_for_impossible_arrays_is_refused(tmp_path: Path, place: dict[str, Any], problem: str) -> None:
@@ -222,7 +222,7 @@ def test_a_line_that_asks_for_impossible_arrays_is_refused(tmp_path: Path, place
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"token_ids": 2}, r"its rows have 8 token_ids, and their array 9; fix: leave out whole lines"),
+        ({"token_ids": 2}, r"its rows have 8 token_ids, but their array has 9; fix: remove whole lines"),
         ({"token_ids": [1.5]}, r"token_ids: Expected `int`, got `float`"),
         ({"token_ids": [2**40]}, r"token_ids: "),
         ({"logprobs": [None]}, r"logprobs: Expected `float`, got `null`"),
@@ -303,8 +303,8 @@ def test_a_group_keeps_what_datasets_and_models_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"reward": float("nan")}, r"chain g\.1 has the reward nan, which is no finite number"),
-        ({"turn_rewards": [1.0, float("inf")]}, r"chain g\.1 has the reward inf, which is no finite number"),
+        ({"reward": float("nan")}, r"chain g\.1 has the reward nan, which is not finite"),
+        ({"turn_rewards": [1.0, float("inf")]}, r"chain g\.1 has the reward inf, which is not finite"),
         ({"reward": "1"}, r"Expected `float \| null`, got `str` - at `\$\.trajectories\[1\]\.reward`"),
     ],
 )

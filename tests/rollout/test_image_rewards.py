@@ -103,13 +103,13 @@ async def test_the_best_of_several_boxes_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "row", "problem"),
     [
-        ("box_iou", {"images": ["a"]}, "wants the field 'box'"),
-        ("box_iou", {"images": ["a"], "box": [0, 0, 5]}, r"wants \[left, top, right, bottom\] in the field 'box'"),
+        ("box_iou", {"images": ["a"]}, "needs the field 'box'"),
+        ("box_iou", {"images": ["a"], "box": [0, 0, 5]}, r"needs \[left, top, right, bottom\] in the field 'box'"),
         ("box_iou", {"images": ["a"], "box": [5, 0, 5, 9]}, r"not \[5, 0, 5, 9\]"),
-        ("point_in_box", {"images": [], "box": [0, 0, 5, 9]}, "wants image 0 of the row, which has 0"),
-        ("multiple_choice", {"answer": "yes"}, "wants a letter in the field 'answer', not 'yes'"),
-        ("count", {"answer": "many"}, "wants a number in the field 'answer', not 'many'"),
-        ("anls", {"answer": []}, "wants answers in the field 'answer'"),
+        ("point_in_box", {"images": [], "box": [0, 0, 5, 9]}, "needs image 0 of the row, which has 0"),
+        ("multiple_choice", {"answer": "yes"}, "needs a letter in the field 'answer', not 'yes'"),
+        ("count", {"answer": "many"}, "needs a number in the field 'answer', not 'many'"),
+        ("anls", {"answer": []}, "needs answers in the field 'answer'"),
     ],
 )
 def test_rows_that_cannot_be_judged_are_told_before_the_run(name: str, row: dict, problem: str) -> None:

@@ -182,8 +182,8 @@ def test_the_first_prompt_is_shown_with_a_made_call_and_its_answer(family: Famil
     assert f"because: rollout.parser=auto: {family.parser} reads the calls" in text
     prompt = renderer.open(renderer.dialogue.instruct(opening, SPECS), SPECS)
     assert f"--- the first prompt: {len(prompt)} ids\n{renderer.tokenizer.decode(prompt)}\n--- {prompt}\n" in text
-    _, _, made = text.partition("--- a made call of do_it: ")
-    call, _, answer = made.partition("--- its answer")
+    _, _, made = text.partition("--- a sample call of do_it: ")
+    call, _, answer = made.partition("--- its result")
     assert "(text)" in call
     assert "(its result)" in answer
 

@@ -398,7 +398,7 @@ async def test_a_curriculum_needs_to_know_what_a_success_is(quickstart_run: Path
         await asyncio.wait([trainer.running], timeout=20)
         with pytest.raises(ExceptionGroup) as stopped:
             trainer.running.result()
-    assert "the reward of chain g000000.0 does not say whether it is a success" in repr(stopped.value.exceptions)
+    assert "the reward of chain g000000.0 did not report success" in repr(stopped.value.exceptions)
 
 
 async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_path: Path) -> None:

@@ -88,14 +88,14 @@ def test_what_counts_can_be_cut_out() -> None:
     row = {"answer": "First 3 + 4.\n#### 7"}
     assert exact("<answer>8</answer> no: <answer>\n7 </answer>", **row)["reward"] == 1
     assert exact("7", **row)["reward"] == 0
-    with pytest.raises(ValueError, match=r"finds nothing that matches '#### \(\.\*\)' in the field 'answer'"):
+    with pytest.raises(ValueError, match=r"finds no match of '#### \(\.\*\)' in the field 'answer'"):
         exact.check({"answer": "7"})
 
 
 @pytest.mark.parametrize("row", [{"question": "q"}, {"answer": []}, {"answer": None}, {"answer": {"text": "x"}}])
 @pytest.mark.parametrize("name", ["exact_match", "f1", "math_equal"])
 def test_a_row_without_an_answer_is_told_before_the_run(name: str, row: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match=rf"rewards\.0: {name} wants .*'answer'"):
+    with pytest.raises(SettingError, match=rf"rewards\.0: {name} needs .*'answer'"):
         Rewards.load([RewardConfig(reward=name)], Path()).check(row)
 
 
@@ -177,9 +177,9 @@ def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> 
 @pytest.mark.processes
 def test_an_answer_that_cannot_be_read_is_an_error() -> None:
     equal = MathEqual(processes=1, seconds=1.0)
-    with pytest.raises(RewardError, match="can read none of the answers"):
+    with pytest.raises(RewardError, match="cannot parse any of the answers"):
         equal("it is 42", answer="")
-    with pytest.raises(RewardError, match=r"took longer than 1 s to read"):
+    with pytest.raises(RewardError, match=r"took longer than 1 s to parse"):
         equal("it is 42", answer="a b " * 100_000)
     assert equal("it is 42", answer="42")["reward"] == 1.0
     time.sleep(1.2)  # the time limit is that of a comparison, not of the process
@@ -361,7 +361,7 @@ async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeSe
         await rewards.score(chain, {"images": ["ours.png"]}, None, [str(store.path(digest)) for digest in digests])
     async with Rewards.load([RewardConfig(reward="judge", options=options)], Path()) as rewards:
         await rewards.score(chain, {}, None, [])
-    with pytest.raises(SettingError, match=r"images stand in \{conversation\}, which the prompt lacks"):
+    with pytest.raises(SettingError, match=r"images are sent in \{conversation\}, which the prompt lacks"):
         Rewards.load([RewardConfig(reward="judge", options={**options, "prompt": "?", "images": True})], Path())
     seeing, blind = (request["messages"][-1]["content"] for request in judge.requests)
     shown = [image_part(data_url(store.png(digest))) for digest in digests]
@@ -394,8 +394,8 @@ async def test_what_can_heal_is_tried_again(judge: JudgeServer) -> None:
     [
         ("I like it", "no number that matches"),
         ("Score: high", "no number that matches"),
-        ("Score: 11", "the judge gave 11, which is not from 0 to 10"),
-        ("Score: -1", "the judge gave -1, which is not from 0 to 10"),
+        ("Score: 11", "the judge gave 11, which is not between 0 and 10"),
+        ("Score: -1", "the judge gave -1, which is not between 0 and 10"),
         (401, "no verdict from .*status 401: not now"),
         (500, "no verdict from .*status 500"),
         ({"error": "overloaded"}, "no verdict from .*not a chat completion with a text: .*overloaded"),
@@ -443,8 +443,8 @@ def test_a_judge_works_in_one_loop_after_another() -> None:
 @pytest.mark.parametrize(
     ("changed", "option", "message"),
     [
-        ({"url": "localhost:8000"}, "url", "not an address; write http:// or https://"),
-        ({"prompt": "{0}"}, "prompt", "not the name of a field; braces that are to stand there are doubled"),
+        ({"url": "localhost:8000"}, "url", "not an address; start it with http:// or https://"),
+        ({"prompt": "{0}"}, "prompt", "not the name of a field; double literal braces"),
         ({"prompt": "{answer"}, "prompt", "expected '}'"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "got 'NO_SUCH_KEY': this environment variable is not set"),
         ({"pattern": "["}, "pattern", "not a regular expression"),
@@ -463,7 +463,7 @@ def test_fields_of_a_prompt_are_looked_for_before_the_run() -> None:
     rewards = Rewards.load([RewardConfig(reward="judge", options=options)], Path())
     rewards.check({"question": "q", "answer": "a"})
     with pytest.raises(
-        SettingError, match=r"judge wants the field 'answer', which the data does not have \(question\)"
+        SettingError, match=r"judge needs the field 'answer', which the data does not have \(question\)"
     ):
         rewards.check({"question": "q"})
     with pytest.raises(SettingError, match="'prediction' too"):

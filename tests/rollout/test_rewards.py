@@ -162,7 +162,7 @@ async def test_without_rewards_the_environment_counts() -> None:
 
 
 def test_a_field_that_no_row_has_is_told_before_the_run() -> None:
-    with pytest.raises(SettingError, match=r"rewards\.1: exact wants 'answer'.*question.*data\.columns"):
+    with pytest.raises(SettingError, match=r"rewards\.1: exact needs 'answer'.*question.*data\.columns"):
         Rewards([brevity, exact]).check({"question": "q"})
     Rewards([exact, brevity]).check({"question": "q", "answer": "4"})
 
@@ -186,10 +186,10 @@ async def test_rewards_of_turns_are_summed_by_turn() -> None:
     scored = await Rewards([exact, effort, insight]).score(chain, {"answer": "4"}, None)
     assert (scored.reward, scored.turn_rewards) == (2.0, [-0.5, 1.5])
     assert scored.metrics["deep"] == 1.0
-    with pytest.raises(ValueError, match="insight gave 2 turn_rewards, and the chain has 3 assistant turns"):
+    with pytest.raises(ValueError, match="insight gave 2 turn_rewards, but the chain has 3 assistant turns"):
         await Rewards([effort, insight]).score(replace(TRAJECTORY, turns=3), {}, None)
     given = EnvironmentReward(0.5, {}, [1.0])
-    with pytest.raises(ValueError, match="the environment gave 1 turn_rewards, and the chain has 2"):
+    with pytest.raises(ValueError, match="the environment gave 1 turn_rewards, but the chain has 2"):
         await Rewards([]).score(chain, {}, given)
     assert await Rewards([]).score(replace(chain, turns=1), {}, given) == given
 
@@ -279,7 +279,7 @@ async def test_two_rewards_may_not_give_one_metric() -> None:
     def lenient(prediction: str) -> dict:
         return {"reward": 1.0, "success": 1.0}
 
-    with pytest.raises(ValueError, match="exact and lenient both give the metric 'success'"):
+    with pytest.raises(ValueError, match="exact and lenient both have the metric 'success'"):
         await Rewards([exact, lenient]).score(TRAJECTORY, {"answer": "4"}, None)
 
 
@@ -309,13 +309,13 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
         ("mine.py:four", "rewards.1", "defines no four"),
         ("exact", "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
         ("mine.py:one", "rewards.1", r"rewards\.0 is called 'one' too.*rewards\.1\.name"),
-        ({"reward": "mine.py:Counting"}, "rewards.1.options", "could not be made.*it takes start"),
+        ({"reward": "mine.py:Counting"}, "rewards.1.options", "could not be created.*its options are start"),
         (
             {"reward": "mine.py:Counting", "options": {"begin": 1}},
             "rewards.1.options.begin",
-            "no such option; fix: it takes start",
+            "no such option; fix: use one of start",
         ),
-        ({"reward": "mine.py:shortest", "options": {"bnus": 1}}, "rewards.1.options.bnus", "it takes answer, bonus"),
+        ({"reward": "mine.py:shortest", "options": {"bnus": 1}}, "rewards.1.options.bnus", "use one of answer, bonus"),
         ({"reward": "mine.py:three", "options": {"trajectory": 1}}, "rewards.1.options.trajectory", "from the chain"),
         (
             {"reward": "f1", "options": {"feild": "x"}},
@@ -329,7 +329,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
             r"got '\(': not a regular expression",
         ),
         ({"reward": "length"}, "rewards.1.options.longest", "required"),
-        ({"reward": "format"}, "rewards.1.options", "give either pattern or tags"),
+        ({"reward": "format"}, "rewards.1.options", "set either pattern or tags"),
     ],
 )
 def test_entries_that_cannot_work(load: Callable[..., Rewards], entry: Any, field: str, message: str) -> None:
@@ -386,7 +386,7 @@ async def test_a_group_reward_sees_trajectories_and_may_be_async_and_judge_turns
 
     chains = [chain("a", 1.0, turn_rewards=[2.0]), chain("b", 0.0)]
     rewards = Rewards([rank])
-    with pytest.raises(SettingError, match="rank wants 'level', which is neither one of predictions, trajectories"):
+    with pytest.raises(SettingError, match="rank needs 'level', which is neither one of predictions, trajectories"):
         rewards.check({"question": "q"})
     assert await rewards.score(chains[0], {"level": 4}, None) == EnvironmentReward(0.0)
     await rewards.score_group(chains, {"level": 4})
@@ -397,11 +397,11 @@ async def test_a_group_reward_sees_trajectories_and_may_be_async_and_judge_turns
 @pytest.mark.parametrize(
     ("verdicts", "message"),
     [
-        (1.0, "returned 1.0; it has to be a list with a number or dict for each of the 2 chains"),
+        (1.0, "returned 1.0; it must return a list with a number or dict for each of the 2 chains"),
         ([1.0], "for each of the 2 chains"),
         ("ab", "for each of the 2 chains"),
         ([1.0, None], "returned None"),
-        ([1.0, {"reward": 1.0, "turn_rewards": [1.0, 2.0]}], "2 turn_rewards, and the chain has 1"),
+        ([1.0, {"reward": 1.0, "turn_rewards": [1.0, 2.0]}], "2 turn_rewards, but the chain has 1"),
         (ZeroDivisionError("no"), "odd raised ZeroDivisionError: no"),
     ],
 )
@@ -475,7 +475,7 @@ def rank(predictions, trajectories): return [0.0 for _ in predictions]
         ("raises", "raises raised KeyError: 'lft'"),
         ("nan", "nan returned nan for reward; it has to be a finite number between -1e[+]12 and 1e[+]12"),
         ("text", "text returned 'good' for reward; it has to be a finite number between -1e[+]12 and 1e[+]12"),
-        ("short", r"short returned \[1.0\]; it has to be a list with a number or dict for each of the 2 chains"),
+        ("short", r"short returned \[1.0\]; it must return a list with a number or dict for each of the 2 chains"),
         ("fine", None),
         ("rank", None),
     ],
@@ -489,13 +489,13 @@ async def test_rewards_are_tried_on_a_made_answer(tmp_path: Path, name: str, fau
         assert faults == []
         return
     assert len(faults) == 2
-    assert re.fullmatch(f"rewards.0, on a made answer to task 2: {fault}", faults[1])
+    assert re.fullmatch(f"rewards.0, on a dummy answer to task 2: {fault}", faults[1])
 
 
 def test_every_row_is_compared_with_what_rewards_need(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(MADE)
     rows = [{"question": "q", "answer": "a"}] * 3 + [{"question": "q"}] * 2
-    with pytest.raises(SettingError, match=r"fine wants 'answer', .*, in row 4 of eval.data; fix: "):
+    with pytest.raises(SettingError, match=r"fine needs 'answer', .*, in row 4 of eval.data; fix: "):
         Rewards(["made.py:fine"], tmp_path).check_rows(rows, "eval.data")
     with pytest.raises(SettingError, match=r"exact_match .*, in row 4 of data; fix: "):
         Rewards(["exact_match"], tmp_path).check_rows(rows, "data")

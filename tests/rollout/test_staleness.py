@@ -47,10 +47,10 @@ def test_a_dropped_group_is_replaced() -> None:
 def test_misuse_is_an_error() -> None:
     admission = Admission(batch_size=1, max_staleness=0, total=5)
     admission.start()
-    with pytest.raises(ValueError, match="may not start"):
+    with pytest.raises(ValueError, match="cannot start"):
         admission.start()
     admission.publish(1)
-    with pytest.raises(ValueError, match="must rise"):
+    with pytest.raises(ValueError, match="must increase"):
         admission.publish(1)
 
 

@@ -63,7 +63,7 @@ def test_turns_are_found_in_rows_that_did_not_note_their_ends() -> None:
 def test_rows_that_do_not_hold_the_turns_are_refused(turns: int) -> None:
     chain = example().trajectories[0]
     chain.turns = turns
-    with pytest.raises(ValueError, match=f"chain g0.0 has {turns} turns, and its rows hold 2"):
+    with pytest.raises(ValueError, match=f"chain g0.0 has {turns} turns, but its rows contain 2"):
         chain.turn_spans()
 
 

@@ -246,5 +246,5 @@ def turns(trajectory):
         assert said == [cut_bytes("word " * 1000, 100)] * 2
         assert trajectory.metrics["limits/result_bytes"] == 2
     notices = [notice for record in caplog.records if (notice := notice_of(record))]
-    text = "tool note: a result was too long by 4,900 bytes and was cut (limits.result_bytes)"
+    text = "tool note: a result exceeded limits.result_bytes by 4,900 bytes and was truncated"
     assert notices == [Notice("tool note is cut", text)] * 2

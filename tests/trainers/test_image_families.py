@@ -132,7 +132,7 @@ def test_an_image_keeps_to_the_limits_of_the_recipe(own: Path) -> None:
         assert 30 * 30 <= fitted.width * fitted.height <= 100 * 100
         assert vision.grid(fitted) == (1, fitted.height, fitted.width)
         assert len(vision.ids(vision.grid(fitted))) == vision.tokens(vision.grid(fitted))
-    with pytest.raises(SettingError, match=r"model.max_image_pixels: got 5, less than the 9 of the smallest"):
+    with pytest.raises(SettingError, match=r"model.max_image_pixels: got 5, less than the minimum of 9"):
         load_vision(str(own), min_pixels=9, max_pixels=5)
 
 

@@ -293,7 +293,7 @@ def test_a_chain_that_no_run_saves_costs_only_itself(line: str, tmp_path: Path) 
     assert all(all_answers(client))
     rows = [row for row in client.get("/api/trajectories").json()["rows"] if row["chain"] == "odd"]
     if not rows:
-        assert "train.jsonl, byte 0: no saved group" in str([shown.problems for shown in follower.runs])
+        assert "train.jsonl, byte 0: not a saved group" in str([shown.problems for shown in follower.runs])
     for row in rows:
         page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")})
         assert page.status_code == 200 or "it cannot be shown" in page.json()["error"]

@@ -735,7 +735,7 @@ def test_a_chain_whose_arrays_are_lost_is_shown_without_its_tokens(tmp_path: Pat
     for harm, problem in (
         (lambda: arrays.write_bytes(content[:-1]), "which has only"),
         (lambda: arrays.write_bytes(content[:-1] + b"~"), "its arrays are damaged"),
-        (arrays.unlink, "its arrays cannot be read, train.arrays: No such file"),
+        (arrays.unlink, "its arrays file train.arrays cannot be read: No such file"),
     ):
         harm()
         told = page()
@@ -835,7 +835,7 @@ def test_html_in_what_tools_say_is_shown_as_text_and_never_run(viewer: str, page
     page.locator("tbody tr", has_text=NASTY).wait_for()
     # a line that is no group is told, and the others of its file are shown
     problem = page.locator("#problems").inner_text()
-    assert problem.startswith("show<b>: trajectories/odd.jsonl, byte 0: no saved group")
+    assert problem.startswith("show<b>: trajectories/odd.jsonl, byte 0: not a saved group")
     assert len(api(viewer, "/api/trajectories?source=odd")["rows"]) == 1
     page.goto(f"{viewer}#/curves")
     page.get_by_label("find or add a metric").fill("window.broken")

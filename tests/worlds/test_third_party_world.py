@@ -128,7 +128,7 @@ def test_a_recipe_names_a_world_of_another_package(
     ("group", "name", "told"),
     [
         ("worlds", "webshop", "two packages register 'webshop' in agentfactory.worlds: "),
-        ("sources", "limit", "data: an installed package registers the source 'limit', which is a field of data"),
+        ("sources", "limit", "data: an installed package registers the source 'limit', which is already a"),
         (
             "worlds",
             "shell",

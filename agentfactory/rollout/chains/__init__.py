@@ -1,1 +1,1 @@
-"""A chain from its first prompt to its reward: turns, sampling, calls, context, outcome."""
+"""Chains from first prompt to reward: turns, sampling, tool calls, context, outcome."""

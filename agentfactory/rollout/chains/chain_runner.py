@@ -1,4 +1,4 @@
-"""Runs chains from start to reward: bounds how many run at a time, and records the outcome of each."""
+"""Runners, which run chains from start to reward, limit their concurrency and record their outcomes."""
 
 import asyncio
 import logging
@@ -37,10 +37,11 @@ from agentfactory.tools.sessions.toolset import Toolset
 logger = logging.getLogger(__name__)
 
 ENDINGS = frozenset(outcome for outcome in Outcome if not outcome.failed)
-"""Outcomes of chains that did not break."""
+"""Outcomes of chains that did not fail."""
 
 LEAST_FAILURES, LEAST_TASKS = 4, 3
-"""Chains, and tasks, that a reward must at least have failed for: one row of the data may be at fault."""
+"""Minimum numbers of chains and tasks for which a reward must fail before the run stops: a single row of the data may
+be at fault."""
 
 _OUTCOMES = {
     StopReason.ANSWER: Outcome.COMPLETED,
@@ -49,22 +50,22 @@ _OUTCOMES = {
     StopReason.MAX_TOKENS: Outcome.MAX_TOKENS,
     StopReason.CONTEXT_OVERFLOW: Outcome.CONTEXT_OVERFLOW,
 }
-"""Stop reason -> outcome of a chain that did not break; any other reason is that of a limit."""
+"""Stop reason -> outcome of a chain that did not fail; all other reasons mean TOOL_LIMIT."""
 
 
 def begin(chain_id: str) -> Trajectory:
-    """Return an empty chain, which counts as cancelled until it is played to an end."""
+    """Return an empty trajectory, whose outcome is CANCELLED until the chain has run to its end."""
     return Trajectory(id=chain_id, messages=[], rows=[], outcome=Outcome.CANCELLED)
 
 
 class RolloutStoppedError(Exception):
-    """Rollouts cannot continue; the message says why."""
+    """An error that stops all rollouts; the message gives the reason."""
 
 
 @dataclass
 class FirstVerdicts:
-    """Detects rewards that cannot work: no chain has been judged, and as many as a group has have failed in that, of
-    several of the `tasks` (their number)."""
+    """A detector of rewards that always fail: no chain got a reward, and at least `group_size` chains of several tasks
+    ended as reward_error. `tasks` is the number of tasks."""
 
     group_size: int
     tasks: int
@@ -74,74 +75,75 @@ class FirstVerdicts:
     _failed_tasks: list[Task] = field(default_factory=list)
 
     def note(self, chain: Trajectory, task: Task) -> None:
-        """Note that a chain on `task` ended. Raises RolloutStoppedError."""
+        """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards always fail."""
         self._works |= chain.reward is not None
         if chain.outcome is Outcome.REWARD_ERROR and not self._works:
             self._note_failure(chain, task)
 
     def note_group(self, chain: Trajectory, task: Task) -> None:
-        """Note that the chains of a group on `task` were compared. Raises RolloutStoppedError."""
+        """Record a chain on `task` after its group rewards. Raise RolloutStoppedError if they always fail."""
         self._group_works |= chain.reward is not None
         if chain.outcome is Outcome.REWARD_ERROR and not self._group_works:
             self._note_failure(chain, task)
 
     def _note_failure(self, chain: Trajectory, task: Task) -> None:
         self._failed += 1
-        # rows of the data may be equal
+        # compare by identity: rows of the data may be equal
         if not any(task is failed for failed in self._failed_tasks):
             self._failed_tasks.append(task)
         enough = len(self._failed_tasks) >= min(LEAST_TASKS, self.tasks)
         if enough and self._failed >= max(LEAST_FAILURES, self.group_size):
             raise RolloutStoppedError(
-                f"none of the first chains could be judged, {self._failed} ended as reward_error: {chain.error}; fix: "
+                f"no chain got a reward so far, and {self._failed} ended as reward_error: {chain.error}; fix: "
                 "correct the reward, and try it with `agentfactory tools check RECIPE`"
             )
 
 
 def _tell_nulls(tasks: Sequence[Task], section: str, needed: Mapping[str, str]) -> None:
-    """Tell of needed fields that are null in some rows and not in others: a column has null where a row lacks it."""
+    """Warn about needed fields that are null in some rows but not all; tables have null where a row lacks a field."""
     for name, who in needed.items():
         nulls = [number for number, task in enumerate(tasks, 1) if task.get(name) is None]
         if nulls and len(nulls) < len(tasks):
-            text = f"{section}: {name}, which {who} needs, is null in {len(nulls)} of {len(tasks)} rows"
+            text = f"{section}: the field {name}, which {who} needs, is null in {len(nulls)} of {len(tasks)} rows"
             tell(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
 
 
 class ChainWatch:
-    """Watches the chains of a run on some number of `tasks`: tells of outcomes that too many have, and stops the run if
-    its first rewards only fail."""
+    """A watch over the chains of a run on `tasks` tasks. It warns about frequent bad outcomes, and stops the run if its
+    first rewards all fail."""
 
     def __init__(self, config: RolloutConfig, tasks: int) -> None:
         self._outcomes = ChainOutcomes(config)
         self._verdicts = FirstVerdicts(config.group_size, tasks)
 
     def note(self, chain: Trajectory, task: Task) -> None:
-        """Note that a chain on `task` ended. Raises RolloutStoppedError."""
+        """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards always fail."""
         self._outcomes.note(chain)
         self._verdicts.note(chain, task)
 
     def note_group(self, judged: Sequence[Trajectory], task: Task) -> None:
-        """Note that chains on `task` with rewards of their own were compared. Raises RolloutStoppedError."""
+        """Record the scored chains of a group on `task` after the group rewards. Raise RolloutStoppedError if these
+        always fail."""
         for chain in judged:
             self._verdicts.note_group(chain, task)
 
 
 class Player(Protocol):
-    """Plays the chain of an episode: a tool loop, or an agent with its own loop."""
+    """The driver of an episode's chain: a tool loop, or an agent with its own loop."""
 
     episode: Episode
 
     async def play(self, session: ToolSession) -> StopReason:
-        """Play the chain until it ends, and return the reason. Raises AgentFailed, InferenceError or
-        ToolInfrastructureError if it breaks."""
+        """Run the chain until it ends, and return the reason. Raise AgentFailed, InferenceError or
+        ToolInfrastructureError if it fails."""
 
     def metrics(self) -> dict[str, float]:
         """Return all metrics of the chain by name."""
 
 
 class Runner(ABC):
-    """Runs chains of one recipe, whoever takes their turns; at most `rollout.concurrency` of them are alive at a
-    time."""
+    """Base class of runners: runs chains of one recipe, at most `rollout.concurrency` at a time. Subclasses choose the
+    source of the turns."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class Runner(ABC):
         toolset: Toolset,
         rewards: Rewards,
     ):
-        """Raises ValueError if the limits or the context policy cannot work with these tools."""
+        """Create a runner. Raise ValueError if the limits or the context policy do not suit these tools."""
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         check_context(recipe.rollout)
         self.task_images = TaskImages(recipe, images)
@@ -166,22 +168,23 @@ class Runner(ABC):
 
     @abstractmethod
     def player(self, episode: Episode) -> Player:
-        """Return what plays the chain of an episode."""
+        """Return the player of an episode."""
 
     def begun(self, episode: Episode) -> AbstractAsyncContextManager[None]:
-        """Wait until the chain may begin; its time limit counts from then on. Until it has been judged, keep what it
-        has beside its tools."""
+        """Return a context manager that waits until the chain may start, which starts its time limit, and holds the
+        chain's resources other than tools until it has been scored."""
         return nullcontext()
 
     def watched(self, tasks: int) -> Self:
-        """Return the same runner, sharing its places and rates, for chains on so many tasks that a ChainWatch
-        watches."""
+        """Return a copy of this runner whose chains, on `tasks` tasks, are watched by a ChainWatch; it shares the
+        concurrency limit and call rates."""
         runner = copy(self)
         runner._watch = ChainWatch(self.setup.config, tasks)
         return runner
 
     def with_max_turns(self, max_turns: int) -> Self:
-        """Return the same runner, sharing its places and rates, for chains of at most `max_turns` turns."""
+        """Return a copy of this runner for chains of at most `max_turns` turns; it shares the concurrency limit and
+        call rates."""
         runner, recipe = copy(self), self.setup.recipe
         rollout = recipe.rollout.model_copy(update={"max_turns": max_turns})
         runner.setup = replace(self.setup, recipe=recipe.model_copy(update={"rollout": rollout}))
@@ -196,19 +199,19 @@ class Runner(ABC):
         return trajectory
 
     async def take(self, task: Task, section: str = "data", row: int | None = None) -> Task:
-        """Return a row of `section` as its chains get it; see TaskImages."""
+        """Return a row of `section` as chains get it; see TaskImages."""
         return await self.task_images.take(task, section, row)
 
     def for_tools(self, task: Task) -> Task:
-        """Return a row, as `take` returned it, as tools get it; see TaskImages."""
+        """Convert a row that `take` returned to the form that tools get; see TaskImages."""
         return self.task_images.for_tools(task, self.toolset.takes)
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
-        """Check for errors that would fail chains of these tasks, the rows of `section`: a field that a reward or a
-        reset needs and a row lacks; and, with the first task, an environment that cannot be created or reset (wrong
-        options, or a sandbox that this machine lacks).
+        """Check for errors that would fail chains of these tasks, the rows of `section`: a row without a field that a
+        reward or reset needs; and, with the first task, an environment that cannot be created or reset (wrong options,
+        or a missing sandbox).
 
-        Raises SettingError or ToolInfrastructureError.
+        Raise SettingError or ToolInfrastructureError.
         """
         self.rewards.check_rows(tasks, section)
         self.toolset.check_rows(tasks, section)
@@ -218,13 +221,13 @@ class Runner(ABC):
             pass
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
-        """Run `chains` on one task concurrently, and add the rewards that compare them."""
+        """Run `chains` on one task concurrently, and add the group rewards."""
         trajectories = list(await asyncio.gather(*chains))
         await self.score_group(trajectories, task)
         return Group(group_id, task, trajectories)
 
     async def score_group(self, chains: Sequence[Trajectory], task: Task) -> None:
-        """Add the rewards that compare `chains`, all of which have ended. Raises RolloutStoppedError: see `play`."""
+        """Add the group rewards, which compare `chains`; all must have ended. Raise RolloutStoppedError; see `play`."""
         judged = [chain for chain in chains if chain.reward is not None]
         await self.rewards.score_group(chains, task)
         if self._watch is not None and self.rewards.has_group_rewards:
@@ -233,11 +236,12 @@ class Runner(ABC):
     async def play(
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> None:
-        """Run a chain from `begin` to its end. Failures are outcomes; only ServerUnreachableError, programming errors
-        and RolloutStoppedError of a `watched` runner raise: the rewards have failed for all of the first chains.
+        """Run a chain, whose trajectory `begin` created, to its end. Failures become outcomes; exceptions are only
+        ServerUnreachableError, programming errors and, from a `watched` runner, RolloutStoppedError if the rewards of
+        all first chains failed.
 
-        A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to give one.
-        `trajectory` always contains what the chain has gathered so far, so it stays available if the call is cancelled.
+        A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to return one.
+        `trajectory` is updated as the chain runs, so its content so far survives a cancelled call.
         """
         async with self.places:
             episode = Episode(self.setup, trajectory, task, sampling)
@@ -258,7 +262,7 @@ class Runner(ABC):
         async with self.toolset.chain(trajectory.id, self.for_tools(episode.task)) as session:
             episode.timeline.note_setup(session.waits)
             trajectory.workspaces += session.kept
-            # a chain that runs out of time may still be scored: the limit ends its turns, not the session
+            # a chain that times out may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
             limit.reschedule(None)
             try:
@@ -273,13 +277,13 @@ class Runner(ABC):
             with episode.timeline.measure(Activity.REWARD):
                 environment = episode.reported or await session.reward()
                 seen = self.setup.images.files_of(trajectory.messages)
-                # a user's reward may raise anything, which says nothing about the policy
+                # a user's reward may raise any exception, which says nothing about the policy
                 try:
                     verdict = await self.rewards.score(
                         trajectory, episode.task, environment, seen, self.task_images.view, episode.workspace
                     )
                 except Exception as error:
-                    logger.exception("the reward of chain %s raised", trajectory.id)
+                    logger.exception("the reward raised an exception for chain %s", trajectory.id)
                     trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
                     return
             trajectory.reward, trajectory.turn_rewards = verdict.reward - episode.penalty, verdict.turn_rewards
@@ -304,7 +308,7 @@ class Runner(ABC):
 
 
 class ChainRunner(Runner):
-    """Runs chains of the policy, whose turns `agent` takes."""
+    """A runner of the policy's chains, whose turns `agent` samples and parses."""
 
     def __init__(
         self,
@@ -315,9 +319,9 @@ class ChainRunner(Runner):
         rewards: Rewards,
         agent: AgentHooks | None = None,
     ):
-        """Raises ValueError: see Runner; also if the assistant prefix cannot work with the template."""
+        """Create a runner. Raise ValueError as Runner does, or if the assistant prefix does not suit the template."""
         super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards)
-        renderer.encode(recipe.rollout.assistant_prefix)  # raises at once if the prefix does not fit the template
+        renderer.encode(recipe.rollout.assistant_prefix)  # raises if the prefix does not suit the template
         self.renderer = renderer
         self.client = client
         self.sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.images)

@@ -1,4 +1,4 @@
-"""Connections to any OpenAI-compatible chat endpoint: messages out (POST /chat/completions), a message back."""
+"""A client of OpenAI-compatible chat endpoints (POST /chat/completions)."""
 
 import asyncio
 import json
@@ -25,21 +25,21 @@ from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
 logger = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = 16
-"""Tokens to ask for in the trial request; some endpoints refuse fewer."""
+"""max_tokens of the trial request; some endpoints refuse fewer."""
 _LIMIT_REACHED = "max_tokens or model output limit was reached"
-"""Text of OpenAI's status 400 for a model that reasoned up to the limit without answering."""
+"""Text of OpenAI's status 400 for a model that reasoned up to the token limit without answering."""
 _NO_CREDIT = "insufficient_quota"
-"""OpenAI's status 429 that retrying cannot fix: the account's credit is used up."""
+"""Error code of OpenAI's status 429 for an account without credit, which retrying cannot fix."""
 
 
 class ChatEndpointError(SettingError):
-    """A chat endpoint cannot replace the policy."""
+    """An error for chat endpoints and recipes that cannot be combined."""
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An endpoint's answer. `cut`: it ended at a token limit. `sampled` and `length`: the tokens of the answer and of
-    the whole conversation, None if the endpoint does not count them."""
+    """An endpoint's answer. `cut`: it ended at a token limit. `sampled` and `length`: the numbers of tokens of the
+    answer and of the whole conversation, None if the endpoint does not report them."""
 
     message: dict[str, Any]
     cut: bool
@@ -48,13 +48,13 @@ class ChatAnswer:
 
 
 def base_url(url: str) -> str:
-    """Return the address that `/chat/completions` is added to: `url` unchanged, or with /v1 if it names only a host."""
+    """Return the base address of `/chat/completions`: `url`, with /v1 appended if it has no path."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1"
 
 
 class ChatEndpoint(InferenceClient):
-    """Connections to one endpoint; use it as an async context manager. `fields` are added to each request; a field set
-    to None is removed from it."""
+    """A client of one endpoint, used as an async context manager. `fields` are added to each request; a field set to
+    None is removed."""
 
     def __init__(
         self, url: str, model: str | None, api_key_env: str | None, retry_seconds: float, fields: dict[str, Any]
@@ -66,10 +66,10 @@ class ChatEndpoint(InferenceClient):
         self._limit_field = "max_tokens"
 
     async def token_models(self) -> list[dict[str, Any]] | None:
-        """Return the models that the server's /v1/models lists if the server says that it takes token ids, as servers
-        started by AgentFactory do; else None. An address with a path, such as /v1, is that of a chat API.
+        """Return the models in the server's /v1/models if its routes accept token ids, as on servers started by
+        AgentFactory; otherwise None. An address with a path, such as /v1, always counts as a chat API.
 
-        Raises ServerUnreachableError if nothing answers.
+        Raise ServerUnreachableError if no server answers.
         """
         root = self._given
         if root == self.urls[0]:
@@ -84,7 +84,8 @@ class ChatEndpoint(InferenceClient):
         return await self.models(root) if set(NEEDED_ROUTES) <= paths else None
 
     async def check_routes(self) -> None:
-        """Ask for the model's name if none was given."""
+        """Look up the model's name if none was given. Raise ChatEndpointError unless the endpoint lists exactly one
+        model."""
         if self.model:
             return
         url = self.urls[0] + "/models"
@@ -95,19 +96,19 @@ class ChatEndpoint(InferenceClient):
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {self.urls[0]}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ChatEndpointError("--model", f"{url} answered no list of models ({error!r})", "name one") from None
+            raise ChatEndpointError("--model", f"{url} returned no list of models ({error!r})", "set it") from None
         if status in (401, 403):
             raise _denied(url, status, text)
         if len(names) != 1:
             problem = f"{url} answered {status}" if status != 200 else f"{url} lists {', '.join(names[:10]) or 'none'}"
-            raise ChatEndpointError("--model", problem, "name the model to ask")
+            raise ChatEndpointError("--model", problem, "name the model to use")
         self.model = names[0]
 
     async def try_out(self, specs: Sequence[ToolSpec], temperatures: Iterable[float]) -> None:
-        """Send one short request with tools at each temperature, to find errors that would fail every chain before any
-        runs. If the endpoint asks for max_completion_tokens instead of max_tokens, all later requests use that.
+        """Send a short request with tools at each temperature, to find errors that would fail every chain before any
+        runs. If the endpoint requires max_completion_tokens instead of max_tokens, all later requests use it.
 
-        Raises ChatEndpointError or ServerUnreachableError.
+        Raise ChatEndpointError or ServerUnreachableError.
         """
         url = self.urls[0] + "/chat/completions"
         messages = [{"role": "user", "content": "Say hello."}]
@@ -130,11 +131,11 @@ class ChatEndpoint(InferenceClient):
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
 
     def _names_limit_otherwise(self, status: int, text: str, body: dict[str, Any]) -> bool:
-        """Return whether the endpoint refused the max_tokens in `body`; later requests then use
+        """Return whether the endpoint refused the max_tokens in `body`, and if so, switch later requests to
         max_completion_tokens."""
         if status != 400 or "max_completion_tokens" not in text or "max_tokens" not in body:
             return False
-        logger.info("%s takes max_completion_tokens in place of max_tokens", self.model)
+        logger.info("%s requires max_completion_tokens instead of max_tokens", self.model)
         self._limit_field = "max_completion_tokens"
         return True
 
@@ -143,33 +144,33 @@ class ChatEndpoint(InferenceClient):
             try:
                 _answer(text)
             except InferenceError as error:
-                raise ChatEndpointError("--url", f"{url}: {error}", "is it OpenAI's chat API?") from error
+                raise ChatEndpointError("--url", f"{url}: {error}", "use OpenAI's chat API") from error
         if status in (401, 403):
             raise _denied(url, status, text)
         no_tools = tools and "tool" in text.lower()
         # transient errors may be gone when chains run; llama.cpp answers 500 if it does not support tools
         final = 400 <= status < 500 and not _heals(status, text) and _LIMIT_REACHED not in text
         if final or (status == 500 and no_tools):
-            fix = "set eval.request to what it takes, such as {reasoning_effort: low}"
+            fix = "set eval.request to parameters that it accepts, such as {reasoning_effort: low}"
             if "temperature" in text:
-                fix = "leave it to the model: eval.request={temperature: null} eval.greedy=false"
+                fix = "use the model's default: eval.request={temperature: null} eval.greedy=false"
             elif _NO_CREDIT in text:
-                fix = "pay for more, or use the key of another account"
+                fix = "buy more credit, or use the key of another account"
             elif no_tools:
                 fix = (
-                    "the endpoint has to take tools: vLLM with --enable-auto-tool-choice --tool-call-parser NAME, "
+                    "enable tools on the endpoint: vLLM with --enable-auto-tool-choice --tool-call-parser NAME, "
                     "llama.cpp with --jinja"
                 )
             elif status == 404:
-                fix = "is it OpenAI's chat API, and does it serve this --model?"
+                fix = "check that it serves OpenAI's chat API and this --model"
             raise ChatEndpointError("--url", f"{url} answered {status} for {self.model!r}: {text[:300]}", fix)
 
     async def ask(
         self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
     ) -> ChatAnswer:
-        """Request the next message of a conversation. Recoverable failures are retried for `server.retry_seconds`.
+        """Request the next message of a conversation. Retry recoverable failures for `server.retry_seconds`.
 
-        Raises ContextOverflowError, InferenceError, ServerUnreachableError, as `generate` of a token server does.
+        Raise ContextOverflowError, InferenceError or ServerUnreachableError, as InferenceClient.generate does.
         """
         url = self.urls[0] + "/chat/completions"
         retries = Retries(self._limit)
@@ -219,8 +220,8 @@ def _denied(url: str, status: int, text: str) -> ChatEndpointError:
 
 
 def _to_openai(message: Message) -> Message:
-    """Convert a message for OpenAI's API: arguments as JSON text, without internal fields or the reasoning of earlier
-    turns, and images only in users' messages."""
+    """Convert a message for OpenAI's API: arguments become JSON text, internal fields and the reasoning of earlier
+    turns are removed, and only user messages keep images."""
     content: Content = message.get("content") or ""
     if message["role"] != "user":
         content = text_of(content)
@@ -246,12 +247,12 @@ def _answer(text: str) -> ChatAnswer:
         choice, usage = data["choices"][0], data.get("usage") or {}
         message, reason = choice["message"], choice.get("finish_reason")
         if not isinstance(message, dict) or not isinstance(message.get("content") or "", str | list):
-            raise TypeError(f"a message that is {message!r}")
+            raise TypeError(f"message is {message!r}")
         if not isinstance(message.get("tool_calls") or [], list):
-            raise TypeError(f"tool_calls that are {message['tool_calls']!r}")
+            raise TypeError(f"tool_calls is {message['tool_calls']!r}")
         sampled, length = (_count(usage.get(name)) for name in ("completion_tokens", "total_tokens"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise InferenceError(f"the endpoint's answer is no chat completion: {error!r}: {text[:300]}") from error
+        raise InferenceError(f"the endpoint's answer is not a chat completion: {error!r}: {text[:300]}") from error
     if reason not in (None, "stop", "length", "tool_calls", "function_call"):
         raise InferenceError(f"the endpoint ended its answer with finish_reason={reason!r}")
     return ChatAnswer(message, reason == "length", sampled, length)
@@ -259,15 +260,15 @@ def _answer(text: str) -> ChatAnswer:
 
 def _count(tokens: Any) -> int | None:
     if tokens is not None and type(tokens) is not int:
-        raise TypeError(f"usage that counts {tokens!r} tokens")
+        raise TypeError(f"a token count in usage is {tokens!r}")
     return tokens
 
 
 def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:
-    """Return the models that the server at `url` lists if it takes token ids; for a chat endpoint, the name of the
-    model to use: `model`, or the only one that it lists. Blocking.
+    """Return the models that the server at `url` lists if it accepts token ids; for a chat endpoint, return the name of
+    the model to use: `model`, or the only one that it lists. Blocking.
 
-    Raises ChatEndpointError, ServerUnreachableError.
+    Raise ChatEndpointError or ServerUnreachableError.
     """
 
     async def look() -> list[dict[str, Any]] | str:

@@ -1,4 +1,4 @@
-"""The conversation that the model sees: all of it, or what `rollout.context` leaves."""
+"""The conversation in the model's prompt: complete, or shortened by `rollout.context`."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
 
 if TYPE_CHECKING:
-    # it loads the client of the server, and recipes are checked without
+    # row_rendering imports the inference client, which checks of recipes do not need
     from agentfactory.rollout.chains.row_rendering import Piece
 
 
 @dataclass
 class Context:
-    """The conversation in a chain's present row: the opening messages, with the summary of turns that were left out,
-    and the turns, each with its answers."""
+    """The conversation in a chain's current row: the opening messages, the summary of turns that were left out, and the
+    turns, each followed by the answers to it."""
 
     opening: list[Message]
     turns: list[list[Message]] = field(default_factory=list)
@@ -34,21 +34,21 @@ class Context:
         return [*opening, *(message for turn in self.turns for message in turn)]
 
     def say(self, message: Message) -> None:
-        """Add an assistant turn."""
+        """Append an assistant turn."""
         self.turns.append([message])
 
     def hear(self, answers: Sequence[Message]) -> None:
-        """Add the answers to the last turn."""
+        """Append the answers to the last turn."""
         self.turns[-1] += answers
 
     def last_turns(self, count: int, summary: str | None = None) -> "Context":
-        """Return the conversation with only its last `count` turns, and a summary that also covers the previous
+        """Return the conversation with only its last `count` turns, and with `summary`, which replaces the previous
         summary."""
         kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
         return Context(self.opening, kept, summary)
 
     def with_images(self, most: int | None) -> "Context":
-        """Return the conversation without the oldest turns, as many as leave at most `most` images (None: any number).
+        """Return the conversation without its oldest turns, so that at most `most` images are left (None: no limit).
         The opening messages and the last turn always stay."""
         if most is None:
             return self
@@ -69,8 +69,8 @@ async def shortened(
     render: "Callable[[list[Message]], Piece]",
     summarize: Callable[[], Awaitable[str]],
 ) -> "tuple[Context, Piece] | None":
-    """Return the conversation as `rollout.context` shortens it, and the row that begins with it; None if that would
-    leave nothing out. `length` is that of the row now; `summarize` takes one of the `turns_left`."""
+    """Shorten the conversation by `rollout.context`, and return it with the piece that starts its row; None if nothing
+    can be left out. `length` is the current length of the row; `summarize` uses one of the `turns_left`."""
     policy = config.context
     if len(context.turns) <= policy.options.keep_turns:
         return None
@@ -85,25 +85,25 @@ async def shortened(
 
 
 def is_long(length: int, config: RolloutConfig) -> bool:
-    """Return whether `rollout.context` has to act on a row of `length` tokens."""
+    """Return whether `rollout.context` must shorten a row of `length` tokens."""
     if config.context.policy == "keep":
         return False
     return length >= (config.context.options.max_tokens or config.max_total_tokens * 3 // 4)
 
 
 def check_context(config: RolloutConfig) -> None:
-    """Raise ValueError if the context policy cannot work."""
+    """Raise SettingError if the options of the context policy contradict each other or the row limit."""
     if config.context.policy == "keep":
         return
     context = config.context.options
     if config.context.policy == "truncate" and context.keep_turns == 0:
         raise SettingError(
             "rollout.context.options.keep_turns",
-            "got 0 with policy=truncate, which would leave nothing of the work so far",
+            "got 0 with policy=truncate, which would drop all turns",
             "use at least 1, or policy=summarize",
         )
     if context.max_tokens is not None and context.max_tokens >= config.max_total_tokens:
         problem = (
-            f"got {context.max_tokens}, which rollout.max_total_tokens={config.max_total_tokens} never lets a row reach"
+            f"got {context.max_tokens}, but rollout.max_total_tokens={config.max_total_tokens} ends the chain first"
         )
         raise SettingError("rollout.context.options.max_tokens", problem, "lower it")

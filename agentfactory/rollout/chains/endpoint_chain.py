@@ -1,9 +1,8 @@
-"""Chains against a chat endpoint: a baseline with the same tools, rewards and limits as the policy.
+"""Chains whose turns come from a chat endpoint: a baseline with the same tools, rewards and limits as the policy.
 
-These chains have messages and no token rows: use them for inspection and comparison, not for training. With a native
-`rollout.parser`, the endpoint gets the tools and writes and parses calls in its own format. With a text format, the
-endpoint gets the instructions of `rollout.parser`, which also parses the endpoint's text. Token counts come from the
-endpoint's `usage`.
+These chains have messages but no token rows: use them for inspection and comparison, not for training. With a native
+`rollout.parser`, the endpoint receives the tools, and writes and parses calls in its own format. With a text format,
+`rollout.parser` instructs the endpoint and parses its text. Token counts come from the endpoint's `usage`.
 """
 
 import json
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class EndpointTurns:
-    """Takes the turns of one chain from an endpoint; see Turns. There are messages but no rows."""
+    """The turns of one chain from an endpoint, as messages without rows; see Turns."""
 
     def __init__(self, episode: Episode, endpoint: ChatEndpoint, parser: Parser) -> None:
         self.episode = episode
@@ -56,7 +55,7 @@ class EndpointTurns:
         config = setup.config
         left = min(config.max_tokens, config.max_total_tokens - self._length)
         if left <= 0:
-            raise ContextOverflowError(f"the conversation has {self._length} tokens, of {config.max_total_tokens}")
+            raise ContextOverflowError(f"the conversation has {self._length} of {config.max_total_tokens} tokens")
         specs = setup.specs if self.parser.native else []
         with episode.timeline.measure(Activity.MODEL, trajectory.turns):
             shown = await setup.images.for_endpoint(self.context.messages)
@@ -76,7 +75,7 @@ class EndpointTurns:
 def _read(
     message: dict[str, Any], parser: Parser, first_call: int, specs: Sequence[ToolSpec], taken: set[str]
 ) -> Parsed:
-    """Read an answer of the endpoint as a turn. A call keeps its id unless the id is not text or is in `taken`, the
+    """Parse an answer of the endpoint as a turn. A call keeps its id, unless it is not text or is in `taken`, the
     chain's ids so far."""
     content = _said(message)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -93,7 +92,7 @@ def _read(
         try:
             name, arguments = _call(raw)
         except ValueError as error:
-            # keep the text visible, although no API accepts such a call in the history
+            # keep the call as text, since no API accepts a malformed call in the history
             written = json.dumps(message["tool_calls"], ensure_ascii=False)
             said["content"] = f"{content}\n{written}".strip()
             return Parsed(said, error=f"Malformed tool call {number + 1}: {error}.")
@@ -106,29 +105,29 @@ def _read(
 
 
 def _parser(recipe: RolloutRecipe, base: Path) -> Parser:
-    """Return the parser of a recipe. An endpoint writes and reads the calls of every native format itself."""
+    """Return the parser of a recipe. An endpoint writes and parses calls of native formats itself."""
     return NativeParser() if recipe.rollout.parser == AUTO else load_parser(recipe.rollout.parser, base)
 
 
 def _images(recipe: RolloutRecipe, folder: Path | None) -> Images:
-    """Return how the endpoint gets images, with `folder` for them: in the size that the policy would see."""
+    """Return the image intake of the endpoint, with the image store in `folder`: images have the policy's sizes."""
     try:
         images = None if folder is None else load_images(recipe.model, folder)
-    except OSError as error:  # the policy's files are on the hub, and a baseline of text needs none of them
-        logger.info("%s cannot be looked up: images become text: %s", recipe.model.path, error)
+    except OSError as error:  # the hub is out of reach; a text baseline does not need the policy's files
+        logger.info("%s cannot be looked up, so images become text: %s", recipe.model.path, error)
         images = None
     return images or TextOnly()
 
 
 def _cut(recipe: RolloutRecipe, base: Path) -> Cut | None:
-    """Return what cuts results: the baseline's limit counts the policy's tokens, too."""
+    """Return the function that truncates results. `limits.result_tokens` counts the policy's tokens here too."""
     if recipe.limits.result_tokens is None:
         return None
     return load_renderer(recipe.model, recipe.rollout.parser, tools=False, base=base).cut
 
 
 def _said(message: dict[str, Any]) -> str:
-    """Return the text of an answer: the text parts without reasoning; if there is no text, the refusal."""
+    """Return the text of an answer, without reasoning; if it has no text, the refusal."""
     content = message.get("content") or message.get("refusal") or ""
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -137,8 +136,7 @@ def _said(message: dict[str, Any]) -> str:
 
 
 def _call(raw: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments of a call. Raises ValueError with a message for the model if it is not a valid
-    call."""
+    """Return the name and arguments of a call. Raise ValueError, with a message for the model, if it is invalid."""
     function = raw.get("function") if isinstance(raw, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
@@ -155,7 +153,7 @@ def _call(raw: Any) -> tuple[str, dict[str, Any]]:
 
 
 class ChatRunner(Runner):
-    """Runs chains against a chat endpoint."""
+    """A runner of chains whose turns come from a chat endpoint."""
 
     def __init__(
         self,
@@ -176,25 +174,25 @@ class ChatRunner(Runner):
 
 
 def check_recipe(recipe: RolloutRecipe) -> None:
-    """Raise ChatEndpointError if a recipe uses features that only its own model supports."""
+    """Raise ChatEndpointError if a recipe uses features that a chat endpoint does not support."""
     if recipe.rollout.agent is not None:
         agent = recipe.rollout.agent
-        problem = f"got {agent.name or agent.command!r}, which samples token ids"
+        problem = f"got {agent.name or agent.command!r}, which needs a server that takes token ids"
         raise ChatEndpointError("rollout.agent", problem, "evaluate with rollout.agent=null")
     if recipe.rollout.context.policy != "keep":
-        problem = f"got {recipe.rollout.context.policy!r}, which counts the tokens of rows"
+        problem = f"got {recipe.rollout.context.policy!r}, which needs token rows"
         raise ChatEndpointError("rollout.context.policy", problem, "evaluate with rollout.context.policy=keep")
     if (most := recipe.rollout.context.keep_images) is not None:
-        problem = f"got {most}, which begins new rows"
+        problem = f"got {most}, which needs token rows"
         raise ChatEndpointError(
             "rollout.context.keep_images", problem, "evaluate with rollout.context.keep_images=null"
         )
     for number, reward in enumerate(recipe.rewards):
         if reward.reward == "length" and not reward.options.get("turns"):
-            problem = "'length' counts the tokens of rows"
-            raise ChatEndpointError(f"rewards.{number}", problem, "count turns ({turns: true}), or leave it out")
+            problem = "'length' counts tokens, which needs token rows"
+            raise ChatEndpointError(f"rewards.{number}", problem, "count turns (options={turns: true}), or remove it")
     if prefix := recipe.rollout.assistant_prefix:
-        problem = f"got {prefix!r}: an endpoint cannot be made to begin its turns with it"
+        problem = f"got {prefix!r}, but an endpoint cannot be forced to start its turns with it"
         raise ChatEndpointError("rollout.assistant_prefix", problem, "evaluate with rollout.assistant_prefix=''")
 
 
@@ -202,11 +200,10 @@ def check_recipe(recipe: RolloutRecipe) -> None:
 async def open_chat_runner(
     recipe: RolloutRecipe, base: Path, url: str, model: str | None = None, images: Path | None = None
 ) -> AsyncIterator[ChatRunner]:
-    """Open everything that chains of `recipe` need to run against the endpoint at `url`: its `model` (None: the only
-    one that it lists), tools and rewards. `images` is the folder for the images that the chains see; None: they become
-    text.
+    """Open a runner for chains of `recipe` with the endpoint at `url` and its `model` (None: the only one that it
+    lists). `images` is the folder for the chains' images; None: images become text.
 
-    Raises ChatEndpointError or ServerUnreachableError if no chain could run.
+    Raise ChatEndpointError or ServerUnreachableError if no chain could run.
     """
     check_recipe(recipe)
     server = recipe.server

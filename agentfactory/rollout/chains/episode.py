@@ -1,4 +1,4 @@
-"""One chain while it is played, by a tool loop or by an agent: its limits, counts and times."""
+"""The state of a running chain: its limits, counts and times."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from agentfactory.tools.messages import CallError, EnvironmentReward, ToolCall, 
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects and settings that all chains of a recipe share, whoever takes their turns. `cut` cuts a result to a
-    number of tokens; None: results are not counted in tokens."""
+    """The objects and settings that all chains of a recipe share. `cut` truncates a result to a number of tokens; None:
+    results have no token limit."""
 
     recipe: RolloutRecipe
     dialogue: Dialogue
@@ -37,7 +37,7 @@ class Setup:
 
 
 class Episode:
-    """One chain while it is played."""
+    """A running chain, driven by a tool loop or by an agent with its own loop."""
 
     def __init__(self, setup: Setup, trajectory: Trajectory, task: Task, sampling: Sampling) -> None:
         self.setup = setup
@@ -51,11 +51,11 @@ class Episode:
         self.seconds: dict[str, float] = defaultdict(float)
         """Tool -> seconds spent in its calls."""
         self.sampled_tokens: int | None = 0
-        """None if they are not known."""
+        """None if the count is unknown."""
         self.workspace: Path | None = None
         """The chain's folder, if it has one."""
         self.reported: EnvironmentReward | None = None
-        """What the agent itself says that the chain is worth."""
+        """The reward that the agent itself reported."""
 
     @property
     def penalty(self) -> float:
@@ -63,18 +63,18 @@ class Episode:
         return self.limits.penalty + self.setup.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
 
     def note_turn(self, sampled: int | None, anchor: str | None = None) -> None:
-        """Note a turn of so many sampled tokens, None if that is not known, in the state with this anchor."""
+        """Count a turn of `sampled` tokens (None: unknown), taken in the state with this anchor."""
         before = self.sampled_tokens
         self.sampled_tokens = None if before is None or sampled is None else before + sampled
         self.trajectory.note_turn(anchor)
 
     def note_malformed(self, turn: int) -> None:
-        """Note that a turn, by its number, could not be parsed."""
+        """Record that the turn with this number could not be parsed."""
         self.counts[CallError.MALFORMED_CALL] += 1
         self.trajectory.malformed_turns.append(turn)
 
     def note_results(self, calls: list[ToolCall], results: list[ToolResult]) -> StopReason | None:
-        """Count calls, and return why the chain ends with their results; None if it does not."""
+        """Count calls, and return the reason why their results end the chain, or None."""
         self.counts["tool_calls"] += len(calls)
         for call, result in zip(calls, results, strict=True):
             self.counts[f"tool/{call.name}/calls"] += 1

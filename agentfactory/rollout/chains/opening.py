@@ -7,7 +7,7 @@ from agentfactory.tools.messages import Message
 
 
 def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
-    """Return the messages that open a chain on `task`."""
+    """Return the opening messages of a chain on `task`."""
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     if "messages" in task:
         return messages + [dict(message) for message in task["messages"]]
@@ -15,7 +15,7 @@ def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
 
 
 def add_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return `messages` with a paragraph added to the last one."""
+    """Return `messages` with `text` appended to the last one as a paragraph."""
     *before, last = messages
     content = last["content"]
     if isinstance(content, str):

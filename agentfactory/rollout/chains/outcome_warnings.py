@@ -1,4 +1,4 @@
-"""Tells of outcomes that too many chains end with: chains that failed, that are dropped, or that are cut."""
+"""Warnings about frequent bad outcomes: chains that failed, are dropped, or overflow the context."""
 
 import logging
 from collections import Counter, defaultdict, deque
@@ -11,9 +11,9 @@ from agentfactory.tools.calls.run_notices import tell
 logger = logging.getLogger(__name__)
 
 RECENT = 128
-"""Number of chains, the last to end, over which a share is taken."""
+"""Number of most recently ended chains over which shares are computed."""
 SHARE, LEAST = 0.1, 4
-"""Share of these chains, and their least number, from which on a person is told."""
+"""Share of these chains, and their minimum number, from which on there is a warning."""
 _LOST = (OutcomePolicy.DROP, OutcomePolicy.RETRY)
 _FIXES = {
     Outcome.CONTEXT_OVERFLOW: "raise rollout.max_total_tokens, or set rollout.context",
@@ -23,7 +23,7 @@ _FIXES = {
 
 @dataclass
 class ChainOutcomes:
-    """The outcomes of a run's chains. Pass it each chain that ended."""
+    """The outcomes of a run's chains; `note` takes each chain that ended."""
 
     config: RolloutConfig
     _ended: int = 0
@@ -33,7 +33,8 @@ class ChainOutcomes:
     _told: set[Outcome] = field(default_factory=set)
 
     def note(self, chain: Trajectory) -> None:
-        """Count a chain, and tell if too many have ended like it; from then on each further one renews the counts."""
+        """Count a chain, and warn if too many ended with its outcome. After a first warning about an outcome, each
+        further chain with it updates the counts in the warning."""
         outcome = chain.outcome
         self._ended += 1
         self._recent.append(outcome)
@@ -60,6 +61,6 @@ def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:
     [(most, ended)] = outcomes.most_common(1)
     error = max((found for found in endings if found[0] == most), key=endings.__getitem__)[1]
     line = " ".join(error.split())
-    # an error may contain a page that a server sent
+    # an error may contain a whole page from a server
     such = f", such as: {line if len(line) <= 300 else line[:297] + '...'}" if line else ""
     return f"{ended} of {chains} chains ended as {most}{such}"

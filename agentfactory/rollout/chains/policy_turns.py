@@ -1,4 +1,4 @@
-"""Turns of the policy: sampled after a chain's token rows by the agent's hooks, within what `rollout.context` keeps."""
+"""Turns of the policy, which the agent's hooks sample after a chain's token rows, shortened by `rollout.context`."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyTurns:
-    """Takes the turns of one chain; see Turns."""
+    """The policy's turns of one chain; see Turns."""
 
     def __init__(self, episode: Episode, renderer: Renderer, sampler: Sampler, agent: AgentHooks) -> None:
         self.episode = episode
@@ -42,18 +42,18 @@ class PolicyTurns:
         try:
             completion = await agent.generate(turn)
             if not any(completion is made for made in turn.made):
-                raise TypeError(f"it returned {completion!r:.200}, and not what turn.sample returned")
+                raise TypeError(f"it returned {completion!r:.200}, not a result of turn.sample")
         except (InferenceError, ServerUnreachableError):
             raise
         except Exception as error:
             self._blame_agent("generate", error)
             raise
         self._append(completion, anchor)
-        # keep what was sampled in the trajectory, even if the agent fails
+        # the sampled tokens stay in the trajectory even if the agent fails
         try:
             parsed = agent.parse(turn, completion)
             if not isinstance(parsed, Parsed):
-                raise TypeError(f"it returned {parsed!r:.200}, and not a Parsed")
+                raise TypeError(f"it returned {parsed!r:.200}, not a Parsed")
         except Exception as error:
             self._blame_agent("parse", error)
             raise
@@ -105,14 +105,14 @@ class PolicyTurns:
         self.episode.note_turn(sum(completion.mask), anchor)
 
     def _blame_agent(self, hook: str, error: Exception) -> None:
-        """Raise AgentError if the hooks are a user's: an error in our own hooks is a bug."""
+        """Log the error and raise AgentError if the hooks are a user's; an error in our own hooks is a bug."""
         agent = type(self.agent)
         if agent is not AgentHooks:
-            logger.error("the agent failed at chain %s", self.episode.trajectory.id, exc_info=error)
+            logger.error("the agent failed in chain %s", self.episode.trajectory.id, exc_info=error)
             raise AgentError(f"{agent.__name__}.{hook}: {type(error).__name__}: {error}") from error
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
-        """Begin a row with less context, as `rollout.context` says. Return False if that would leave nothing out."""
+        """Start a row with the context shortened by `rollout.context`. Return False if nothing can be left out."""
         left = self.episode.max_turns - self.episode.trajectory.turns
         found = await shortened(
             self.context, self.config, length, left, self.rows.open, lambda: self._summarize(answers)
@@ -124,7 +124,7 @@ class PolicyTurns:
         return True
 
     async def _summarize(self, answers: list[Message]) -> str:
-        """Ask the model for a summary in the current row; this is a turn. Raises ContextOverflowError."""
+        """Sample a summary in the current row, as a turn. Raise ContextOverflowError if it does not fit."""
         prompt, said = self.config.context.options.prompt, self.episode.trajectory.messages
         question: Message = {"role": "user", "content": prompt}
         said.append(question)
@@ -139,7 +139,7 @@ class PolicyTurns:
         parsed = turn.parse(completion)
         note_roles(self.rows.current, completion, parsed)
         message = parsed.message
-        # calls in the summary are not answered
+        # tool calls in the summary are not run
         said.append({key: value for key, value in message.items() if key != "tool_calls"})
         summary: str = message["content"]
         return summary

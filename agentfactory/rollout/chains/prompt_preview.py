@@ -1,4 +1,4 @@
-"""What a model reads first: text and ids of a prompt, with a made call and its answer, as a chain has them."""
+"""Preview of a chain's first prompt, with a sample tool call and its result, as text and token ids."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": 
 async def describe_first_prompt(
     recipe: RolloutRecipe, task: Task, images: Path, base: Path = Path(), most: int | None = None
 ) -> AsyncIterator[str]:
-    """Begin a chain of a recipe on `task`, and yield what `describe_prompt` does of its prompt. `images` is a folder
-    for the images of the chain. Raises ValueError or ToolInfrastructureError for what cannot be shown."""
+    """Start a chain of a recipe on `task`, and yield the parts of `describe_prompt` for its prompt. `images` is the
+    folder for the chain's images. Raise ValueError or ToolInfrastructureError if the prompt cannot be shown."""
     rollout, model = recipe.rollout, recipe.model
     task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
     async with open_toolset(recipe, base) as toolset:
@@ -39,7 +39,7 @@ async def describe_first_prompt(
             if session.opening:
                 messages += await shown.take_messages([{"role": "user", "content": session.opening}])
             if rollout.assistant_prefix:
-                yield f"each turn is made to begin with: {rollout.assistant_prefix!r}"
+                yield f"each turn begins with rollout.assistant_prefix: {rollout.assistant_prefix!r}"
             for part in describe_prompt(renderer, messages, task_images.describe(toolset.specs), most):
                 yield part
 
@@ -47,11 +47,12 @@ async def describe_first_prompt(
 def describe_prompt(
     renderer: TemplateRenderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
 ) -> Iterator[str]:
-    """Yield what a person may want to know of the first prompt of a chain that `messages` open: which format it is and
-    why, the text, the ids, a made call of a tool and what follows it. Of each text and of its ids, `most` characters
-    are shown; None: all. In the text, an image is one token, as the chat template writes it.
+    """Yield parts of a description of the first prompt of a chain that `messages` open: the tool-call format and the
+    reasons for it, text and ids of the prompt, of a sample tool call and of its result. Each text and list of ids is
+    shortened to `most` characters (None: not shortened). In the text, an image is one placeholder token, as the chat
+    template writes it.
 
-    Raises ValueError for what cannot be shown: the prompt, or a call.
+    Raise ValueError if the prompt or the call cannot be rendered.
     """
     info = renderer.info
     stops = [f"{renderer.tokenizer.decode([token])!r} ({token})" for token in renderer.stop_token_ids]
@@ -79,21 +80,21 @@ def describe_prompt(
         return
     call = _made_call(renderer, tools)
     said = _made_turn(renderer, call, tools)
-    yield shown(f"a made call of {call[0]}", said)
+    yield shown(f"a sample call of {call[0]}", said)
     parsed = renderer.parse(said, specs=tools)
     if parsed.calls == []:
-        raise ValueError(f"the format does not read the made call of {call[0]}: {parsed.error}")
+        raise ValueError(f"the format cannot parse its own call of {call[0]}: {parsed.error}")
     new = renderer.dialogue.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
     conversation = [*opening, parsed.message, *new]
     following = renderer.extend([*ids, *said], conversation, new, tools)
     if following is None:
-        yield shown("its answer, in a new row", renderer.open(conversation, tools), conversation)
+        yield shown("its result, in a new row", renderer.open(conversation, tools), conversation)
     else:
-        yield shown("its answer", following)
+        yield shown("its result", following)
 
 
 def _short(text: str, most: int | None) -> str:
-    """Return the beginning and the end of a long text, and say how much is between them."""
+    """Shorten a text to its beginning and end, with the number of characters left out between them."""
     if most is None or len(text) <= most:
         return text
     half = most // 2
@@ -101,7 +102,7 @@ def _short(text: str, most: int | None) -> str:
 
 
 def _made_call(renderer: TemplateRenderer, specs: list[ToolSpec]) -> Call:
-    """Return a call of the first tool that the format can call. Raises ValueError if it can call none."""
+    """Return a sample call of the first tool whose call the format can write. Raise ValueError if there is none."""
     problem: ValueError | None = None
     for spec in specs:
         call = spec.name, _made_arguments(spec)
@@ -111,11 +112,11 @@ def _made_call(renderer: TemplateRenderer, specs: list[ToolSpec]) -> Call:
             problem = problem or error
         else:
             return call
-    raise ValueError(f"the format has no call of these tools: {problem}")
+    raise ValueError(f"the format cannot write a call of any of these tools: {problem}")
 
 
 def _made_turn(renderer: TemplateRenderer, call: Call, specs: list[ToolSpec]) -> list[int]:
-    """Return the ids of a turn that makes a call."""
+    """Return the ids of a turn that makes `call`."""
     parser, behaviour = renderer.parser, renderer.behaviour
     calls = [call]
     written = parser.write(calls, specs)
@@ -127,7 +128,7 @@ def _made_turn(renderer: TemplateRenderer, call: Call, specs: list[ToolSpec]) ->
 
 
 def _made_arguments(spec: ToolSpec) -> dict[str, Any]:
-    """Return arguments of the kinds that a tool's schema has, the required ones or all."""
+    """Return sample arguments of the types in a tool's schema: the required ones, or all if none is required."""
     known = parameters(spec)
     names = spec.parameters.get("required") or list(known)
     return {name: _made_value(known.get(name, {}), name) for name in names}

@@ -1,4 +1,4 @@
-"""Samples a turn: chooses weights, temperature and seed, and builds the request."""
+"""Sampling of a turn: the choice of weights, temperature and seed, and the request."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from agentfactory.rollout.token_row import ImageSpan, Span
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of a chain: the weights by the server's name for them, temperature and seed.
+    """The sampling settings of a chain.
 
-    If `model` is a function, it is asked for the name at each turn; a turn keeps the weights that it began with, unless
-    the server updates them in place. `seed` is any text: with the recipe's seed it makes the chain reproducible on a
-    server that supports seeds. `cache_salt` keeps a server that does not drop old caches (`rollout.inflight: keep`)
-    from using caches of other weights than the version that the salt names; tokens sampled on them with later weights
-    are mixed.
+    `model` is the server's name of the weights, or a function that returns it for each turn; a turn keeps the weights
+    that it started with, unless the server updates them in place. `seed` is any text: with the recipe's seed it makes
+    the chain reproducible on a server that supports seeds. `cache_salt` is the version of the weights whose KV cache
+    may be used, for a server that keeps old caches (`rollout.inflight: keep`); tokens sampled on it with later weights
+    are marked as mixed.
     """
 
     model: str | Callable[[], str]
@@ -39,8 +39,8 @@ def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> 
 
 
 class Sampler:
-    """Requests turns from the inference servers, as a recipe says. A turn ends at one of `stop_token_ids`. A model that
-    gets `images` never samples a token that stands for one."""
+    """A sampler that requests turns from the inference servers. A turn ends at one of `stop_token_ids`. Image tokens of
+    `images` are banned from sampling."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Sampler:
         encoded: EncodedIds | None = None,
         stops: Sequence[str] = (),
     ) -> Completion:
-        """Sample the `sample`-th attempt at a turn after `ids`, in which `images` are; `encoded` is that of the row, if
-        `ids` are the row's. The server ends the turn with the token that completes one of `stops`. Raises
-        InferenceError if a token for an image is sampled."""
+        """Sample a turn after `ids`, which contain `images`. `sample` numbers the attempts at the turn. `encoded` is
+        the row's cached encoding, if `ids` are the row's. The server ends the turn with the token that completes one of
+        `stops`. Raise InferenceError if the server samples an image token."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": max_tokens,
@@ -91,9 +91,9 @@ class Sampler:
         )
         if not self._banned.isdisjoint(completion.token_ids):
             token = next(token for token in completion.token_ids if token in self._banned)
-            raise InferenceError(f"the server sampled token {token}, which stands for an image: it ignores logit_bias")
+            raise InferenceError(f"the server sampled the image token {token}, so it ignores logit_bias")
         if self.recipe.model.lora is not None:
-            # vLLM reports the version of the base weights here; the adapter is what matters, and a turn keeps it
+            # vLLM reports the version of the base weights; the version of a turn is its adapter, which never changes
             count = len(completion.token_ids)
             return replace(completion, versions=[Span(model, 0, count)] if count else [])
         if sampling.cache_salt is not None:

@@ -1,4 +1,4 @@
-"""Records what a chain spends its time on."""
+"""Recording of a chain's activities over time."""
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -8,14 +8,14 @@ from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.tools.messages import ToolCall, ToolResult
 
 _LEAST_WAIT = 0.001
-"""Seconds below which a call counts as not having waited."""
+"""Seconds below which a wait of a call is not recorded."""
 
 Call = Callable[[ToolCall, float | None], Awaitable[ToolResult]]
 """(call, time limit in seconds) -> the result."""
 
 
 class Timeline:
-    """Adds stretches to a trajectory's `timeline`, whose clock begins at 0 when this object is created."""
+    """A recorder that appends to a trajectory's `timeline`, whose clock starts at 0 when this object is created."""
 
     def __init__(self, stretches: list[Stretch]) -> None:
         self._stretches = stretches
@@ -23,23 +23,23 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the beginning."""
+        """The seconds since the start."""
         return time.monotonic() - self._began
 
     def note(self, activity: Activity, start: float, end: float, turn: int | None = None, name: str = "") -> None:
-        """Add a stretch between two times of `time.monotonic()`."""
+        """Append an interval between two times of `time.monotonic()`."""
         since, until = (round(moment - self._began, 4) for moment in (start, end))
         self._stretches.append(Stretch(activity, since, until, turn, name))
 
     def note_setup(self, waits: Sequence[tuple[str, float, float]]) -> None:
-        """Add the time until now as the chain's setup; `waits` are server, start and end of each wait in it."""
+        """Append the time until now as the chain's setup; `waits` are (server, start, end) of each wait in it."""
         for server, start, end in waits:
             self.note(Activity.WAIT, start, end, name=server)
         self.note(Activity.SETUP, self._began, time.monotonic())
 
     @contextmanager
     def measure(self, activity: Activity, turn: int | None = None, name: str = "") -> Iterator[None]:
-        """Add the time of a block, even if the block raises or is cancelled."""
+        """Append the time of the `with` block, even if it raises or is cancelled."""
         start = time.monotonic()
         try:
             yield
@@ -47,8 +47,7 @@ class Timeline:
             self.note(activity, start, time.monotonic(), turn, name)
 
     def calls(self, make: Call, turn: int | None) -> Call:
-        """Return `make`, the function that makes one call, with its times recorded. A call waits from now until it may
-        begin."""
+        """Wrap `make`, which runs one call, to record its times. A call's wait lasts from now until `make` starts."""
         asked = time.monotonic()
 
         async def measured(call: ToolCall, seconds: float | None) -> ToolResult:

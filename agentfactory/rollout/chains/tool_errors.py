@@ -1,5 +1,5 @@
-"""Detects what a person must know although it ends no chain: tools that raise or time out in most of their calls, and
-results that were cut to `limits.result_bytes`."""
+"""Warnings about tool problems that do not end a chain: tools whose calls mostly raise or time out, and results
+truncated to `limits.result_bytes`."""
 
 import logging
 from collections import Counter, defaultdict
@@ -10,32 +10,32 @@ from agentfactory.tools.messages import CallError, ToolResult, text_of
 logger = logging.getLogger(__name__)
 
 ENOUGH_CALLS = 16
-"""Calls of a tool before it is judged: a few may raise by chance."""
+"""Minimum number of calls before a tool is reported, since a few may raise by chance."""
 
 
 class ToolErrors:
-    """Counts the errors that each tool raised, until a person was told."""
+    """A counter of the errors of each tool, until a warning about the tool."""
 
     def __init__(self) -> None:
         self._raised: dict[str, Counter[str]] = defaultdict(Counter)
-        """Tool -> error ("" for none) -> calls since the tool was last judged."""
+        """Tool -> error ("" for none) -> calls since the tool was last checked."""
         self._told: set[str] = set()
 
     def note(self, tool: str, result: ToolResult) -> None:
-        """Note that a call of `tool` ended."""
+        """Record a call of `tool` that ended."""
         raised = result.error in (CallError.TOOL_ERROR, CallError.TIMEOUT)
         if tool not in self._told and result.error is not CallError.UNKNOWN_TOOL:
-            self._raised[tool][text_of(result.content)[:300] or "an error without a text" if raised else ""] += 1
+            self._raised[tool][text_of(result.content)[:300] or "an error without text" if raised else ""] += 1
         self.note_cut(tool, result.left_out)
 
     def note_cut(self, tool: str, left_out: int) -> None:
-        """Note that `limits.result_bytes` cut a result by `left_out` bytes."""
+        """Warn if `limits.result_bytes` truncated a result by `left_out` bytes."""
         if left_out:
-            text = f"tool {tool}: a result was too long by {left_out:,} bytes and was cut (limits.result_bytes)"
+            text = f"tool {tool}: a result exceeded limits.result_bytes by {left_out:,} bytes and was truncated"
             tell(logger, f"tool {tool} is cut", text)
 
     def report(self) -> None:
-        """Tell of each tool of which at least half of the calls since the last report failed, once."""
+        """Warn, once per tool, if at least half of a tool's calls since the last check failed."""
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found = self._raised.pop(tool)
             calls, fine = found.total(), found.pop("", 0)

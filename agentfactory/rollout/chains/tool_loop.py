@@ -1,4 +1,4 @@
-"""The tool loop: the model takes turns, its calls are run, and it reads their results, until the chain ends."""
+"""The tool loop: sample a turn, run its tool calls, append their results, until the chain ends."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 
 @dataclass(frozen=True)
 class TakenTurn:
-    """A turn of so many tokens. `cut`: it ended at a limit of tokens."""
+    """A parsed turn and its number of tokens. `cut`: it ended at a token limit."""
 
     parsed: Parsed
     cut: bool
@@ -23,23 +23,24 @@ class TakenTurn:
 
 
 class Turns(Protocol):
-    """The model's side of a chain. `context` is the conversation that the model sees."""
+    """The source of a chain's assistant turns. `context` is the conversation in the model's prompt."""
 
     context: Context
 
     def begin(self, opening: list[Message]) -> None:
-        """Begin the conversation."""
+        """Start the conversation."""
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """Take the next turn, in the state with this anchor, and add it to the context and the trajectory. Raises
-        ContextOverflowError if no token is left for it."""
+        """Take the next turn and add it to the context and the trajectory; `anchor` identifies the environment's state.
+        Raise ContextOverflowError if no token is left for the turn."""
 
     async def go_on(self, answers: list[Message]) -> None:
-        """Prepare the next turn after `answers`, the last messages of the context. Raises ContextOverflowError."""
+        """Prepare the next turn after `answers`, the last messages of the context. Raise ContextOverflowError if they
+        do not fit."""
 
 
 class ToolLoop:
-    """Plays a chain whose calls are run here."""
+    """A player that runs the chain's tool calls itself."""
 
     def __init__(self, episode: Episode, turns: Turns) -> None:
         self.episode = episode
@@ -98,5 +99,5 @@ class ToolLoop:
 
 
 def _explain(error: str, turn: TakenTurn) -> str:
-    """Return the message to the model about a malformed turn."""
+    """Return the error message that the model gets after a malformed turn."""
     return f"{error} The message was cut at {turn.tokens} tokens: write a shorter one." if turn.cut else error

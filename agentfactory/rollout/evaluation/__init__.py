@@ -1,1 +1,1 @@
-"""Evaluation: chains on held-out tasks, pass@k, and intervals."""
+"""Evaluation: chains on held-out tasks, pass@k and confidence intervals."""

@@ -1,4 +1,4 @@
-"""Evaluation: runs the same chains as training on held-out tasks, sampled and greedy."""
+"""Evaluation of a policy on held-out tasks, by the same chains as in training, sampled and greedy."""
 
 import asyncio
 import logging
@@ -42,10 +42,10 @@ async def open_runner(
     processes: int = 1,
     images: Path | None = None,
 ) -> AsyncIterator[ChainRunner]:
-    """Open everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
+    """Open a runner for chains of `recipe`: renderer, connections to the servers at `urls`, tools and rewards.
 
-    `objects` are tools in addition to the recipe's; `rewards` and `agent` replace those that the recipe names.
-    `processes` like this one share the machine's memory. `images` is the folder for the images that the chains see;
+    `objects` are tools in addition to the recipe's; `rewards` and `agent` replace the recipe's. `processes` is the
+    number of processes like this one that share the machine's memory. `images` is the folder for the chains' images;
     None: a temporary one.
     """
     acting = agent or load_agent(recipe.rollout.agent, base)
@@ -56,7 +56,7 @@ async def open_runner(
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
         await client.check_routes()
-        # the required template probes depend on whether the chains have tools; an agent may have any of its own
+        # chains with tools need more template probes; an agent may bring its own tools
         tools = bool(toolset.specs) or isinstance(acting, ClientAgent)
         renderer = load_renderer(
             recipe.model,
@@ -95,9 +95,9 @@ async def evaluate(
     """Run `recipe.eval` on `tasks` with the weights called `model`, and save trajectories to `folder`. For `cache_salt`
     see Sampling.
 
-    Returns two values. First, means over the chains that did not fail, under `sampled/...` and `greedy/...`: `reward`,
-    every metric of the trajectories, `failed` (the share of chains that broke), and with several samples per task also
-    avg@k and pass@k. Second, for each mode in which no chain has a reward, what happened.
+    Return two values. The first has means over the chains that did not fail, under `sampled/...` and `greedy/...`:
+    `reward`, every metric of the trajectories, `failed` (the share of failed chains), and with several samples per task
+    also avg@k and pass@k. The second has a description of the failures for each mode in which no chain has a reward.
     """
     played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
     failures = {
@@ -107,7 +107,7 @@ async def evaluate(
 
 
 def _failure(mode: str, groups: list[Group]) -> str:
-    """Describe how the chains of a mode ended, all of which failed."""
+    """Describe the failures of a mode whose chains all failed."""
     chains = [chain for group in groups for chain in group.trajectories]
     endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
     return f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
@@ -122,7 +122,7 @@ async def _play(
     name: str,
     cache_salt: str | None = None,
 ) -> dict[str, list[Group]]:
-    """Run the chains of each mode and return its groups, in the order of the tasks; each is saved when its chains have
+    """Run the chains of each mode and return its groups in the order of the tasks. Save each group when its chains have
     ended."""
     modes = {"sampled": (recipe.rollout.temperature, recipe.eval.samples)}
     if recipe.eval.greedy:
@@ -134,7 +134,7 @@ async def _play(
     async def run_group(mode: str, number: int) -> Group:
         temperature, samples = modes[mode]
         task = await runner.take(tasks[number], "eval.data", number + 1)
-        # the seed does not depend on `name`, so that the same weights give the same metrics wherever they are evaluated
+        # the seed does not depend on `name`, so the same weights give the same metrics in every evaluation
         chains = [
             runner.run(
                 chain_id(f"{name}-{mode}-{number:05d}", sample),
@@ -168,7 +168,7 @@ class Evaluation:
     """The results of `run_eval`."""
 
     means: dict[str, float]
-    """As returned by `evaluate`; training logs them too."""
+    """Means as returned by `evaluate`; training logs them too."""
     estimates: dict[str, dict[str, dict[str, Estimate]]]
     """Mode -> value of the tasks' `source` field ("" for all tasks) -> metric -> estimate."""
     failures: Counter[str]
@@ -177,7 +177,7 @@ class Evaluation:
     """Number of chains in both modes."""
 
     def figures(self) -> dict[str, float]:
-        """Return all results by name: the means, `<mode>/<figure>/low` and `/high` where there is an interval, and the
+        """Return all results by name: the means, the bounds of intervals as `<mode>/<figure>/low` and `/high`, and the
         same for each source under `<mode>/source/<source>/`."""
         metrics = dict(self.means)
         for mode, sources in self.estimates.items():
@@ -191,7 +191,7 @@ class Evaluation:
 
 
 def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Return means over the chains that have a reward, and `failed`, the share of those that have none."""
+    """Return means over the chains with a reward, and `failed`, the share of chains without one."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [t for t in trajectories if t.reward is not None]
     means = {"failed": 1 - len(scored) / len(trajectories)}
@@ -210,9 +210,9 @@ def run_eval(
     opened: AbstractAsyncContextManager[Runner],
     model: str = "policy",
 ) -> Evaluation:
-    """Evaluate the weights that the server of the runner `opened` calls `model` on `tasks`. Blocking.
+    """Evaluate on `tasks` the weights called `model` on the server of the runner `opened`. Blocking.
 
-    Trajectories go to `folder`, each group when it has ended; `log` gets every metric as `eval/...`.
+    Save each group to `folder` when it has ended, and pass all metrics to `log` as `eval/...`.
     """
 
     async def run() -> dict[str, list[Group]]:
@@ -250,8 +250,8 @@ def run_rollout(
     model: str = "policy",
     images: Path | None = None,
 ) -> dict[str, float]:
-    """Run one group of sampled chains for each of `tasks`, and save the groups for `train.from_trajectories`. Blocking.
-    For `images` see open_runner."""
+    """Run a group of sampled chains on each of `tasks`, and save the groups for `train.from_trajectories`. Return the
+    mean metrics. Blocking. For `images` see open_runner."""
     path = folder / "rollout.jsonl"
 
     async def run_chain(runner: ChainRunner, group_id: str, index: int, task: Task, retry: bool = False) -> Trajectory:

@@ -1,6 +1,6 @@
-"""95 % intervals of means over tasks, which hold with few tasks and at the ends.
+"""95 % confidence intervals of means over tasks, valid for few tasks and for means near 0 and 1.
 
-Tasks are the units, because the samples of one task resemble each other. The unit tests compute the coverage.
+Tasks are the units, because samples of the same task are correlated. The unit tests compute the coverage.
 """
 
 import math
@@ -14,8 +14,8 @@ Interval = tuple[float, float]
 
 
 class Share(NamedTuple):
-    """What one task contributes to a mean: a sum and its weight, above 0. `trials` is the number of independent
-    observations in it: its chains, or for pass@k its chains in sets of k."""
+    """The contribution of a task to a mean: a sum and its weight, above 0. `trials` is its number of independent
+    observations: its chains, or for pass@k its disjoint sets of k chains."""
 
     total: float
     weight: float
@@ -28,15 +28,15 @@ def mean(shares: Sequence[Share]) -> float:
 
 
 def of_proportion(shares: Sequence[Share]) -> Interval:
-    """Return the interval of a mean of values between 0 and 1: that of Clopper and Pearson (1934, Biometrika 26), exact
-    for one chain per task, with the effective number of observations of Korn and Graubard (1998, Survey Methodology
-    24) for several.
+    """Return the interval of a mean of values between 0 and 1: the Clopper-Pearson interval (1934, Biometrika 26),
+    exact for one chain per task, with the effective sample size of Korn and Graubard (1998, Survey Methodology 24) for
+    several.
 
-    The effective number is the number of trials divided by the design effect, which the differences between tasks
-    give, times the square of a ratio of t quantiles, for how little few tasks tell about it. Where tasks cannot differ,
-    at 0, at 1 and for one task, it is the number of tasks.
+    The effective sample size is the number of trials divided by the design effect, estimated from the differences
+    between tasks, times the square of a ratio of t quantiles, which corrects for few tasks. If the mean is 0 or 1, or
+    if there is one task, it is the number of tasks.
     """
-    # the worker of a training run needs no intervals
+    # imported late: the worker of a training run computes no intervals
     from scipy import special
 
     value, tasks, trials = mean(shares), len(shares), sum(share.trials for share in shares)
@@ -56,8 +56,8 @@ def of_proportion(shares: Sequence[Share]) -> Interval:
 
 
 def of_mean(shares: Sequence[Share]) -> Interval | None:
-    """Return the interval of a mean of any numbers, by Student's t with the standard error over tasks; None if the
-    tasks do not differ or there is one, because then nothing is known about the error."""
+    """Return the interval of a mean of any numbers, by Student's t with the standard error over tasks; None if all
+    tasks are equal or there is only one, because then the error is unknown."""
     values = [share.total / share.weight for share in shares]
     if math.isclose(min(values), max(values), abs_tol=1e-12):
         return None
@@ -68,8 +68,8 @@ def of_mean(shares: Sequence[Share]) -> Interval | None:
 
 
 def _squared_error(shares: Sequence[Share]) -> float:
-    """Return the square of the standard error of `mean` over tasks: linearised, because tasks of which chains failed
-    weigh less (Cochran, 1977, Sampling Techniques, equation 6.13)."""
+    """Return the squared standard error of `mean` over tasks, linearised because tasks with failed chains have lower
+    weights (Cochran, 1977, Sampling Techniques, equation 6.13)."""
     value, tasks, weight = mean(shares), len(shares), sum(share.weight for share in shares)
     residuals = sum((share.total - value * share.weight) ** 2 for share in shares)
     return residuals / weight**2 * tasks / (tasks - 1)

@@ -1,4 +1,4 @@
-"""Evaluation metrics with their uncertainty: avg@k, unbiased pass@k, intervals over tasks."""
+"""Evaluation metrics with their uncertainty: avg@k, unbiased pass@k, confidence intervals over tasks."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ from agentfactory.rollout.trajectory import Group
 
 @dataclass(frozen=True)
 class Estimate:
-    """The value of a metric, the ends of its 95 % interval (None: nothing is known about it), and the number of tasks
-    behind it."""
+    """The value of a metric, the bounds of its 95 % interval (None: unknown), and its number of tasks."""
 
     value: float
     low: float | None
@@ -20,13 +19,13 @@ class Estimate:
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Return the probability that at least one of `k` samples of a task passes: the unbiased estimate from `samples` of
-    which `passed` did, 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, arXiv:2107.03374, equation 1).
+    """Return the unbiased estimate of the probability that at least one of `k` samples of a task passes, if `passed`
+    of `samples` did: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, arXiv:2107.03374, equation 1).
 
-    Raises ValueError for k above the number of samples, for which no unbiased estimate exists.
+    Raise ValueError if k exceeds the number of samples, for which no unbiased estimate exists.
     """
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} of {samples} samples: k is between 1 and the number of samples")
+        raise ValueError(f"pass@{k} of {samples} samples: k must be between 1 and the number of samples")
     if not 0 <= passed <= samples:
         raise ValueError(f"{passed} of {samples} samples cannot have passed")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
@@ -46,12 +45,12 @@ def sample_figures(groups: Sequence[Group], samples: int) -> dict[str, float]:
 def estimates(groups: Sequence[Group], samples: int) -> dict[str, Estimate]:
     """Return `reward`, `success`, avg@k and pass@k with their intervals, as far as the chains report them.
 
-    A chain without a reward failed and does not count. `reward` and `success` are means over chains; avg@k and pass@k
-    are means over tasks of the values for each task's chains. A chain passes if its `success` is 1.
+    Chains without a reward failed and do not count. `reward` and `success` are means over chains; avg@k and pass@k are
+    means over tasks of the values per task. A chain passes if its `success` is 1.
     """
     found = {}
     for name, shares in _shares(groups, samples).items():
-        # a reward may have any bounds, also where those seen so far lie between 0 and 1
+        # rewards may have any bounds, even if all observed ones lie between 0 and 1
         proportion = name != "reward" and all(0.0 <= share.total <= share.weight for share in shares)
         low, high = of_proportion(shares) if proportion else of_mean(shares) or (None, None)
         found[name] = Estimate(mean(shares), low, high, len(shares))
@@ -70,8 +69,8 @@ def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def _shares(groups: Sequence[Group], samples: int) -> dict[str, list[Share]]:
-    """Return the shares of tasks in each metric, leaving out tasks without a chain for it, and metrics without a
-    task."""
+    """Return the shares of tasks by metric, without tasks that have no chain for a metric, and without metrics that
+    have no task."""
     scored = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     rewards = [[t.reward for t in chains if t.reward is not None] for chains in scored if chains]
     shares = {"reward": [Share(sum(values), len(values), len(values)) for values in rewards]}

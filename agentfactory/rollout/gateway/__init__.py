@@ -1,1 +1,1 @@
-"""The gateway: an HTTP endpoint through which agents that bring their own loop sample the turns of their chains."""
+"""The gateway: an HTTP endpoint through which agents with their own loop sample the turns of their chains."""

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: requests, answers, and answers as a stream."""
+"""Anthropic's Messages API: requests, responses and streams."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from agentfactory.tools.messages import Message
 
 ROUTE = "/v1/messages"
 _REFUSED = {
-    "container": "code runs in the agent's own tools",
+    "container": "run code in the agent's own tools",
     "thread": "send the whole conversation",
     "compaction": "ask for a summary in a message",
     "output_format": GRAMMAR,
@@ -29,8 +29,8 @@ _REFUSED = {
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
-    """Return what a request asks for. `temperature` is that of the chains; nothing is `stored` for this protocol.
-    Raises Refusal."""
+    """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
+    request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     refuse({"output_config.format": (body.get("output_config") or {}).get("format")}, {"output_config.format": GRAMMAR})
     given = body.get("messages")
@@ -61,7 +61,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
 
 
 def _messages(message: Any) -> list[Message]:
-    """Return our messages for one of theirs: the results of tools are messages of their own, before what is said."""
+    """Convert one of their messages to ours: tool results become separate messages, before the rest."""
     if not isinstance(message, dict):
         raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
     content = message.get("content")
@@ -103,7 +103,7 @@ def _part(block: Part) -> Part | None:
 
 
 def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
-    """Return the answer to a request, which has one turn."""
+    """Return the response to a request, which has one turn."""
     (turn,) = turns
     return {
         **_frame(asked, turn),
@@ -115,7 +115,7 @@ def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
 
 
 def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
-    """Yield the answer as server-sent events."""
+    """Yield the response as server-sent events."""
     (turn,) = turns
     begun = {**_frame(asked, turn), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message={**begun, "usage": {**_used(turn), "output_tokens": 0}})
@@ -144,7 +144,7 @@ def _pieces(block: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of a refused request."""
+    """Return the response body of a refused request."""
     kinds = {
         400: "invalid_request_error",
         401: "authentication_error",
@@ -153,17 +153,17 @@ def error(refusal: Refusal) -> dict[str, Any]:
     }
     text = str(refusal)
     if refusal.code == "context_length_exceeded":
-        text = f"prompt is too long: {text}"  # by which clients recognise it
+        text = f"prompt is too long: {text}"  # clients recognise this text
     return {"type": "error", "error": {"type": kinds.get(refusal.status, "api_error"), "message": text}}
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has begun."""
+    """Return the event of a request that fails after its stream has started."""
     return f"event: error\ndata: {json.dumps(error(refusal))}\n\n"
 
 
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
-"""What keeps a stream alive before the turn is there."""
+"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(asked: Asked, turn: Said) -> dict[str, Any]:
@@ -175,7 +175,8 @@ def _used(turn: Said) -> dict[str, int]:
 
 
 def _blocks(asked: Asked, turn: Said) -> list[dict[str, Any]]:
-    """Return the blocks of a turn; reasoning only for a client that knows it, whose signature it gives back."""
+    """Return the blocks of a turn. Reasoning is included only for clients that enable thinking; they return its
+    signature."""
     blocks: list[dict[str, Any]] = []
     if turn.reasoning and asked.options["thinking"]:
         blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": turn.id})

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: requests, answers, and answers as a stream."""
+"""OpenAI's Chat Completions API: requests, responses and streams."""
 
 import json
 import time
@@ -22,19 +22,19 @@ from agentfactory.rollout.gateway.request_options import (
 from agentfactory.tools.messages import Message
 
 ROUTE = "/v1/chat/completions"
-SAMPLED_ONLY = "only the sampled token's log-probability is known; leave it out"
-_WORDS = "models here write text"
+SAMPLED_ONLY = "only the sampled token's logprob is known; remove it"
+_WORDS = "only text output is supported"
 _REFUSED = {
-    "functions": "give `tools`",
-    "function_call": "give `tools`",
+    "functions": "use `tools`",
+    "function_call": "use `tools`",
     "audio": _WORDS,
     "top_logprobs": SAMPLED_ONLY,
 }
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
-    """Return what a request asks for. `temperature` is that of the chains; nothing is `stored` for this protocol.
-    Raises Refusal."""
+    """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
+    request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     if (body.get("response_format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"response_format: {GRAMMAR}")
@@ -99,7 +99,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
-    """Return the answer to a request: one choice for each turn."""
+    """Return the response to a request, with one choice per turn."""
     choices = [
         {"index": n, "message": _said(turn), "logprobs": _logprobs(asked, turn), "finish_reason": _reason(turn)}
         for n, turn in enumerate(turns)
@@ -108,7 +108,7 @@ def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
 
 
 def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
-    """Yield the answer as server-sent events."""
+    """Yield the response as server-sent events."""
     frame = {**_frame(asked, turns, "chat.completion.chunk"), **({"usage": None} if asked.options["usage"] else {})}
 
     def chunk(number: int, delta: dict[str, Any], **more: Any) -> str:
@@ -133,18 +133,18 @@ def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of a refused request."""
+    """Return the response body of a refused request."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has begun."""
+    """Return the event of a request that fails after its stream has started."""
     return f"data: {json.dumps(error(refusal))}\n\n"
 
 
 PING = ": sampling\n\n"
-"""What keeps a stream alive before the turn is there."""
+"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(asked: Asked, turns: Sequence[Said], kind: str) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _logprobs(asked: Asked, turn: Said) -> dict[str, Any] | None:
 
 
 def token_logprobs(turn: Said) -> list[dict[str, Any]]:
-    """Return the log-probabilities of a turn's tokens in OpenAI's form; none if the request did not ask for them."""
+    """Return the logprobs of a turn's tokens in OpenAI's format; empty if the request did not ask for them."""
     return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in turn.logprobs

@@ -1,4 +1,4 @@
-"""Agents that keep their own loop: what they get for a chain, and a function that is one."""
+"""Agents with their own loop: their interface, the inputs for a chain, and functions as agents."""
 
 import asyncio
 import difflib
@@ -38,13 +38,13 @@ _MOST_THREADS = 4096
 
 
 class ChainEnded(Exception):
-    """An agent calls a tool of a chain that has ended."""
+    """A tool call by an agent whose chain has ended."""
 
 
 class ChainTools:
-    """The recipe's tools, as one chain has them.
+    """The recipe's tools for one chain.
 
-    `definitions` are what OpenAI's `tools` takes. Calls count toward the recipe's limits.
+    `definitions` has the format of OpenAI's `tools`. Calls count toward the recipe's limits.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChainTools:
     ) -> None:
         self.definitions = [spec.to_openai() for spec in specs]
         self.opening = session.opening
-        """What the environment says at the beginning; None if there is nothing."""
+        """The environment's opening text; None if it has none."""
         self._specs = specs
         self._session = session
         self._limits = limits
@@ -70,8 +70,8 @@ class ChainTools:
         self._closed = False
 
     async def call(self, name: str, arguments: Mapping[str, Any] | str) -> Content:
-        """Make a call, and return what the model is to see: text, or parts with images. Errors of tools are results,
-        too. `arguments` may be JSON text. Raises ChainEnded."""
+        """Run a call, and return the content for the model: text, or parts with images. Errors of tools are results
+        too. `arguments` may be JSON text. Raise ChainEnded if the chain has ended."""
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}", strict=False)
@@ -94,7 +94,7 @@ class ChainTools:
         try:
             result = running.result()
         except ToolInfrastructureError as error:
-            self._fail(error)  # the agent may catch it, and the chain is lost
+            self._fail(error)  # the chain is lost even if the agent catches the error
             raise
         self._note(call, result)
         return result.content
@@ -105,8 +105,8 @@ class ChainTools:
         return result
 
     async def close(self) -> None:
-        """End the calls that run, and allow no more: an agent may outlive its chain, whose environment is then
-        another's."""
+        """Cancel running calls, and refuse new ones: an agent may outlive its chain, whose environment then serves
+        another chain."""
         self._closed = True
         for running in self._running:
             running.cancel()
@@ -116,8 +116,8 @@ class ChainTools:
 
 @dataclass(frozen=True)
 class Visit:
-    """One chain, for its agent. `workspace` is the chain's folder, if the agent has folders. `report` takes what the
-    agent says that the chain is worth; `judged` tells whether the recipe judges the chain without that."""
+    """The inputs of an agent for one chain. `workspace` is the chain's folder, if the agent has folders. `report`
+    accepts the agent's own reward; `judged` is true if the recipe scores the chain without it."""
 
     endpoint: Endpoint
     task: Task
@@ -127,26 +127,26 @@ class Visit:
     report: Callable[[EnvironmentReward], None]
     judged: bool
     listening: Listening | None = None
-    """Answers at a further socket as `endpoint` does."""
+    """Serve the endpoint on an additional socket."""
 
 
 def missing_field(
     field: str, given: str, name: str, task: Task, number: int, section: str, write: str = "{}"
 ) -> SettingError:
-    """Return the error for a setting that names a field `name` which a row of `section` lacks; `write` is how the
-    setting would name another one."""
+    """Return the error for a setting that names a field `name` which a row of `section` lacks; `write` is the format of
+    the setting with another field's name."""
     close = difflib.get_close_matches(name, task, 1)
     fix = f"give every row this field, or rename one by {section}.columns"
-    problem = f"got {short(given)}, and row {number} of {section} has no {name} but {', '.join(task)}"
+    problem = f"got {short(given)}, but row {number} of {section} has no {name}, only {', '.join(task)}"
     return SettingError(field, problem, f"write {write.format(close[0])}" if close else fix)
 
 
 class ClientAgent(ABC):
-    """An agent that samples its turns through an endpoint; use it as an async context manager."""
+    """An agent that samples its turns through an endpoint, used as an async context manager."""
 
     elsewhere = False
-    """Whether it lives elsewhere: files of this machine are not there, and a chain that may take no more turns waits
-    for what the agent says of it."""
+    """True if the agent is an external program, without access to this machine's files. A chain without turns left then
+    waits for the agent's report."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -159,24 +159,24 @@ class ClientAgent(ABC):
         return None
 
     def gateway(self) -> Gateway:
-        """Return the endpoint for its chains."""
+        """Return the gateway for the agent's chains."""
         return Gateway()
 
     @asynccontextmanager
     async def begun(self, chain: str) -> AsyncIterator[None]:
-        """Wait until a chain may begin; its time limit counts from then on."""
+        """Wait until a chain may start, which starts its time limit."""
         yield
 
     @asynccontextmanager
     async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path | None]:
-        """Make the folder of a chain, and remove it on exit, or move it to where `kept` then says. None: the agent has
-        no folders."""
+        """Create the folder of a chain, and on exit delete it or move it; `kept` gets the path to which it will be
+        moved. Yield None if the agent has no folders."""
         yield None
 
     @abstractmethod
     async def run(self, visit: Visit) -> str | None:
-        """Play one chain. Returns its answer, if that is not the last thing that the model said. Raises
-        AgentFailed."""
+        """Run one chain. Return its answer, or None if that is the model's last message. Raise AgentFailed if the agent
+        fails."""
 
 
 INPUTS = {
@@ -187,32 +187,33 @@ INPUTS = {
     "tools": "the recipe's tools: `definitions`, and `await call(name, arguments)`",
     "chain": "the chain's id",
 }
-"""Parameters of a function that is an agent -> what it gets."""
+"""Parameters of an agent function -> descriptions of their values."""
 
 
 class FunctionAgent(ClientAgent):
     """A user's async function, called once for each chain."""
 
     def __init__(self, reference: str, function: Callable[..., Any]) -> None:
-        """Raises SettingError if nothing gives one of its parameters, or the client that it takes is not installed."""
+        """Wrap a function. Raise SettingError if a parameter is unknown and has no default, or if the client that it
+        takes is not installed."""
         self._name = reference.rpartition(":")[2]
         self._function = function
         parameters = inspect.signature(function).parameters
         for name, parameter in parameters.items():
             if name not in INPUTS and parameter.default is parameter.empty:
-                problem = f"{reference} has a parameter {name!r} that nothing gives"
-                raise SettingError("rollout.agent", problem, f"it can take {', '.join(INPUTS)}, and fields of `task`")
+                problem = f"{reference} has an unknown parameter {name!r} without a default"
+                raise SettingError("rollout.agent", problem, f"use {', '.join(INPUTS)}; `task` has the row's fields")
         self._takes = [name for name in INPUTS if name in parameters]
         self._kinds = {name: _client(name, reference) for name in ("client", "anthropic") if name in parameters}
         self._clients: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
         for library in ("httpx", "httpx2"):
-            logging.getLogger(library).setLevel(logging.WARNING)  # or each request is a line of the log
-        # asyncio's own executor has as many threads as the machine has cores, and four more: too few for the chains of
-        # agents that block. Threads start as they are needed.
+            logging.getLogger(library).setLevel(logging.WARNING)  # these log a line per request
+        # asyncio's default executor has four threads more than the machine has cores: too few for the chains of
+        # agents that block. Threads start on demand.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "agent"))
-        # one HTTP client for all chains: each takes 20 ms to make. A retried request would be sampled a second time.
+        # one HTTP client for all chains, since creating one takes 20 ms; no retries, which would sample a turn twice
         self._clients = {
             name: kind(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)
             for name, kind in self._kinds.items()
@@ -236,10 +237,10 @@ class FunctionAgent(ClientAgent):
         except ToolInfrastructureError:
             raise
         except Exception as error:  # boundary: user code
-            logger.info("the agent failed at chain %s", visit.chain, exc_info=error)
+            logger.info("the agent failed in chain %s", visit.chain, exc_info=error)
             raise AgentFailed(f"{self._name}: {_told(error)}") from error
         if answer is not None and not isinstance(answer, str):
-            raise AgentFailed(f"{self._name} returned {answer!r:.200}; return the answer as text, or nothing")
+            raise AgentFailed(f"{self._name} returned {answer!r:.200}; return the answer as a string, or None")
         return answer
 
 
@@ -248,7 +249,7 @@ def _client(name: str, reference: str) -> Callable[..., Any]:
     try:
         module = __import__(library)
     except ImportError:
-        problem = f"{reference} takes {name!r}, and the library {library} is not installed"
+        problem = f"{reference} takes {name!r}, but the library {library} is not installed"
         raise SettingError("rollout.agent", problem, f"pip install {library}") from None
     found: Callable[..., Any] = getattr(module, kind)
     return found

@@ -1,4 +1,4 @@
-"""Parts of messages, from the forms of the protocols into ours."""
+"""Conversion of message parts from the protocols' formats to ours."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,8 +12,8 @@ Part = dict[str, Any]
 
 
 def read_content(content: Any, read_part: Callable[[Part], Part | None]) -> Content:
-    """Return a content in our form: text if it has no images. `read_part` converts a part; None leaves it out. Raises
-    Refusal."""
+    """Convert message content to our format: text if it has no images. `read_part` converts a part; None drops it.
+    Raise Refusal if the content is invalid."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -25,26 +25,26 @@ def read_content(content: Any, read_part: Callable[[Part], Part | None]) -> Cont
 
 
 def read_text(part: Mapping[str, Any]) -> Part:
-    """Return a part of text. Raises Refusal."""
+    """Return a text part. Raise Refusal if it has no text."""
     if not isinstance(text := part.get("text"), str):
         raise wrong(f"content: {str(part)[:200]} has no text")
     return text_part(text)
 
 
 def read_image(url: Any) -> Part:
-    """Return a part for an image at an address. Raises Refusal: an address is never fetched."""
+    """Return an image part for a `data:` address. Raise Refusal for other addresses, which are never fetched."""
     if not isinstance(url, str) or not url.startswith("data:"):
         raise wrong(f"image: {str(url)[:200]} is not fetched; send the image itself, as a data: address")
     return image_part(url)
 
 
 def unknown(part: Mapping[str, Any]) -> Exception:
-    """Return the refusal of a part of a type that no model here reads."""
-    return wrong(f"content: parts of type {part.get('type')!r} cannot be read; send text or images")
+    """Return the refusal of a part of an unsupported type."""
+    return wrong(f"content: parts of type {part.get('type')!r} are not supported; send text or images")
 
 
 def assistant(text: str, calls: list[tuple[str, str, Any]], reasoning: str = "") -> Message:
-    """Return an assistant's message with calls: id, name, and arguments, as a value or as JSON text."""
+    """Return an assistant message. `calls` are (id, name, arguments), arguments as a value or as JSON text."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -57,7 +57,7 @@ def assistant(text: str, calls: list[tuple[str, str, Any]], reasoning: str = "")
 
 
 def _value(arguments: Any) -> Any:
-    """Return arguments as chat templates take them; text that is no JSON object stays text."""
+    """Return arguments as chat templates expect them; text that is not a JSON object stays text."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,4 +1,4 @@
-"""A chain whose agent keeps its own loop and history, and samples its turns through the gateway."""
+"""A chain whose agent has its own loop and history, and samples its turns through the gateway."""
 
 import asyncio
 import time
@@ -21,8 +21,8 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 
 
 class GatewayChain:
-    """Lets an agent with its own client play a chain, and answers its requests; see Player and
-    gateway_server.Asking. `judged`: the recipe judges the chain without the agent's own report."""
+    """A chain driven by an agent with its own client, whose requests it answers; see Player and gateway_server.Asking.
+    `judged`: the recipe scores the chain without the agent's own report."""
 
     def __init__(self, episode: Episode, turns: AskedTurns, gateway: Gateway, agent: ClientAgent, judged: bool) -> None:
         self.episode = episode
@@ -34,18 +34,18 @@ class GatewayChain:
         self.stored = Stored()
         self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self._over: StopReason | None = None
-        """Why the agent may take no more turns, though it is still waited for."""
+        """Stop reason of a chain that has no turns left but still waits for its agent."""
         self._taken = 0
-        """Turns that were sampled or are being sampled."""
+        """Number of turns that were sampled or are being sampled."""
         self._requests: set[asyncio.Task[Any]] = set()
         """Requests whose turns are being sampled."""
         self._closed = False
-        """True once the chain is over: its rows no longer change."""
+        """True once the chain is over, after which its rows no longer change."""
 
     # ---- the agent
 
     async def play(self, session: ToolSession) -> StopReason:
-        """Let the agent run until it ends or may take no more turns, and return the reason. Raises AgentFailed."""
+        """Run the agent until it ends or has no turns left, and return the reason. Raise AgentFailed if it fails."""
         trajectory, task, images = self.episode.trajectory, self.episode.task, self.episode.setup.images
         try:
             with self.gateway.serving(self) as endpoint:
@@ -70,7 +70,7 @@ class GatewayChain:
                 except AgentFailed as failure:
                     trajectory.result = failure.result
                     if self.turns.last is StopReason.CONTEXT_OVERFLOW:
-                        return self.turns.last  # it was told so, and could not go on
+                        return self.turns.last  # the agent got that error and gave up
                     raise
                 finally:
                     agent.cancel()
@@ -79,7 +79,7 @@ class GatewayChain:
                     await visit.tools.close()
         finally:
             if self._ended.done():
-                self._ended.exception()  # it may be one that nothing else reads
+                self._ended.exception()  # mark it as retrieved: nothing else may have read it
             self._number_turns()
 
     def _tools(self, session: ToolSession) -> ChainTools:
@@ -95,8 +95,7 @@ class GatewayChain:
         self.episode.reported = reward
 
     def _end(self, reason: StopReason) -> None:
-        """Let the agent take no more turns. One that lives elsewhere cannot be ended, and may still say what the chain
-        is worth."""
+        """Refuse the agent further turns. An external agent cannot be stopped, and may still report a reward."""
         if self.agent.elsewhere:
             self._over = self._over or reason
             self._taken = self.episode.max_turns
@@ -104,18 +103,18 @@ class GatewayChain:
             self._ended.set_result(reason)
 
     def _fail(self, error: Exception) -> None:
-        """End the chain, whatever its agent would do."""
+        """End the chain with an error, regardless of its agent."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
     def _close(self) -> None:
-        """End the requests that are being sampled, and take no more."""
+        """Cancel the requests that are being sampled, and refuse new ones."""
         self._closed = True
         for request in self._requests:
             request.cancel()
 
     def _number_turns(self) -> None:
-        """Number the chain's turns in the order of its rows, as everything after the rollout does."""
+        """Renumber the chain's turns in the order of its rows, which all later stages use."""
         trajectory = self.episode.trajectory
         place = {node.number: number for number, node in enumerate(self.turns.tree.in_rows())}
         trajectory.malformed_turns = sorted(place[number] for number in trajectory.malformed_turns)
@@ -128,10 +127,10 @@ class GatewayChain:
         names = ("gateway/unmatched_turns", "gateway/spliced_turns", "gateway/unmet_parameters")
         return self.episode.metrics() | {name: self.turns.counts[name] for name in names}
 
-    # ---- its requests
+    # ---- the agent's requests
 
     async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
-        """See gateway_server.Asking: render the conversation, and check that it has room for a turn."""
+        """See gateway_server.Asking: render the conversation, and check that a turn fits."""
         self.turns.check(asked)
         left = self.episode.max_turns - self._taken
         if self._ended.done() or left < asked.choices:
@@ -148,7 +147,7 @@ class GatewayChain:
         return len((await self.turns.plan(asked)).ids)
 
     async def _sample(self, asked: Asked, plan: Plan, most: int) -> list[Said]:
-        if self._closed:  # since the request was admitted
+        if self._closed:  # the chain ended after the request was admitted
             raise foreign_key()
         request = asyncio.current_task()
         assert request is not None

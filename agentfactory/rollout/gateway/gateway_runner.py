@@ -1,4 +1,4 @@
-"""Runs chains of agents that keep their own loop."""
+"""The runner of chains whose agents have their own loop."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ from agentfactory.tools.sessions.toolset import Toolset
 
 
 class GatewayRunner(ChainRunner):
-    """Runs chains of one recipe, whose agent asks `gateway` for its turns."""
+    """A runner of chains whose agent requests its turns from `gateway`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class GatewayRunner(ChainRunner):
         agent: ClientAgent,
         gateway: Gateway,
     ):
-        """Raises SettingError: see ChainRunner and `check_recipe`."""
+        """Create a runner. Raise SettingError as ChainRunner and `check_recipe` do."""
         check_recipe(recipe.rollout, renderer.parser.native)
         super().__init__(recipe, renderer, client, toolset, rewards)
         self.client_agent = agent
@@ -59,9 +59,9 @@ class GatewayRunner(ChainRunner):
 
 
 def check_recipe(config: RolloutConfig, native: bool) -> None:
-    """Raise SettingError for settings that an agent with its own loop leaves without effect. `native`: the tool-call
-    format is one of chat templates."""
-    own = "the agent, which keeps its own loop, writes its messages itself"
+    """Raise SettingError for settings that have no effect on an agent with its own loop. `native`: the tool-call format
+    is one of chat templates."""
+    own = "but an agent with its own loop writes its messages itself"
     for field, value, nothing in (
         ("system_prompt", config.system_prompt, None),
         ("assistant_prefix", config.assistant_prefix, ""),
@@ -70,12 +70,12 @@ def check_recipe(config: RolloutConfig, native: bool) -> None:
     ):
         if value not in (None, nothing):
             shown = "null" if nothing is None else repr(nothing)
-            raise SettingError(f"rollout.{field}", f"got {value!r}, and {own}", f"set {shown}")
+            raise SettingError(f"rollout.{field}", f"got {value!r}, {own}", f"set {shown}")
     check_native(config, native)
 
 
 def check_native(config: RolloutConfig, native: bool) -> None:
-    """Raise SettingError for a tool-call format that is not one of chat templates."""
+    """Raise SettingError if the tool-call format is not one of chat templates."""
     if not native:
-        problem = f"got {config.parser!r}, which writes calls as text; the agent's client gets them as calls"
+        problem = f"got {config.parser!r}, a text format, but the agent's client expects structured tool calls"
         raise SettingError("rollout.parser", problem, "name the format of the model's chat template, such as hermes")

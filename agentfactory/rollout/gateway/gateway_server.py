@@ -1,4 +1,4 @@
-"""The gateway's HTTP server, on a free loopback port of the rollout worker. A random key names the chain."""
+"""The gateway's HTTP server, on a free loopback port of the rollout worker. A random key identifies the chain."""
 
 import asyncio
 import json
@@ -25,41 +25,42 @@ logger = logging.getLogger(__name__)
 connections.log_few(logging.getLogger("aiohttp.server"))
 
 PING_SECONDS = 10.0
-"""How often a stream says that the turn is not there yet: many clients give up on a silent one."""
+"""Interval of keep-alive events in a stream: many clients give up on a silent one."""
 MOST_CONNECTIONS = 256
-"""Connections at a time of one sandbox."""
+"""Maximum number of concurrent connections from one sandbox."""
 _MOST_BYTES = 1 << 28
-"""Longest request: one with many images."""
+"""Maximum size of a request's body, large enough for many images."""
 _MOST_BODIES = 4
-"""Requests of a chain that are received at a time; others wait, and a hostile program does not fill the memory."""
+"""Maximum number of bodies of a chain received concurrently; others wait, so that a hostile program cannot fill the
+memory."""
 _MOST_VALUES = 1 << 20
 _BETWEEN_VALUES = (b",", b"[", b"{")
-"""How many of these a request may have. Each begins a value, which takes much more memory than it is long; an image is
-a single one."""
+"""Bytes that a request may contain at most _MOST_VALUES times. Each starts a JSON value, which takes much more memory
+than its text; an image is a single value."""
 BODY_SECONDS = 120.0
-"""How long a body may take to come."""
+"""Time limit for receiving a body."""
 
 
 class Api(Protocol):
-    """One of the protocols: a module of this package."""
+    """A protocol, implemented by a module of this package."""
 
     ROUTE: str
     PING: str
 
     def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> Asked:
-        """Return what a request asks for. Raises Refusal."""
+        """Parse a request. Raise Refusal if it is invalid or unsupported."""
 
     def write(self, asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
-        """Return the answer."""
+        """Return the response."""
 
     def events(self, asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
-        """Yield the answer as server-sent events."""
+        """Yield the response as server-sent events."""
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
-        """Return the body of a refused request."""
+        """Return the response body of a refused request."""
 
     def failed(self, refusal: Refusal) -> str:
-        """Return the event of a request that fails after its stream has begun."""
+        """Return the event of a request that fails after its stream has started."""
 
 
 APIS: list[Api] = [chat_completions, messages, responses]
@@ -72,16 +73,16 @@ class Asking(Protocol):
     stored: responses.Stored
 
     async def count(self, asked: Asked) -> int:
-        """Return the number of tokens of a conversation. Raises Refusal."""
+        """Return the number of tokens of a conversation. Raise Refusal if it cannot be rendered."""
 
     async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
-        """Check a request, and return what samples its turns. Raises Refusal."""
+        """Check a request, and return an awaitable that samples its turns. Raise Refusal if the check fails."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an agent finds the model. `url` is the base of OpenAI's protocols and ends with /v1; `anthropic_url` is
-    that of Anthropic's. The key names the chain; the model's name is free."""
+    """The address of the model for an agent. `url` is the base URL of OpenAI's protocols and ends with /v1;
+    `anthropic_url` is that of Anthropic's. The key identifies the chain; any model name is accepted."""
 
     url: str
     anthropic_url: str
@@ -89,7 +90,7 @@ class Endpoint:
     model: str = "policy"
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables by which clients find it."""
+        """Return the environment variables from which clients read the endpoint."""
         return {
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
@@ -101,7 +102,7 @@ class Endpoint:
 
 
 class _Connection(web.RequestHandler):
-    """A connection on which also a request that is no HTTP, or meets a bug, is answered with JSON."""
+    """A connection that also answers malformed HTTP and internal errors with JSON."""
 
     def handle_error(
         self,
@@ -112,7 +113,7 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """See web.RequestHandler."""
         plain = super().handle_error(request, status, exc, message)
-        text = message or f"{HTTPStatus(status).phrase}; the log of the run says more"
+        text = message or f"{HTTPStatus(status).phrase}; see the run's log"
         answer = _refused(request, Refusal(status, _code(status), text))
         if not plain.keep_alive:
             answer.force_close()
@@ -120,8 +121,8 @@ class _Connection(web.RequestHandler):
 
 
 class Gateway:
-    """Answers the requests of all chains of a process at a loopback port (0: a free one); use it as an async context
-    manager. `routes` are further ones."""
+    """A server for the requests of all chains of a process, on a loopback port (0: a free one), used as an async
+    context manager. `routes` are added to its own."""
 
     def __init__(self, port: int = 0, routes: Sequence[web.RouteDef] = ()) -> None:
         self._port = port
@@ -131,7 +132,7 @@ class Gateway:
         self._inside: dict[asyncio.Protocol, str] = {}
         """Connection from a sandbox -> the key of its chain."""
         self.url = ""
-        """Its address, once it is open."""
+        """The server's address, once it is open."""
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_json])
@@ -139,7 +140,7 @@ class Gateway:
         app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
         app.add_routes(self._routes)
-        # a turn that its client no longer waits for is not sampled to its end
+        # cancel the sampling of a turn whose client has disconnected
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -167,13 +168,13 @@ class Gateway:
             loop=loop,
             access_log=None,  # type: ignore[arg-type]
             keepalive_timeout=connections.HEADER_SECONDS,
-            auto_decompress=False,  # a short body could become a huge one
+            auto_decompress=False,  # a short body could decompress to a huge one
         )
 
     @asynccontextmanager
     async def listening(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
-        """Answer at a listening socket too, which is in the network of a chain's sandbox, as long as the context lasts.
-        There only this chain's key is good, also if the program has come by another one."""
+        """Serve on an additional listening socket, in the network of a chain's sandbox, until the context ends. This
+        socket accepts only the chain's own key, in case its program obtained another one."""
         limit = connections.ConnectionLimit(MOST_CONNECTIONS)
 
         def connect() -> _Connection:
@@ -191,7 +192,7 @@ class Gateway:
 
     @contextmanager
     def serving(self, chain: Asking, key: str | None = None) -> Iterator[Endpoint]:
-        """Answer the requests of a chain, whose key (by default a random one) ends with the context."""
+        """Serve the requests of a chain; its key (by default a random one) expires with the context."""
         key = key or f"chain-{secrets.token_urlsafe(24)}"
         self._chains[key] = chain
         self._reading[key] = asyncio.Semaphore(_MOST_BODIES)
@@ -201,15 +202,15 @@ class Gateway:
             del self._chains[key], self._reading[key]
 
     def chain_of(self, request: web.Request) -> Asking:
-        """Return the chain that a request names by its key. Raises Refusal."""
+        """Return the chain of a request's key. Raise Refusal if there is none."""
         key = key_of(request)
         if key not in self._chains or self._inside.get(request.protocol, key) != key:
             raise foreign_key()
         return self._chains[key]
 
     async def hear(self, request: web.Request) -> tuple[Asking, dict[str, Any]]:
-        """Return the chain that a request names by its key, and the JSON object that is its body. Raises Refusal, also
-        if the chain ends before the body is here."""
+        """Return the chain of a request's key, and the request's JSON object. Raise Refusal if either is invalid, or if
+        the chain ends before the body has arrived."""
         chain = self.chain_of(request)
         async with self._reading[key_of(request)]:
             body = await _body_of(request)
@@ -236,7 +237,7 @@ class Gateway:
 
 
 def key_of(request: web.Request) -> str:
-    """Return the key that a request shows, as clients of either protocol send it."""
+    """Return the key of a request, from the header of either protocol."""
     bearer = request.headers.get("Authorization", "")
     return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
 
@@ -258,12 +259,12 @@ def _handler(gateway: Gateway, api: Api) -> Any:
 
 async def _body_of(request: web.Request) -> dict[str, Any]:
     if encoding := request.headers.get("Content-Encoding", "").replace("identity", ""):
-        raise Refusal(415, _code(415), f"Content-Encoding: got {encoding}; send the body as it is")
+        raise Refusal(415, _code(415), f"Content-Encoding: got {encoding}; send the body unencoded")
     try:
         async with asyncio.timeout(BODY_SECONDS):
             content = await request.read()
     except TimeoutError:
-        text = f"the request's body has not come within {BODY_SECONDS:g} s"
+        text = f"the request's body did not arrive within {BODY_SECONDS:g} s"
         raise Refusal(408, _code(408), text) from None
     except web.RequestPayloadError as error:
         raise Refusal(400, "invalid_request", f"the request's body cannot be read: {error}") from None
@@ -275,19 +276,19 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     except RecursionError:
         raise Refusal(400, "invalid_request", f"the request is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
-        raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
+        raise Refusal(400, "invalid_request", f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refusal(400, "invalid_request", "the request is no JSON object")
+        raise Refusal(400, "invalid_request", "the request is not a JSON object")
     return body
 
 
 @web.middleware
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what aiohttp itself refuses (a route or method that is not there, too long a body) as the protocols do."""
+    """Convert aiohttp's own refusals (an unknown route or method, too long a body) to the protocols' JSON."""
     try:
         response = await handler(request)
         if response.status == HTTPStatus.UNAUTHORIZED:
-            response.force_close()  # whoever has no key keeps no connection
+            response.force_close()  # do not keep connections of clients without a key
         return response
     except web.HTTPException as refused:
         text = f"{request.method} {request.path}: {refused.reason}"
@@ -297,13 +298,13 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def _refused(request: web.BaseRequest, refusal: Refusal) -> web.Response:
-    """Return the answer to a request that came to none of the protocols' own handlers."""
+    """Return the response to a request that reached no handler of a protocol."""
     api = messages if request.path.startswith(messages.ROUTE) else chat_completions
     return web.json_response(api.error(refusal), status=refusal.status)
 
 
 def _code(status: int) -> str:
-    """Return the code of a refusal for which HTTP has a name, such as not_found."""
+    """Return the code of a refusal from HTTP's name of its status, such as not_found."""
     return HTTPStatus(status).name.lower()
 
 
@@ -311,8 +312,8 @@ def _read(api: Api, body: dict[str, Any], chain: Asking) -> Asked:
     try:
         return api.read(body, chain.temperature, chain.stored)
     except (TypeError, KeyError, AttributeError) as error:
-        # the protocols have hundreds of fields, which need not be checked one by one
-        problem = f"the request is not one of {api.ROUTE}: {type(error).__name__}: {error}"
+        # the protocols have too many fields to check each
+        problem = f"the request is not valid for {api.ROUTE}: {type(error).__name__}: {error}"
         raise Refusal(400, "invalid_request", problem) from error
 
 
@@ -333,7 +334,7 @@ async def _stream(request: web.Request, api: Api, asked: Asked, sampling: Awaita
 
 @asynccontextmanager
 async def _running(sampling: Awaitable[list[Said]]) -> AsyncIterator["asyncio.Future[list[Said]]"]:
-    """Run it as a task that ends with the context."""
+    """Run `sampling` as a task that is cancelled when the context ends."""
     task = asyncio.ensure_future(sampling)
     try:
         yield task

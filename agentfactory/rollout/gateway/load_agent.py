@@ -1,4 +1,4 @@
-"""The agent that a recipe names: hooks of a chain's turns, or an agent with its own loop."""
+"""Loading of a recipe's agent: hooks for a chain's turns, or an agent with its own loop."""
 
 import inspect
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from agentfactory.tools.user_code.loading import load_object
 
 
 def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:
-    """Load the agent that `rollout.agent` names: a class (`FILE.py:NAME`), created without arguments, an async function
-    with its own loop, a program, or programs elsewhere; by default, plain hooks.
+    """Load the agent of `rollout.agent`: a class (`FILE.py:NAME`), created without arguments, an async function with
+    its own loop, a program, or external programs; by default, plain hooks.
 
-    Raises ValueError if it is not an agent, a hook has the wrong signature, or it cannot be created.
+    Raise ValueError if it is not an agent, a hook has the wrong signature, or it cannot be created.
     """
     if config is None:
         return AgentHooks()
@@ -27,7 +27,7 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
         return ProgramAgent(config, base)
     found = load_object(reference, base)
     if inspect.isasyncgenfunction(found):
-        raise SettingError("rollout.agent", f"{reference} yields", "return the agent's last words, or nothing")
+        raise SettingError("rollout.agent", f"{reference} yields", "return the agent's answer, or None")
     if inspect.isfunction(found):
         if not inspect.iscoroutinefunction(found):
             problem = f"{reference} is not an async function"
@@ -36,21 +36,21 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
     if not (isinstance(found, type) and issubclass(found, AgentHooks)):
         problem, fix = f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`"
         if not isinstance(found, type):
-            problem, fix = f"{problem} but {short(found)}", "name an async function, or a class of Agent"
+            problem, fix = f"{problem} but {short(found)}", "name an async function or a subclass of Agent"
         raise SettingError("rollout.agent", problem, fix)
     if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:
         raise SettingError(
-            "rollout.agent", f"{reference}: generate has another signature", "write `async def generate(self, turn):`"
+            "rollout.agent", f"{reference}: generate has a wrong signature", "write `async def generate(self, turn):`"
         )
     if inspect.iscoroutinefunction(found.parse) or _parameters(found.parse) != 3:
         raise SettingError(
-            "rollout.agent", f"{reference}: parse has another signature", "write `def parse(self, turn, completion):`"
+            "rollout.agent", f"{reference}: parse has a wrong signature", "write `def parse(self, turn, completion):`"
         )
     try:
         return found()
     except TypeError as error:
-        problem = f"{reference} cannot be made without arguments: {error}"
-        raise SettingError("rollout.agent", problem, "give them defaults") from error
+        problem = f"{reference} cannot be created without arguments: {error}"
+        raise SettingError("rollout.agent", problem, "give its parameters defaults") from error
 
 
 def _parameters(function: Callable[..., object]) -> int:

@@ -1,7 +1,7 @@
-"""Whether a message that an agent sends back is one that it was given: agents change the form of what they repeat.
+"""Matching of assistant messages that an agent sends back to sampled turns, although clients change their form.
 
-Clients serialise arguments again, strip text, drop reasoning and null fields. The rules are those under which 423 of
-500 assistant messages that 13 clients sent back were recognised; the others were not what had been sampled.
+Clients reserialise arguments, strip text, and drop reasoning and null fields. Under these rules, 423 of 500 assistant
+messages that 13 clients sent back were matched; the other 77 had not been sampled.
 """
 
 import json
@@ -16,10 +16,10 @@ _SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True)
 class Said:
-    """An assistant message in the form in which it is compared.
+    """An assistant message in a form for comparison.
 
-    `key` is equal for two messages that say the same: their text without whitespace, and their calls, arguments as JSON
-    values. `text` and `reasoning` are stripped, `ids` those of the calls.
+    `key` is equal for messages with the same content: text without whitespace, and calls, with arguments as JSON
+    values. `text` and `reasoning` are stripped; `ids` are the ids of the calls.
     """
 
     key: str
@@ -29,7 +29,7 @@ class Said:
 
     @classmethod
     def of(cls, message: Message) -> "Said":
-        """Return the form of an assistant message."""
+        """Return the comparison form of an assistant message."""
         text = content_text(message.get("content"))
         calls = message.get("tool_calls") or []
         made = [[call["function"]["name"], _value(call["function"]["arguments"])] for call in calls]
@@ -44,8 +44,8 @@ class Said:
 
 @dataclass(frozen=True)
 class Delivered:
-    """A sampled turn as the agent got it. A string that ended it was left out of the text: some clients put it back,
-    and write on. `whole` is the text of such a turn to its last token."""
+    """A sampled turn as the agent received it. A stop string that ended it is removed from its text, but some clients
+    append it again, and more text. `whole` is the text of such a turn up to its last token."""
 
     said: Said
     stopped: Said | None = None
@@ -53,7 +53,7 @@ class Delivered:
 
     @classmethod
     def of(cls, message: Message, stop: str | None = None, whole: str = "") -> "Delivered":
-        """Return the forms under which an agent may send `message` back."""
+        """Return the forms in which an agent may send `message` back."""
         if stop is None:
             return cls(Said.of(message))
         stopped = {**message, "content": content_text(message.get("content")) + stop}
@@ -61,20 +61,20 @@ class Delivered:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the messages that repeat this turn."""
+        """The keys of messages that repeat this turn."""
         return (self.said.key,) if self.stopped is None else (self.said.key, self.stopped.key)
 
     def likeness(self, replayed: Said) -> tuple[bool, bool] | None:
-        """Return how sure it is that a message repeats this turn: by the ids of its calls, by all of its text. None if
-        it does not. Reasoning need not come back, but if it does, it has to be the turn's."""
+        """Return the strength of the match between a message and this turn: (call ids equal, text equal), or None if
+        they do not match. Reasoning may be missing from the message; otherwise it must be the turn's."""
         said = self.stopped if self.stopped is not None and replayed.key == self.stopped.key else self.said
         if replayed.key != said.key or replayed.reasoning not in ("", said.reasoning):
             return None
         return bool(said.ids) and replayed.ids == said.ids, replayed.text == said.text
 
     def continued(self, replayed: Message) -> str | None:
-        """Return what the agent wrote behind this turn in a message that repeats it; None if it does not. Only a turn
-        without a token that ends it can be continued: one that a stop string ended."""
+        """Return the text that the agent appended to this turn in a message that repeats it; None if the message does
+        not repeat it. Only a turn that ended at a stop string, so without an end token, can be continued."""
         text, begun = content_text(replayed.get("content")).lstrip(), self.whole.lstrip()
         if not begun or not text.startswith(begun) or replayed.get("tool_calls"):
             return None
@@ -82,7 +82,7 @@ class Delivered:
 
 
 def print_of(message: Message) -> str:
-    """Return what has to be equal for two messages to be the same, if neither was sampled."""
+    """Return a fingerprint for comparing messages that were not sampled."""
     if message["role"] == "assistant":
         return "assistant" + Said.of(message).key
     content = message.get("content")
@@ -92,15 +92,14 @@ def print_of(message: Message) -> str:
 
 
 def content_text(content: Any) -> str:
-    """Return the text of a content: null is empty, and parts are joined."""
+    """Return the text of message content: "" for null, parts joined."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == "text")
     return content or ""
 
 
 def _value(arguments: Any) -> Any:
-    """Return arguments as a JSON value whose numbers are equal if they have the same value; as the exact text if they
-    are no JSON."""
+    """Return arguments as a JSON value, with integral floats as integers; as the exact text if they are not JSON."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, strict=False)

@@ -1,4 +1,4 @@
-"""Agents that live elsewhere: programs that take tasks by HTTP, play them through the gateway, and report."""
+"""External agents: programs that fetch tasks over HTTP, run them through the gateway, and report the result."""
 
 import asyncio
 import hmac
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 _PAGE = "docs/own-agents.md"
 _FIELD = "rollout.agent.options"
 POLL_SECONDS = 3.0
-"""How long a request waits for a task: less than the clients' usual limits."""
+"""Time for which a request waits for a task, less than the usual timeouts of clients."""
 PATIENCE_SECONDS = 60.0
-"""How long a chain waits until a person is told that no program takes it."""
+"""Time for which a chain waits for a program before a warning."""
 _REPORTED = ("reward", "answer", "error")
 _LONGEST_TEXT = 1_000_000
-"""Characters of an answer or an error: it is kept with the chain's trajectory."""
+"""Maximum number of characters of an answer or error, which is stored in the chain's trajectory."""
 
 
 @dataclass(frozen=True)
 class _Asker:
-    """A request for a task. `taken` is done once a chain has it, which then sets `task`."""
+    """A request for a task. A chain that takes it sets `taken`, then `task`."""
 
     taken: asyncio.Event
     task: "asyncio.Future[dict[str, Any]]"
@@ -45,26 +45,26 @@ class _Asker:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A chain that a program has taken, and what the program says of it at its end."""
+    """A chain that a program runs, and the program's report at its end."""
 
     visit: Visit
     end: "asyncio.Future[dict[str, Any]]"
 
 
 class OutsideAgent(ClientAgent):
-    """Programs elsewhere, each of which plays the chains that it takes.
+    """External programs, each of which runs the chains whose tasks it fetches.
 
-    A chain waits until a program asks for a task. The program gets the row, an address and a key; with the key it asks
-    for turns, calls the recipe's tools, and tells the chain's end.
+    A chain waits until a program requests a task. The program gets the row, an address and a key. With the key it
+    requests turns, calls the recipe's tools, and reports the end of the chain.
     """
 
     elsewhere = True
 
     def __init__(self, config: OutsideOptions) -> None:
-        """Raises SettingError if there is no token."""
+        """Create the agent. Raise SettingError if its token's environment variable is not set."""
         token = os.environ.get(config.token_env, "")
         if not token:
-            problem = f"the variable {config.token_env} is not set, and without a token nobody may take tasks"
+            problem = f"the variable {config.token_env} is not set; without it, no program can fetch tasks"
             fix = f"export {config.token_env}=SECRET here and where the programs run"
             raise SettingError(f"{_FIELD}.token_env", problem, fix)
         self._token = token.encode()
@@ -79,9 +79,9 @@ class OutsideAgent(ClientAgent):
             ],
         )
         self._chosen: dict[str, _Asker] = {}
-        """Chain -> the request that it answers as soon as its tools are open."""
+        """Chain -> the request that gets its task as soon as its tools are open."""
         self._taken: dict[str, _Taken] = {}
-        """Key -> its chain."""
+        """Key -> the chain that a program runs with it."""
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
         """See ClientAgent."""
@@ -96,12 +96,12 @@ class OutsideAgent(ClientAgent):
 
     @asynccontextmanager
     async def begun(self, chain: str) -> AsyncIterator[None]:
-        """See ClientAgent: wait until a program asks for a task."""
+        """See ClientAgent: wait until a program requests a task."""
         self._chosen[chain] = await self._next_asker()
         try:
             yield
         finally:
-            # the chain may have broken before its program got it
+            # the chain may have failed before its program got the task
             asker = self._chosen.pop(chain, None)
             if asker is not None and not asker.task.done():
                 self._askers.put_nowait(asker)
@@ -119,7 +119,7 @@ class OutsideAgent(ClientAgent):
     async def run(self, visit: Visit) -> str | None:
         """See ClientAgent."""
         asker = self._chosen.pop(visit.chain)
-        while asker.task.done():  # its program has gone away before it got the task
+        while asker.task.done():  # the program disconnected before it got the task
             asker = await self._next_asker()
         taken = self._taken[visit.endpoint.key] = _Taken(visit, asyncio.get_running_loop().create_future())
         asker.task.set_result(self._described(visit))
@@ -144,9 +144,9 @@ class OutsideAgent(ClientAgent):
         }
 
     async def _give(self, request: web.Request) -> web.Response:
-        """Answer a request for a task: with one, or after a while with status 204."""
+        """Answer a request for a task: with a task, or with status 204 after POLL_SECONDS."""
         if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
-            raise Refusal(401, "invalid_token", f"tasks are given for the token that is in {self._config.token_env}")
+            raise Refusal(401, "invalid_token", f"the key must be the token in {self._config.token_env}")
         asker = _Asker(asyncio.Event(), asyncio.get_running_loop().create_future())
         self._askers.put_nowait(asker)
         try:
@@ -158,7 +158,7 @@ class OutsideAgent(ClientAgent):
             return web.Response(status=204)
         finally:
             asker.task.cancel()
-        # as the program calls this machine, which may be through a tunnel
+        # the address under which the program reaches this machine, maybe through a tunnel
         base = f"{request.scheme}://{request.host}"
         return web.json_response({**task, "url": f"{base}/v1", "anthropic_url": base})
 
@@ -169,14 +169,14 @@ class OutsideAgent(ClientAgent):
         return taken
 
     async def _hear(self, request: web.Request) -> tuple[_Taken, dict[str, Any]]:
-        """Return the chain that a program speaks of, and what it says. Raises Refusal, also if the chain ends before
-        that is here."""
+        """Return the chain of a program's request, and the request's JSON object. Raise Refusal if either is invalid,
+        or if the chain ends before the body has arrived."""
         self._of(request)
         _, body = await self._gateway.hear(request)
         return self._of(request), body
 
     async def _call(self, request: web.Request) -> web.Response:
-        """Call one of the recipe's tools for a chain."""
+        """Run a call of one of the recipe's tools for a chain."""
         taken, body = await self._hear(request)
         name, arguments = body.get("name"), body.get("arguments", {})
         if not isinstance(name, str):
@@ -191,7 +191,7 @@ class OutsideAgent(ClientAgent):
             raise Refusal(503, "tool_infrastructure", str(error)) from error
 
     async def _finish(self, request: web.Request) -> web.Response:
-        """End a chain with what its program says of it."""
+        """End a chain with its program's report."""
         taken, body = await self._hear(request)
         reward = _read_report(body, judged=taken.visit.judged)
         if reward is not None:
@@ -201,7 +201,7 @@ class OutsideAgent(ClientAgent):
 
 
 class _TaskGateway(Gateway):
-    """The gateway of a run whose tasks programs take: its address is told."""
+    """The gateway of a run with external programs; it announces its address."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -209,12 +209,12 @@ class _TaskGateway(Gateway):
         except OSError as error:
             problem = f"got {self._port}: {error.strerror or error}"
             raise SettingError(f"{_FIELD}.port", problem, "name a free port, or 0") from error
-        inform(logger, f"programs take tasks at {self.url}/tasks", see=_PAGE)
+        inform(logger, f"external programs can fetch tasks at {self.url}/tasks", see=_PAGE)
         return self
 
 
 def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | None:
-    """Return the reward in what a program says of a chain. Raises Refusal for anything that it may not say."""
+    """Return the reward in a program's report about a chain. Raise Refusal if the report is invalid."""
     for name in body:
         if name not in _REPORTED:
             raise wrong(f"{name}: unknown; use {', '.join(_REPORTED)} (metrics are in reward, which may be an object)")
@@ -225,10 +225,10 @@ def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | N
             raise wrong(f"{name}: has {len(body[name])} characters; use {_LONGEST_TEXT} at most")
     if body.get("reward") is None:
         if not judged and body.get("error") is None:
-            raise wrong("reward: missing, and the recipe has no rewards of its own; report it, or an error")
+            raise wrong("reward: missing, but the recipe has no rewards; report a reward or an error")
         return None
     if body.get("error") is not None:
-        raise wrong(f"reward: got {body['reward']!r:.200} beside error: a chain that failed has none; leave out one")
+        raise wrong(f"reward: got {body['reward']!r:.200} and error, but a failed chain has no reward; remove one")
     try:
         return EnvironmentReward.parse(body["reward"], "the program")
     except TypeError as error:
@@ -246,5 +246,5 @@ def _answering(handle: Callable[[web.Request], Awaitable[web.Response]]) -> Call
 
 
 def _tell_waiting() -> None:
-    text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to take its task"
+    text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to fetch its task"
     tell(logger, "chains that no program takes", text, see=_PAGE)

@@ -1,4 +1,4 @@
-"""Programs as agents: a process for each chain, in a folder of its own, which finds the model by its environment."""
+"""Programs as agents: a process per chain, in its own folder, which gets the model's address from its environment."""
 
 import asyncio
 import os
@@ -38,20 +38,20 @@ _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
 _KEPT = 65536
-"""How much of a program's output is kept: in the sandbox its beginning and its end, otherwise its end."""
+"""Size of the part of a program's output that is kept: its start and end in the sandbox, otherwise its end."""
 _CHUNK = 8192
 
 
 class ProgramAgent(ClientAgent):
-    """A program, started once for each chain. Its environment names the gateway; its folder and everything that it
-    started are gone when the chain has been judged."""
+    """A program that is started once per chain. Its environment has the gateway's address. Its folder is deleted, and
+    all its processes are ended, once the chain has been scored."""
 
     def __init__(self, config: AgentConfig, base: Path) -> None:
-        """Raises SettingError if a variable of `env` is not set, or files and folders cannot be used."""
+        """Create the agent. Raise SettingError if a variable of `env` is not set, or a file or folder is unusable."""
         command, options = config.command, config.options
         assert isinstance(options, ProgramOptions)
         for number, part in enumerate(command):
-            # of other paths nobody knows whether the program reads or writes them
+            # check only scripts: other paths may be outputs of the program
             if os.path.isabs(part) and part.endswith(_SCRIPTS) and not os.path.isfile(part):
                 raise SettingError(
                     f"rollout.agent.command.{number}", f"{part}: no such file", "name an existing script"
@@ -68,7 +68,7 @@ class ProgramAgent(ClientAgent):
         if self._template is not None:
             size = check_template("rollout.agent.options.workspace", self._template) >> 20
             if self._sandboxed and size > options.disk_mb:
-                problem = f"got {options.disk_mb}, and {self._template} has {size} MiB"
+                problem = f"got {options.disk_mb}, but {self._template} has {size} MiB"
                 raise SettingError("rollout.agent.options.disk_mb", problem, "raise it, or make the workspace smaller")
         if self._kept is not None:
             check_kept("rollout.agent.options.keep_workspaces", self._kept)
@@ -95,7 +95,7 @@ class ProgramAgent(ClientAgent):
                     if name not in task:
                         raise missing_field(field, text, name, task, number, section, write="${{task.{}}}")
                 if bare := [name for name in _BARE.findall(text) if name in task]:
-                    problem = f"got {short(text)}: ${{{bare[0]}}} stands for nothing"
+                    problem = f"got {short(text)}, but ${{{bare[0]}}} is not replaced"
                     raise SettingError(field, problem, f"write ${{task.{bare[0]}}}")
 
     @asynccontextmanager
@@ -112,9 +112,9 @@ class ProgramAgent(ClientAgent):
             yield folder
 
     async def run(self, visit: Visit) -> str | None:
-        """See ClientAgent. The answer is what the program printed on its stdout, if it did."""
+        """See ClientAgent. Return the program's stdout, or None if it is empty."""
         assert visit.workspace is not None
-        # inside the sandbox, no path tells of the machine
+        # inside the sandbox, paths do not reveal the machine
         folder = WORKSPACE if self._sandboxed else str(visit.workspace)
         command = [self._filled(part, visit.task, folder) for part in self._command]
         env = {
@@ -145,8 +145,8 @@ class ProgramAgent(ClientAgent):
 
 
 def _named(command: list[str]) -> list[Path]:
-    """Return the files and folders that a command names, each with what it is part of: the virtual environment of a
-    Python or of a script and its base, the `node_modules` of a program from npm."""
+    """Return the files and folders in a command, each replaced by its installation: the virtual environment of a Python
+    or script, with its base, or the `node_modules` of an npm program."""
     parts = [shutil.which(command[0]) or command[0], *command[1:]]
     found: list[Path] = []
     for path in (Path(part) for part in parts if os.path.isabs(part) and os.path.exists(part)):
@@ -154,7 +154,7 @@ def _named(command: list[str]) -> list[Path]:
         if (environment / "pyvenv.cfg").is_file():
             found += [environment, Path(os.path.realpath(environment / "bin" / "python")).parents[1]]
         elif environment != Path("/") and any(environment.glob("lib/python3*/os.py")):
-            # a Python of its own, such as conda's; /lib may be a link to that of the system
+            # a separate Python, such as conda's; not "/", whose lib may belong to the system's Python
             found.append(environment)
         elif "node_modules" in path.parts:
             found.append(Path(*path.parts[: path.parts.index("node_modules") + 1]))
@@ -164,8 +164,8 @@ def _named(command: list[str]) -> list[Path]:
 
 
 async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int, str, str]:
-    """Run a program without a sandbox, and end everything that it started. Returns its exit status and the last part
-    of what it wrote to stdout and stderr."""
+    """Run a program without a sandbox, then end all its processes. Return its exit status and the last parts of its
+    stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-I", "-S", keeper.__file__, *command],
         cwd=folder,
@@ -181,14 +181,14 @@ async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[
         said, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
         return await process.wait(), said, errors
     finally:
-        # the keeper ends everything and then itself; the caller may not go on before
+        # the keeper ends all processes and then itself; the caller must wait for that
         assert process.stdin is not None
         process.stdin.close()
         await _ended(process)
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """Read a stream to its end, and return its last part as text."""
+    """Read a stream to its end, and return its last _KEPT bytes as text."""
     chunks: deque[bytes] = deque(maxlen=_KEPT // _CHUNK)
     while chunk := await stream.read(_CHUNK):
         chunks.append(chunk)
@@ -196,7 +196,7 @@ async def _tail(stream: asyncio.StreamReader) -> str:
 
 
 async def _ended(process: "asyncio.subprocess.Process") -> None:
-    """Wait until a process has ended, also if this task is cancelled again meanwhile."""
+    """Wait until a process has ended, even if this task is cancelled again meanwhile."""
     waiting = asyncio.ensure_future(process.wait())
     try:
         await asyncio.shield(waiting)

@@ -1,9 +1,9 @@
-"""What an agent asks for in a request, in the words of all protocols, and what it gets of that.
+"""Request parameters, normalized across protocols: honoured, not applied, or refused.
 
-Sampling is the recipe's: the trainer divides its logits by `rollout.temperature`, and the server's log-probabilities
-have to be those of the whole vocabulary. A limit of tokens and stop strings only end a turn earlier, so they are
-honoured. What changes the distribution of tokens is not applied, and a person is told; what an agent relies on, such as
-a JSON schema, is refused.
+The recipe determines sampling: the trainer divides its logits by `rollout.temperature`, and the server's logprobs must
+cover the whole vocabulary. A token limit and stop strings only end a turn earlier, so they are honoured. Parameters
+that change the token distribution are not applied, with a warning; parameters on which an agent relies, such as a JSON
+schema, are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,8 @@ from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 MOST_CHOICES = 64
 GRAMMAR = (
-    "a grammar changes the distribution that tokens are sampled from, so that they cannot be trained; ask for the "
-    "format in the prompt, or by a tool"
+    "a grammar changes the distribution that tokens are sampled from, so they cannot be trained; request the format in "
+    "the prompt, or by a tool"
 )
 _IS_DEFAULT: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -37,12 +37,12 @@ _IS_DEFAULT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "mcp_servers": ([],),
 }
-"""Parameters that are not applied -> values with which nothing is lost."""
+"""Parameters that are not applied -> values that need no warning."""
 _NEVER_APPLIED = ("seed", *_IS_DEFAULT)
 
 
 class Refusal(Exception):
-    """A request that gets no turn: HTTP status, a code for programs, and what is wrong."""
+    """A refused request: HTTP status, a machine-readable code, and the problem."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -64,14 +64,14 @@ class Asked:
     unmet: dict[str, Any] = field(default_factory=dict)
     session: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What only the protocol's own answer depends on."""
+    """Parameters that only affect the protocol's response."""
     remember: Callable[[Sequence["Said"]], None] = lambda turns: None
-    """Called with the turns that were sampled."""
+    """Callback that gets the sampled turns."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """A sampled turn for the agent. `stop` is the string that ended it. `prompt_tokens` were before it."""
+    """A sampled turn for the agent. `stop` is the stop string that ended it. `prompt_tokens` is its prompt's length."""
 
     id: str
     text: str
@@ -82,21 +82,21 @@ class Said:
     prompt_tokens: int
     tokens: int
     logprobs: list[tuple[str, float]]
-    """Text and log-probability of each token."""
+    """(text, logprob) of each token; empty if not requested."""
 
 
 def wrong(message: str) -> Refusal:
-    """Return the refusal of a request that the protocol does not allow, or that no chain can answer."""
+    """Return the refusal of a request that is invalid or unsupported, with status 400."""
     return Refusal(400, "invalid_request", message)
 
 
 def foreign_key() -> Refusal:
-    """Return the refusal of a key that is that of no chain, or no more."""
-    return Refusal(401, "invalid_api_key", "this key is that of no running chain")
+    """Return the refusal of a key that belongs to no running chain."""
+    return Refusal(401, "invalid_api_key", "this key belongs to no running chain")
 
 
 def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """Return the parameters of a request that are not applied, and would change what is sampled."""
+    """Return the parameters of a request that are not applied but would affect sampling."""
     values = {name: _value_of(body, name) for name in _NEVER_APPLIED}
     found = {
         name: value for name, value in values.items() if value is not None and value not in _IS_DEFAULT.get(name, ())
@@ -106,21 +106,21 @@ def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
 
 
 def _value_of(body: Mapping[str, Any], name: str) -> Any:
-    """Return a parameter; `a.b` is the field b of a."""
+    """Return the value of a parameter; `a.b` is the field b of a."""
     first, _, second = name.partition(".")
     value = body.get(first)
     return value if not second else value.get(second) if isinstance(value, dict) else None
 
 
 def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise Refusal for a parameter that is set, and for which there is a reason."""
+    """Raise Refusal if a parameter with a reason in `reasons` is set."""
     for name, reason in reasons.items():
         if body.get(name):
             raise wrong(f"{name}: got {str(body[name])[:200]}; {reason}")
 
 
 def integer(body: Mapping[str, Any], name: str, most: int | None = None) -> int | None:
-    """Return a positive number, or None if it is not given. Raises Refusal."""
+    """Return a positive integer of at most `most`, or None if it is not given. Raise Refusal if it is invalid."""
     value = body.get(name)
     if value is None:
         return None
@@ -130,11 +130,11 @@ def integer(body: Mapping[str, Any], name: str, most: int | None = None) -> int 
 
 
 _MOST_STOPS, _STOP_CHARACTERS = 64, 10_000
-"""Each token that is sampled is compared with all of them."""
+"""Limits on stop strings, because each sampled token is compared with all of them."""
 
 
 def stops(value: Any) -> tuple[str, ...]:
-    """Return the stop strings of a request: a text, a list of texts, or None. Raises Refusal."""
+    """Return the stop strings in `value`: a text, a list of texts, or None. Raise Refusal if it is invalid."""
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise wrong(f"stop: got {value!r:.200}; use a text, or a list of texts")
@@ -145,12 +145,13 @@ def stops(value: Any) -> tuple[str, ...]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise wrong(f"stop: got {text!r}, which no model can write: {error}") from None
+            raise wrong(f"stop: got {text!r}, which cannot be encoded as UTF-8: {error}") from None
     return tuple(text for text in found if text)
 
 
 def tool_specs(tools: Any, functions: Sequence[Mapping[str, Any]], schema: str) -> list[ToolSpec]:
-    """Return the tools of a request, whose functions keep their JSON schema under `schema`. Raises Refusal."""
+    """Return the tools of a request; `schema` is the key of the functions' JSON schema. Raise Refusal if they are
+    invalid."""
     if not isinstance(tools, list | None):
         raise wrong(f"tools: got {str(tools)[:200]}; use a list")
     specs = []

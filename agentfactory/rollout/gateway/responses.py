@@ -1,4 +1,4 @@
-"""OpenAI's Responses: requests, answers, and answers as a stream."""
+"""OpenAI's Responses API: requests, responses and streams."""
 
 import json
 import time
@@ -28,20 +28,20 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "function_call": {"arguments": ""},
     "reasoning": {"content": []},
 }
-"""Type of an item -> its content at the beginning of a stream."""
+"""Type of an item -> its content at the start of a stream."""
 _MOST_STORED = 1 << 27
-"""Characters of requests that are kept for later ones."""
+"""Maximum number of characters of requests that are stored for later ones."""
 _REFUSED = {
-    "background": "an answer is given when the turn is sampled",
+    "background": "responses are only sent when the turn is sampled",
     "conversation": "send the conversation, or previous_response_id",
-    "prompt": "there are no stored prompts",
+    "prompt": "stored prompts are not supported",
     "top_logprobs": SAMPLED_ONLY,
 }
 _LOGPROBS = "message.output_text.logprobs"
 
 
 class Stored:
-    """The items of conversations up to each of the last answers, its own included. Answers of long ago are forgotten,
+    """A store of the items of conversations up to and including each recent response. The oldest responses are evicted,
     so that no client fills the memory."""
 
     def __init__(self) -> None:
@@ -49,31 +49,31 @@ class Stored:
         self._characters = 0
 
     def keep(self, answer: str, items: list[dict[str, Any]], characters: int) -> None:
-        """Keep the items up to an answer, of which so many `characters` are new."""
+        """Store the items up to a response; `characters` is the length of the new ones."""
         self._answers[answer] = items, characters
         self._characters += characters
         while self._characters > _MOST_STORED:
             self._characters -= self._answers.pop(next(iter(self._answers)))[1]
 
     def items(self, answer: str) -> list[dict[str, Any]] | None:
-        """Return the items up to an answer; None if it is not known."""
+        """Return the items up to a response; None if it is unknown."""
         return self._answers[answer][0] if answer in self._answers else None
 
     def by_id(self) -> dict[str, dict[str, Any]]:
-        """Return all items, by their ids."""
+        """Return all items by their ids."""
         return {str(item.get("id")): item for items, _ in self._answers.values() for item in items}
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
-    """Return what a request asks for. `temperature` is that of the chains. `stored` are the items of the chain's
-    conversations up to each answer. Raises Refusal."""
+    """Parse a request. `temperature` is that of the chains; `stored` has the items of the chain's conversations up to
+    each response. Raise Refusal if the request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"text.format: {GRAMMAR}")
     given = as_items(body.get("input"))
     items = _known(body, stored) + _with_referred(given, stored)
     if not items:
-        raise wrong("input: give a text, or a list with at least one item")
+        raise wrong("input: got none; use a text, or a list with at least one item")
     kept = body.get("store") is not False
     characters = len(json.dumps(given)) if kept else 0
 
@@ -102,27 +102,27 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
 
 
 def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
-    """Return the items that a request continues without sending them."""
+    """Return the stored items up to the request's `previous_response_id`; empty if it has none."""
     previous = body.get("previous_response_id")
     if previous is None:
         return []
     if (items := stored.items(str(previous))) is None:
-        raise Refusal(404, "previous_response_not_found", f"previous_response_id: this chain has no answer {previous}")
+        raise Refusal(404, "previous_response_not_found", f"previous_response_id: unknown response {previous}")
     return items
 
 
 def _with_referred(given: list[dict[str, Any]], stored: Stored) -> list[dict[str, Any]]:
-    """Return items, and those of the chain that they refer to."""
+    """Replace item references by the chain's items."""
     names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
     known = stored.by_id() if names else {}
     for name in names:
         if name not in known:
-            raise Refusal(404, "item_not_found", f"input: this chain has no item {name}")
+            raise Refusal(404, "item_not_found", f"input: unknown item {name}")
     return [known[str(item.get("id"))] if item.get("type") == "item_reference" else item for item in given]
 
 
 def as_items(given: Any) -> list[dict[str, Any]]:
-    """Return the items of an input. Raises Refusal."""
+    """Return the items of an input. Raise Refusal if it is invalid."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list | None) or not all(isinstance(item, dict) for item in given or []):
@@ -131,7 +131,7 @@ def as_items(given: Any) -> list[dict[str, Any]]:
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
-    """Return the messages of items: those of the model that stand together are one turn."""
+    """Convert items to messages; adjacent items of the model become one turn."""
     messages: list[Message] = []
     turn: list[dict[str, Any]] = []
     for item in items:
@@ -164,7 +164,7 @@ def _message(kind: str, item: dict[str, Any]) -> Message:
         return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content}
     role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
     if kind != "message" or role not in ("system", "user"):
-        raise wrong(f"input: items of type {kind!r} with role {item.get('role')!r} cannot be read")
+        raise wrong(f"input: items of type {kind!r} with role {item.get('role')!r} are not supported")
     return {"role": role, "content": read_content(item.get("content"), _part)}
 
 
@@ -180,7 +180,7 @@ def _part(part: Part) -> Part | None:
 
 
 def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
-    """Return the answer to a request, which has one turn."""
+    """Return the response to a request, which has one turn."""
     (turn,) = turns
     status = "incomplete" if turn.cut else "completed"
     return {
@@ -198,7 +198,7 @@ def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
 
 
 def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
-    """Yield the answer as server-sent events."""
+    """Yield the response as server-sent events."""
     (turn,) = turns
     done = write(asked, turns)
     begun = {**_frame(asked, turn, "in_progress"), "output": [], "usage": None, "incomplete_details": None}
@@ -238,13 +238,13 @@ def _pieces(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has begun."""
+    """Return the event of a request that fails after its stream has started."""
     fields = {"type": "error", "sequence_number": 0, "code": refusal.code, "message": str(refusal), "param": None}
     return f"event: error\ndata: {json.dumps(fields)}\n\n"
 
 
 PING = ": sampling\n\n"
-"""What keeps a stream alive before the turn is there."""
+"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(asked: Asked, turn: Said, status: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turns that requests ask for: each is sampled after the ids of the turns that its conversation repeats."""
+"""Sampling of requested turns, each after the token ids of the sampled turns that its conversation repeats."""
 
 import asyncio
 import logging
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 _PAGE = "docs/own-agents.md"
 _MOST_CHARACTERS = 64
-"""Characters per token of a conversation that is not even rendered. No text has so many."""
+"""Characters per token above which a conversation is refused without rendering; no real text has so many."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn in the rows, and what the agent gets of it."""
+    """A sampled turn, as recorded in the rows and as returned to the agent."""
 
     completion: Completion
     parsed: Parsed
@@ -39,38 +39,38 @@ class SampledTurn:
 
 
 class AskedTurns:
-    """Samples the turns of one chain or conversation into its `rows`. `longest` is the most tokens that a row may
-    have."""
+    """A sampler of the requested turns of one chain or conversation, which appends them to `rows`. `longest` is the
+    maximum number of tokens of a row."""
 
     def __init__(self, rows: list[Row], renderer: Renderer, sampler: Sampler, longest: int) -> None:
         self.tree = ChainTree(rows, renderer)
         self.counts: Counter[str] = Counter()
         """Metrics of the gateway."""
         self.last = StopReason.ANSWER
-        """Why the chain ends if nothing more is asked for."""
+        """The stop reason of the chain if no further turn is requested."""
         self._renderer = renderer
         self._images = renderer.images
         self._sampler = sampler
         self._longest = longest
         self._asked = 0
-        """Turns that were ever asked for: each has seeds of its own."""
+        """Number of turns requested so far, including failed ones: each has its own seed."""
         self._calls = 0
-        """Calls that the model has made so far, of whatever tools the agent has."""
+        """Number of tool calls that the model made so far, including the agent's own tools."""
 
     def check(self, asked: Asked) -> None:
-        """Tell of what a request asks for and does not get. Raises Refusal if its turns cannot be sampled."""
+        """Warn about parameters of a request that are not applied. Raise Refusal if its turns cannot be sampled."""
         for name, value in asked.unmet.items():
             self.counts["gateway/unmet_parameters"] += 1
-            told = f"an agent asks for {name}={str(value)[:80]}, and gets what the recipe says"
+            told = f"an agent requests {name}={str(value)[:80]}, which is not applied; the recipe's settings hold"
             tell(logger, f"agents ask for {name}", told, see=_PAGE)
         if asked.messages[-1]["role"] == "assistant":
-            raise wrong("messages: the last one is an assistant's; turns that a client begins cannot be sampled")
+            raise wrong("messages: the last one is an assistant's; continuing an assistant message is not supported")
 
     async def plan(self, asked: Asked) -> Plan:
-        """Render a conversation. Raises Refusal."""
+        """Render a conversation. Raise Refusal if it is too long or the chat template refuses it."""
         try:
             characters = sum(map(_characters, [*asked.messages, *(spec.to_openai() for spec in asked.specs)]))
-            # a hundred megabytes would keep all chains of the process waiting while they are rendered
+            # rendering a hundred megabytes would block all chains of the process
             if characters > _MOST_CHARACTERS * self._longest:
                 raise self._overflow(f"{characters} characters")
             messages = await self._images.take_messages(asked.messages)
@@ -79,14 +79,14 @@ class AskedTurns:
             raise wrong(f"messages: {error}") from error
 
     def room(self, plan: Plan) -> int:
-        """Return the most tokens that a turn may have. Raises Refusal if that is none."""
+        """Return the maximum number of tokens of the turn. Raise Refusal if no token is left."""
         if (room := self._longest - len(plan.ids)) < 1:
             raise self._overflow(f"{len(plan.ids)} tokens")
         return room
 
     async def sample(self, asked: Asked, plan: Plan, sampling: Sampling, most: int) -> list[SampledTurn]:
-        """Sample the turns that a request asks for, of at most `most` tokens each. Raises Refusal if the
-        server has no room for them, InferenceError, ServerUnreachableError."""
+        """Sample the requested turns, of at most `most` tokens each. Raise Refusal if they do not fit the server's
+        context, InferenceError or ServerUnreachableError."""
 
         async def complete() -> Completion:
             self._asked += 1
@@ -104,7 +104,7 @@ class AskedTurns:
         return turns
 
     def _take(self, asked: Asked, plan: Plan, completion: Completion) -> SampledTurn:
-        """Put a sampled turn into the rows."""
+        """Record a sampled turn in the rows."""
         completion, stop = self._stopped(completion, asked.stop)
         ids = completion.token_ids
         if asked.specs:
@@ -136,8 +136,8 @@ class AskedTurns:
         return SampledTurn(completion, parsed, node, said)
 
     def _stopped(self, completion: Completion, stops: tuple[str, ...]) -> tuple[Completion, str | None]:
-        """End a turn with the token that completes a stop string; the tokens after it are in no row. Whether a turn
-        ends there depends only on the tokens before, so that the log-probabilities of the others are right."""
+        """Truncate a turn after the token that completes a stop string; the tokens after it are discarded. The end
+        depends only on the tokens before it, so the logprobs of the remaining tokens stay correct."""
         ids = completion.token_ids
         found = find_stop(self._renderer.decode(ids), stops)
         if found is None:
@@ -155,17 +155,17 @@ class AskedTurns:
         for message in plan.unmatched:
             self.counts["gateway/unmatched_turns"] += 1
             text = content_text(message.get("content")) or str(message.get("tool_calls"))
-            told = f"an agent sends back an assistant message that was not sampled: {text[:80]!r}; it is context"
+            told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained"
             tell(logger, "assistant messages of agents", told, see=_PAGE)
 
 
 def unavailable(error: InferenceError | ServerUnreachableError) -> Refusal:
-    """Return the refusal of a request whose turns could not be sampled."""
+    """Return the refusal of a request whose turns could not be sampled, with status 503."""
     return Refusal(503, "inference_error", str(error))
 
 
 def _characters(value: Any) -> int:
-    """Return the length of all texts in a message or a tool, without its images."""
+    """Return the total length of all texts in a message or tool, without images."""
     match value:
         case str():
             return len(value)

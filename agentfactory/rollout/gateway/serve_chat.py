@@ -1,4 +1,4 @@
-"""Serves a model to any client of the gateway's protocols, and logs each turn to the token: `serve RECIPE --chat`."""
+"""`serve RECIPE --chat`: a server of a model for clients of the gateway's protocols, which logs each turn's tokens."""
 
 import json
 import time
@@ -25,14 +25,14 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.renderer import Renderer
 
 _MOST_CONVERSATIONS = 4096
-"""How many conversations are kept: one that was left longest is forgotten, and its turns are rendered again."""
+"""Maximum number of cached conversations; turns of an evicted conversation are rendered again."""
 _HOTTEST = 100
 
 
 class ChatService:
-    """Answers all clients of a model: a conversation keeps the ids that were sampled. See gateway_server.Asking.
+    """A service for all clients of a model, whose conversations keep the sampled token ids. See gateway_server.Asking.
 
-    `log` gets a line of JSON for each turn: its conversation, what it was sampled after, and what was sampled.
+    `log` gets a JSON line per turn: its conversation, prompt ids and sampled tokens.
     """
 
     def __init__(self, config: RolloutConfig, renderer: Renderer, sampler: Sampler, model: str, log: TextIO) -> None:
@@ -60,7 +60,7 @@ class ChatService:
         return len((await self._conversation(asked).turns.plan(asked)).ids)
 
     def _conversation(self, asked: Asked) -> "_Conversation":
-        """Return the conversation that begins as this one does, up to its first turn."""
+        """Return the conversation with the same tools and messages before its first turn."""
         roles = [*(message["role"] for message in asked.messages), "assistant"]
         tools = [spec.to_openai() for spec in asked.specs]
         key = json.dumps([tools, [print_of(message) for message in asked.messages[: roles.index("assistant")]]])
@@ -74,7 +74,7 @@ class ChatService:
         return self._conversations[key]
 
     async def _sample(self, conversation: "_Conversation", asked: Asked, plan: Plan, most: int) -> list[Said]:
-        # at the temperature that the request asks for: nothing is trained on it
+        # use the request's temperature, since these turns are not trained
         sampling = Sampling(self._model, asked.options.get("temperature", self.temperature), conversation.name)
         try:
             turns = await conversation.turns.sample(asked, plan, sampling, most)
@@ -110,8 +110,8 @@ class _Conversation:
 
 
 def _without_temperature(asked: Asked) -> Asked:
-    """Move the temperature from what is not applied to the options. At temperature 0 nothing is drawn, so that nothing
-    that changes the draw is missed. Raises Refusal."""
+    """Move the temperature from `unmet` to the options. At temperature 0, also remove parameters that only affect
+    random sampling from `unmet`. Raise Refusal if the temperature is invalid."""
     unmet = dict(asked.unmet)
     temperature = unmet.pop("temperature", None)
     if temperature is None:
@@ -128,10 +128,10 @@ def _without_temperature(asked: Asked) -> Asked:
 async def serve_chat(
     recipe: RolloutRecipe, url: str, model: str, log: Path, port: int = 0, key: str | None = None, base: Path = Path()
 ) -> AsyncIterator[Endpoint]:
-    """Answer chat requests with the model called `model` on the server at `url`, at `port` (0: a free one), for clients
-    that have `key` (None: a random one), and append each turn to the file `log`.
+    """Serve chat requests at `port` (0: a free one) with the model `model` of the server at `url`, for clients with
+    `key` (None: a random one), and append each turn to the file `log`.
 
-    Raises SettingError for a tool-call format that no client could read.
+    Raise SettingError for a text tool-call format, which clients cannot parse.
     """
     with TemporaryDirectory() as images, log.open("a", encoding="utf-8", errors="replace") as file:
         renderer = load_renderer(

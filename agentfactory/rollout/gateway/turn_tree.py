@@ -1,10 +1,9 @@
-"""The turns of a chain whose agent keeps its own history: where each request continues, and the ids that it is sampled
-from.
+"""The tree of turns of a chain whose agent keeps its own history, which maps each request to prompt ids.
 
-A request repeats the conversation. If it repeats the path to a sampled turn, its ids are those of the path, and what
-the agent added is rendered behind them. Anything else (a changed history, a sub-agent, a summary) branches off where
-the histories part, in a row of its own. There, what was sampled before is context: each sampled token is trained once,
-in the row in which it was sampled.
+A request repeats the conversation. If it repeats the path to a sampled turn, its prompt is the ids of that path,
+followed by the rendered messages that the agent added. Any other request (a changed history, a sub-agent, a summary)
+starts a new row, which branches off where the histories diverge. Earlier sampled tokens are context in the new row, so
+each sampled token is trained once, in the row in which it was sampled.
 """
 
 import json
@@ -23,9 +22,9 @@ from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 @dataclass(eq=False)
 class Node:
-    """A sampled turn. `given` are the messages that the agent put between the turn before, `parent`, and this one, and
-    `written` is what it wrote behind the text of the turn before. `message` is the turn as the chat template renders
-    it. Its tokens end at `end` of the chain's row `row`."""
+    """A sampled turn. `given` are the messages that the agent inserted between the previous turn, `parent`, and this
+    one; `written` is the text that it appended to the previous turn. `message` is the turn in the form for the chat
+    template. Its tokens end at `end` of the chain's row `row`."""
 
     number: int
     parent: "Node | None"
@@ -41,7 +40,7 @@ class Node:
     children: list["Node"] = field(default_factory=list)
 
     def conversation(self, written: str = "") -> list[Message]:
-        """Return the messages of the path to this turn, the turn included, with what the agent wrote behind it."""
+        """Return the messages of the path up to and including this turn, with `written` appended to its text."""
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
@@ -50,15 +49,15 @@ class Node:
         return [m for node, text in zip(nodes, behind, strict=True) for m in (*node.given, node.continued(text))]
 
     def continued(self, written: str) -> Message:
-        """Return the turn with what the agent wrote behind its text."""
+        """Return the turn's message with `written` appended to its text."""
         return {**self.message, "content": self.delivered.whole + written} if written else self.message
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a request continues. `ids` are what the turn is sampled after, with `images` in them; the first `shared`
-    are those of the row of `parent`. `written` is what the agent wrote behind that turn's text. `unmatched` are the
-    assistant messages that repeat no sampled turn."""
+    """The position at which a request continues the tree. `ids` is the prompt, which contains `images`; its first
+    `shared` ids are a prefix of the row of `parent`. `written` is the text that the agent appended to `parent`.
+    `unmatched` are the assistant messages that repeat no sampled turn."""
 
     head: str
     parent: Node | None
@@ -69,31 +68,32 @@ class Plan:
     shared: int
     unmatched: list[Message]
     spliced: int
-    """Number of turns that were found elsewhere in the chain, and whose sampled ids are context here."""
+    """Number of turns from elsewhere in the chain whose sampled ids are context here."""
     session: str
     written: str
 
 
 class ChainTree:
-    """The turns of one chain. `rows` are those of its trajectory, which grow with each turn."""
+    """The turns of one chain. `rows` are the rows of its trajectory, which grow with each turn."""
 
     def __init__(self, rows: list[Row], renderer: Renderer) -> None:
         self.rows = rows
         self.nodes: list[Node] = []
-        """In the order in which they were sampled."""
+        """In the order of sampling."""
         self._renderer = renderer
         self._rendered = RowRenderer(renderer)
         self._roots: dict[str, list[Node]] = defaultdict(list)
-        """Tools -> first turns of the conversations that have them."""
+        """Tools -> first turns of the conversations with these tools."""
         self._by_key: dict[str, list[Node]] = defaultdict(list)
         self._by_ids: dict[tuple[str, ...], Node] = {}
-        """Ids of the calls of a turn, as the agent knows them -> the turn: they are unique within the chain."""
+        """Ids of a turn's calls in the agent's messages, unique within the chain -> the turn."""
         self._written: dict[str, str] = {}
-        """Id of a call as the agent knows it -> as the turn has it: in some formats the model writes ids."""
+        """Id of a call in the agent's messages -> its id in the sampled turn: in some formats, the model writes ids."""
 
     def plan(self, messages: Sequence[Message], specs: list[ToolSpec], session: str = "") -> Plan:
-        """Find where a conversation continues, and render what the agent added. `session` tells apart agents that have
-        been given equal turns. Changes nothing. Raises RenderError if the chat template refuses the conversation."""
+        """Find the turn that a conversation continues, and render the messages that the agent added. `session`
+        distinguishes agents that got equal turns. The tree is not changed. Raise RenderError if the chat template
+        refuses the conversation."""
         head = json.dumps([spec.to_openai() for spec in specs], sort_keys=True)
         messages = self._renderer.dialogue.instruct(messages, specs)
         prints = [print_of(message) for message in messages]
@@ -130,8 +130,8 @@ class ChainTree:
         )
 
     def record(self, plan: Plan, completion: Completion, parsed: Parsed, delivered: Delivered) -> Node:
-        """Append a turn that was sampled after `plan.ids` to the rows: to that of the turn before, unless something
-        else follows there."""
+        """Append a turn that was sampled after `plan.ids` to the row of the previous turn, or to a new row if that one
+        has already been continued."""
         parent = plan.parent
         if parent is not None and plan.shared and len(self.rows[parent.row].token_ids) == plan.shared:
             number, new = parent.row, plan.shared
@@ -165,7 +165,7 @@ class ChainTree:
         return node
 
     def name_calls(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
-        """Return the calls of a sampled turn with ids that no other call of the chain has."""
+        """Return the calls of a sampled turn with ids that are unique in the chain."""
         named = []
         for call in calls:
             identity, number = call.id, 2
@@ -176,8 +176,8 @@ class ChainTree:
         return named
 
     def _likeness(self, node: Node, replayed: Said) -> tuple[bool, bool] | None:
-        """See Delivered.likeness. A message with the ids of another turn's calls repeats that one, even if both say the
-        same."""
+        """See Delivered.likeness. A message with the call ids of another turn matches only that turn, even if both have
+        the same content."""
         if self._by_ids.get(replayed.ids, node) is not node:
             return None
         return node.delivered.likeness(replayed)
@@ -189,9 +189,8 @@ class ChainTree:
     def _descend(
         self, head: str, messages: Sequence[Message], prints: list[str], session: str
     ) -> tuple[Node | None, int, str]:
-        """Return the turn up to which a conversation is known, the number of messages up to it, and what the agent
-        wrote behind its text. Of equal turns it is the one by whose ids the agent calls it, or else of its session, or
-        else the last."""
+        """Return the last sampled turn that a conversation repeats, the number of messages up to it, and the text that
+        the agent appended to it. Among equal turns, prefer matching call ids, then the session, then the latest."""
         best: tuple[tuple[int, bool, bool, bool, int], Node | None, int, str]
         best = ((0, False, False, False, -1), None, 0, "")
         open_nodes = [(node, 0) for node in self._roots[head]]
@@ -212,7 +211,7 @@ class ChainTree:
         return best[1:]
 
     def _find(self, message: Message, session: str) -> Node | None:
-        """Return the turn that a message repeats outside its own history."""
+        """Return the sampled turn that a message repeats outside the turn's own history, or None."""
         said = Said.of(message)
         found = [
             ((*sure, node.session == session, node.number), node)
@@ -222,8 +221,8 @@ class ChainTree:
         return max(found, key=lambda each: each[0])[1] if found else None
 
     def _append(self, row: Row, whole: list[Message], matched: Sequence[Node | None], specs: list[ToolSpec]) -> bool:
-        """Append the last `len(matched)` messages to `row`, those of sampled turns by their ids, up to the generation
-        prompt. Return False if the template renders this only as a whole."""
+        """Append the last `len(matched)` messages to `row`, including the generation prompt; sampled turns are appended
+        as their sampled ids. Return False if the template cannot render the messages incrementally."""
         first = len(whole) - len(matched)
         since = first
         try:
@@ -240,7 +239,7 @@ class ChainTree:
 
     def _extend(self, row: Row, messages: list[Message], new: list[Message], specs: list[ToolSpec]) -> bool:
         if row.token_ids and not new:
-            return False  # nothing stands between two turns that were sampled apart
+            return False  # two turns that were sampled separately follow each other directly
         if row.token_ids:
             piece = self._rendered.extend(row, messages, new, specs)
         else:
@@ -250,8 +249,8 @@ class ChainTree:
         return piece is not None
 
     def _as_written(self, known: Sequence[Message], added: Sequence[Message]) -> list[Message]:
-        """Return `added` for the chat template: with the ids of calls that the turns have, and with the tools' names in
-        results, which clients leave out."""
+        """Prepare `added` for the chat template: restore the call ids of the sampled turns, and add to results the
+        names of the tools, which clients omit."""
         names = {call["id"]: call["function"]["name"] for message in known for call in message.get("tool_calls") or []}
         written = []
         for message in added:

@@ -1,1 +1,1 @@
-"""Groups of chains: started, bounded in staleness, filtered, saved, resumed."""
+"""Groups of chains: their production, staleness bound, filter, files and resumption."""

@@ -1,4 +1,4 @@
-"""Curriculum: chooses which tasks to visit by how often the policy solves them. A pure state machine."""
+"""Curriculum: a pure state machine that chooses the tasks to visit by the policy's success rates."""
 
 import random
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from agentfactory.rollout.trajectory import Trajectory
 
 
 def successes(chains: Sequence[Trajectory]) -> list[float]:
-    """Return the `success` of each chain. Raises ValueError if a reward does not report it."""
+    """Return the `success` of each chain. Raise ValueError if a reward does not report it."""
     for chain in chains:
         if "success" not in chain.metrics:
             raise ValueError(
-                f"rollout.curriculum: the reward of chain {chain.id} does not say whether it is a success; return "
+                f"rollout.curriculum: the reward of chain {chain.id} did not report success; return "
                 '{"reward": ..., "success": 0 or 1}, or set rollout.curriculum=null'
             )
     return [chain.metrics["success"] for chain in chains]
@@ -22,10 +22,10 @@ def successes(chains: Sequence[Trajectory]) -> list[float]:
 
 @dataclass
 class Curriculum:
-    """Skips tasks that are currently solved or hopeless, and visits them only occasionally.
+    """A curriculum, which visits tasks that are currently solved or hopeless only occasionally.
 
     A task (a row of the data) that was never visited is neither. The skipped tasks depend only on the seed, the
-    position in the order of tasks and earlier observations.
+    position in the task order and earlier observations.
     """
 
     config: CurriculumConfig
@@ -35,7 +35,7 @@ class Curriculum:
     _passed: int = 0
 
     def observe(self, row: int, successes: Sequence[float]) -> None:
-        """Record the successes of a group's chains on `row`; the list is empty if none of them counts."""
+        """Record the successes of a group's chains on `row`; the list is empty if no chain counts."""
         if successes:
             rate = fmean(successes)
             self.rates[row] = (self.rates.get(row, rate) + rate) / 2
@@ -50,7 +50,7 @@ class Curriculum:
         return passes
 
     def take_figures(self) -> dict[str, float]:
-        """Return the number of tasks skipped since the last call and of those now solved and hopeless, by metric
+        """Return the numbers of tasks skipped since the last call, currently solved and currently hopeless, by metric
         name."""
         metrics = {
             "curriculum/passed_over": float(self._passed),

@@ -1,10 +1,10 @@
-"""Files of groups: a line of JSON per group that a person can read, and a file beside it with the arrays of its rows.
+"""Files of groups: a human-readable JSON line per group, and a file beside it with the arrays of its rows.
 
-A line of `train.jsonl` has everything but the streams of the rows (STREAMS): it has the number of values in place of
-each. The values are in `train.arrays`, which has one safetensors record per group, end to end. A record has an array
-per stream, with the values of all rows of the group in their order; names that a reader does not know are left alone.
-The line's `arrays` gives the `offset` and `length` of its record in bytes, and its `crc32`, so that a group is read
-alone. Lines of version 0.1, and lines written by hand, have the streams themselves, as lists; they are read as well.
+A line of `train.jsonl` has everything except the streams of the rows (STREAMS); each stream is replaced by its number
+of values. The values are in `train.arrays`, a concatenation of one safetensors record per group. A record has an array
+per stream, with the values of all rows of the group in order; readers ignore unknown names. The line's `arrays` gives
+the `offset` and `length` of its record in bytes and its `crc32`, so a group can be read alone. Lines of version 0.1 and
+handwritten lines contain the streams as lists; they can be read as well.
 """
 
 import json
@@ -35,19 +35,19 @@ STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
     "weights": (list[float], np.dtype(np.float64)),
     "roles": (str, np.dtype(np.uint8)),
 }
-"""Stream of a row -> its type where a line has it itself, and the type of its array. Roles are ASCII letters."""
+"""Stream of a row -> its type if a line contains it, and the type of its array. Roles are ASCII letters."""
 
 _RECORD_BYTES = 256 << 20
-"""Maximum size of a group's arrays: 64 chains of 100 thousand tokens have half."""
+"""Maximum size of a group's arrays: 64 chains of 100,000 tokens have half of that."""
 
 CREDIT_FILE = "credit.jsonl"
-"""File in a folder of trajectories with the trainer's values for their tokens. It contains no groups."""
+"""Name of the file, in a folder of trajectories, with the trainer's values per token. It contains no groups."""
 
 
 @dataclass(frozen=True)
 class EncodedGroup:
-    """The bytes of a group, in files and on the way to the trainer: its line, and the record of its arrays (empty if no
-    row has a value)."""
+    """A group in the form of its files and of delivery to the trainer: its line, and the record of its arrays (empty if
+    no row has values)."""
 
     line: bytes
     record: bytes
@@ -55,14 +55,14 @@ class EncodedGroup:
 
 @dataclass(frozen=True)
 class Delivered:
-    """A group on its way to the trainer: its bytes, as they were saved, and the ids of the chains that count."""
+    """A group in delivery to the trainer: its bytes, as saved, and the ids of the chains that count."""
 
     group: EncodedGroup
     chains: list[str]
 
 
 def train_file(worker: int) -> str:
-    """Return the name of the file for the trained groups of a worker, counted from 0."""
+    """Return the name of the file for the trained groups of worker number `worker`, from 0."""
     return f"train-{worker}.jsonl" if worker else "train.jsonl"
 
 
@@ -77,7 +77,7 @@ def arrays_file(path: Path) -> Path:
 
 
 def encode_group(group: Group, offset: int = 0) -> EncodedGroup:
-    """Encode a group whose record will begin at `offset` of its file."""
+    """Encode a group whose record will start at byte `offset` of its file."""
     chains = []
     streams: dict[str, list[np.ndarray]] = {name: [] for name in STREAMS}
     for chain in group.trajectories:
@@ -102,25 +102,25 @@ def _json(line: dict[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(line, enc_hook=_plain)
     except UnicodeEncodeError:
-        # an agent may say lone surrogates, which JSON can express by escapes and UTF-8 cannot: they are replaced
+        # replace lone surrogates in an agent's text, which JSON escapes can express but UTF-8 cannot
         text = json.dumps(msgspec.to_builtins(line, enc_hook=_plain), ensure_ascii=False).encode("utf-8", "replace")
         return msgspec.json.encode(from_json(text))
 
 
 def decode_group(line: bytes, record: bytes) -> Group:
-    """Return the group of a line and its record; the streams of its rows are arrays. Raises ValueError if the line is
-    not a group, or the record not the line's."""
+    """Return the group of a line and its record; the streams of its rows are arrays. Raise ValueError if the line is
+    not a group, or if the record does not belong to it."""
     saved = from_json(line)
     restore_streams(saved, record)
     return _group(saved)
 
 
 def append_group(path: Path, group: Group) -> EncodedGroup:
-    """Append a group to the file `path` and to the file of its arrays; return its bytes. Only one process may append to
-    a file. Raises DiskError."""
+    """Append a group to the file `path` and to its arrays file, and return its bytes. Only one process may append to a
+    file. Raise DiskError if writing fails."""
     arrays = arrays_file(path)
     encoded = encode_group(group, arrays.stat().st_size if arrays.exists() else 0)
-    # the line comes last: whoever reads it finds its arrays
+    # the line comes last, so that a reader of the line finds its arrays
     if encoded.record:
         append(arrays, encoded.record)
     append(path, encoded.line + b"\n")
@@ -128,7 +128,7 @@ def append_group(path: Path, group: Group) -> EncodedGroup:
 
 
 def delete_groups(path: Path) -> None:
-    """Delete the file `path` and the file of its arrays, if they exist."""
+    """Delete the file `path` and its arrays file, if they exist."""
     for file in (path, arrays_file(path)):
         file.unlink(missing_ok=True)
 
@@ -137,8 +137,8 @@ def read_groups(path: str | Path) -> Iterator[Group]:
     """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order. The
     streams of their rows are arrays.
 
-    Raises ValueError with file and line if a line is not a group, or its arrays are missing or damaged, and OSError if
-    a file cannot be read; of a folder's files, links are refused.
+    Raise ValueError with file and line if a line is not a group, or if its arrays are missing or damaged. Raise OSError
+    if a file cannot be read, or if a file in a folder is a link.
     """
     path = Path(path)
     within = path if path.is_dir() else None
@@ -161,7 +161,7 @@ def read_groups(path: str | Path) -> Iterator[Group]:
 
 def read_record(saved: Any, path: Path, within: Path | None = None) -> bytes:
     """Return the record of a parsed line of the file `path`; empty if the line has none. Links below the folder
-    `within` are not followed. Raises ValueError with a fix if the file of the arrays cannot be read or is too short."""
+    `within` are not followed. Raise ValueError with a fix if the arrays file cannot be read or is too short."""
     place = saved.get("arrays") if isinstance(saved, dict) else None
     if place is None:
         return b""
@@ -171,28 +171,28 @@ def read_record(saved: Any, path: Path, within: Path | None = None) -> bytes:
         if min(start, length) < 0:
             raise ValueError(f"its arrays begin at byte {start} and have {length} bytes")
         with open_file(arrays, within) as file:
-            # a damaged line may ask for more than fits in memory
+            # a damaged line may give a length that does not fit in memory
             if start + length > (size := file.seek(0, os.SEEK_END)):
                 problem = f"its arrays end at byte {start + length} of {arrays.name}, which has only {size}"
-                raise ValueError(f"{problem}; fix: copy the whole file, or leave out the line")
+                raise ValueError(f"{problem}; fix: copy the whole file, or remove the line")
             if length > _RECORD_BYTES:
-                raise ValueError(f"its arrays have more than {_RECORD_BYTES:,} bytes; fix: leave out the line")
+                raise ValueError(f"its arrays have more than {_RECORD_BYTES:,} bytes; fix: remove the line")
             file.seek(start)
             return file.read(length)
     except OSError as error:
-        problem = f"its arrays cannot be read, {arrays.name}: {error.strerror}"
-        raise ValueError(f"{problem}; fix: have that file beside {path.name}") from error
+        problem = f"its arrays file {arrays.name} cannot be read: {error.strerror}"
+        raise ValueError(f"{problem}; fix: put that file beside {path.name}") from error
     except (LookupError, TypeError, OverflowError) as error:
-        raise ValueError(f"no saved group: {error!r}") from error
+        raise ValueError(f"not a saved group: {error!r}") from error
 
 
 def restore_streams(saved: Any, record: bytes) -> None:
-    """Put arrays into the rows of a parsed line, in the place of their numbers of values or of lists. Raises ValueError
-    if the line is not a group, or `record` not the line's."""
+    """Replace the numbers of values, or the lists, in the rows of a parsed line by arrays. Raise ValueError if the line
+    is not a group, or if `record` does not belong to it."""
     try:
         place = saved.pop("arrays", None)
         if place is not None and zlib.crc32(record) != place["crc32"]:
-            raise ValueError("its arrays are damaged, or those of another file; fix: copy both files, unchanged")
+            raise ValueError("its arrays are damaged, or belong to another file; fix: copy both files, unchanged")
         arrays = load(record) if place is not None else {}
         taken: Counter[str] = Counter()
         for row in (row for chain in saved["trajectories"] for row in chain.get("rows", ())):
@@ -206,11 +206,11 @@ def restore_streams(saved: Any, record: bytes) -> None:
             if "roles" in row:
                 row["roles"] = row["roles"].tobytes().decode("ascii")
     except (AttributeError, LookupError, TypeError, SafetensorError) as error:
-        raise ValueError(f"no saved group: {error!r}") from error
+        raise ValueError(f"not a saved group: {error!r}") from error
     for name, count in taken.items():
         if count != (held := len(arrays.get(name, ()))):
-            problem = f"its rows have {count} {name}, and their array {held}"
-            raise ValueError(f"{problem}; fix: leave out whole lines, not chains of a line")
+            problem = f"its rows have {count} {name}, but their array has {held}"
+            raise ValueError(f"{problem}; fix: remove whole lines, not chains of a line")
 
 
 def _array(name: str, values: Any) -> np.ndarray:
@@ -224,7 +224,7 @@ def _array(name: str, values: Any) -> np.ndarray:
 
 
 def _listed(name: str, values: Any) -> np.ndarray:
-    """Return the array of a stream that the line has itself."""
+    """Return the array of a stream that is a list in the line."""
     try:
         return _array(name, msgspec.convert(values, STREAMS[name][0]))
     except (msgspec.ValidationError, struct.error, OverflowError) as error:
@@ -235,17 +235,17 @@ def _group(saved: Any) -> Group:
     group = msgspec.convert(saved, Group)
     for chain in group.trajectories:
         for reward in (chain.reward, *(chain.turn_rewards or [])):
-            # JSON as Python writes it can hold others
+            # Python's JSON can contain NaN and Infinity
             if reward is not None and not math.isfinite(reward):
-                raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is no finite number")
+                raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is not finite")
         if chain.anchors and len(chain.anchors) != chain.turns:
             raise ValueError(f"chain {chain.id} has {chain.turns} turns and {len(chain.anchors)} anchors")
     return group
 
 
 def _plain(value: Any) -> Any:
-    """Convert what is a number or a text of another class, such as numpy's."""
+    """Convert a number or text of a subclass, such as numpy's, to the built-in type."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"a saved group cannot hold {value!r}, a {type(value).__name__}")
+    raise TypeError(f"a saved group cannot contain {value!r}, a {type(value).__name__}")

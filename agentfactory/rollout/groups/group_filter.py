@@ -1,7 +1,7 @@
-"""Decides which groups teach something, as a pure function of their chains, and counts those that are left out.
+"""A filter of groups by their training signal, as a pure function of their chains, with counts of filtered groups.
 
-Advantages compare the chains of a group. A group teaches if at least two of its chains count (they are scored, see
-OutcomePolicy), their rewards differ, and at least one of them is trained, not only compared with.
+Advantages compare the chains of a group. A group has a training signal if at least two of its chains count (they are
+scored, see OutcomePolicy), their rewards differ, and at least one of them is trained, not only part of the baseline.
 """
 
 from collections import Counter
@@ -14,30 +14,29 @@ from agentfactory.rollout.config import EqualRewards, OutcomePolicy, RolloutConf
 from agentfactory.rollout.trajectory import Trajectory
 
 MAX_LOST_IN_A_ROW = 64
-"""Consecutive lost groups before the run stops: so many cannot be chance."""
+"""Number of consecutive lost groups at which the run stops: so many cannot be chance."""
 MAX_EQUAL_IN_A_ROW = 256
-"""Consecutive groups with equal rewards before the run stops. The limit is higher because such groups are common with
-hard tasks: if one chain in a hundred succeeds, 23 of 25 groups of 8 have equal rewards."""
+"""Number of consecutive groups with equal rewards at which the run stops. The limit is higher because such groups are
+common with hard tasks: if one chain in a hundred succeeds, 23 of 25 groups of 8 have equal rewards."""
 
 
 class Worth(StrEnum):
-    """Whether a group teaches something."""
+    """The training signal of a group."""
 
     TEACHES = "teaches"
     EQUAL = "equal"
-    """All its chains have the same rewards, including those of their turns, so comparing them teaches nothing."""
+    """All chains have the same reward and turn rewards, so their advantages are 0."""
     LOST = "lost"
-    """Fewer than two of its chains count (fewer than one, if groups have one chain), or none is trained."""
+    """Fewer than two chains count (fewer than one, if groups have one chain), or none is trained."""
 
 
 def counted(chains: Sequence[Trajectory], config: RolloutConfig) -> list[Trajectory]:
-    """Return the chains that baselines include: those that are scored and whose outcome `rollout.on_outcome` keeps or
-    masks."""
+    """Return the chains that baselines include: scored chains whose outcome `rollout.on_outcome` keeps or masks."""
     return [chain for chain in chains if chain.reward is not None and config.outcome_policy(chain.outcome).scored]
 
 
 def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
-    """Judge a group of these chains."""
+    """Return the training signal of a group of these chains."""
     counting = counted(chains, config)
     trained = any(config.outcome_policy(chain.outcome) is OutcomePolicy.KEEP for chain in counting)
     if len(counting) < min(2, config.group_size) or not trained:
@@ -48,10 +47,10 @@ def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
 
 @dataclass
 class GroupFilter:
-    """Judges complete groups by the recipe, counts those that are left out, and detects when further groups are
+    """A filter that judges complete groups by the recipe, counts the filtered ones, and detects when further groups are
     hopeless.
 
-    `at_once` is the number of groups that may be open at a time: groups with equal rewards are often the first to end.
+    `at_once` is the maximum number of open groups; groups with equal rewards are often the first to end.
     """
 
     config: RolloutConfig
@@ -66,8 +65,8 @@ class GroupFilter:
     """Total number of chains in these groups."""
 
     def judge(self, chains: Sequence[Trajectory]) -> Worth:
-        """Judge a complete group: TEACHES if it is to be trained, LOST, or EQUAL if `rollout.equal_rewards` leaves it
-        out."""
+        """Judge a complete group. Return TEACHES if it must be trained, LOST, or EQUAL if `rollout.equal_rewards`
+        filters it."""
         found = worth(chains, self.config)
         if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
             found = Worth.TEACHES
@@ -99,16 +98,16 @@ class GroupFilter:
         self._endings.clear()
 
     def ended(self, chain: Trajectory) -> None:
-        """Note that a chain of a group ended."""
+        """Count a chain that ended."""
         self._figures["chains"] += 1
         if not counted([chain], self.config):
             self._figures[f"filtered/{chain.outcome}"] += 1
 
     def no_hope(self) -> str | None:
-        """Return why further groups cannot be expected to teach anything; None while they can."""
+        """Return the reason why further groups cannot be expected to have a training signal; None while they can."""
         if self._lost >= MAX_LOST_IN_A_ROW:
             return (
-                f"{self._lost} groups in a row had fewer than two chains that count, or none that may be trained "
+                f"{self._lost} groups in a row had fewer than two chains that count, or none that can be trained "
                 f"(rollout.on_outcome); {commonest_ending(self._endings, self._chains)}"
             )
         equal = self._equal.total()
@@ -116,7 +115,7 @@ class GroupFilter:
             most = ", ".join(f"{count} groups of reward {reward:g}" for reward, count in self._equal.most_common(3))
             return (
                 f"{equal} groups in a row had chains of equal rewards ({most}): the tasks are too easy or too hard, or "
-                "the reward does not tell chains apart; change data or rewards, or set rollout.equal_rewards=keep"
+                "the reward does not distinguish chains; change data or rewards, or set rollout.equal_rewards=keep"
             )
         return None
 

@@ -1,4 +1,4 @@
-"""A started group until it leaves the producer, as a state machine."""
+"""A state machine for a group, from its start until it leaves the producer."""
 
 import asyncio
 from enum import StrEnum
@@ -11,17 +11,17 @@ from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
 
 
 class State(StrEnum):
-    """Progress of a group."""
+    """The state of a group."""
 
     RUNNING = "running"
     COMPLETE = "complete"
-    """All chains have ended and are saved; it waits for a batch."""
+    """All chains have ended and are saved; the group waits for a batch."""
     DELIVERED = "delivered"
-    """A batch has taken it, with the chains that had ended."""
+    """The group is in a batch, with the chains that had ended."""
     CANCELLED = "cancelled"
-    """It grew too old for any later batch."""
+    """The group became too old for any later batch."""
     DROPPED = "dropped"
-    """Its chains teach nothing."""
+    """The group gives no training signal."""
 
 
 _NEXT = {
@@ -34,7 +34,7 @@ class OpenGroup:
     """The chains of one task, and the group's state. `running` are the indices of the chains that have not ended."""
 
     def __init__(self, place: Place, task: Task, version: int, size: int) -> None:
-        """Start `size` chains. `version` is that of the newest weights."""
+        """Create a group of `size` chains. `version` is the current policy version."""
         self.place = place
         self.task = task
         self.version = version
@@ -42,10 +42,10 @@ class OpenGroup:
         self.running = set(range(size))
         self.state = State.RUNNING
         self.oldest: int | None = None
-        """Version of the newest weights when the first turn of any chain was requested: no token is older."""
+        """Policy version when the first turn of any chain was requested; no token is older."""
         self.runs: asyncio.Task[None] | None = None
         self.saved: EncodedGroup | None = None
-        """Its bytes in the files, if this run has saved it."""
+        """The group's bytes in its files, if this run saved it."""
 
     @classmethod
     def resumed(cls, pending: Pending) -> "OpenGroup":
@@ -71,26 +71,28 @@ class OpenGroup:
         return [self.chains[index] for index in sorted(self.running)]
 
     def move(self, state: State) -> None:
-        """Change the state. Raises ValueError if that cannot follow the present one."""
+        """Change the state. Raise ValueError if the transition is not allowed."""
         if state not in _NEXT.get(self.state, ()) or (state is State.COMPLETE and self.running):
-            raise ValueError(f"group {self.id} is {self.state}, {len(self.running)} chains run: it cannot be {state}")
+            raise ValueError(
+                f"group {self.id} ({self.state}, {len(self.running)} running chains) cannot become {state}"
+            )
         self.state = state
 
     def note_turn(self, version: int) -> None:
-        """Note that a chain requests a turn while the newest weights are those of `version`."""
+        """Record that a chain requests a turn while the policy has `version`."""
         if self.oldest is None:
             self.oldest = version
 
     def retry(self, index: int) -> None:
-        """Put a second attempt in place of a chain that failed."""
+        """Replace a failed chain by a second attempt."""
         self.chains[index] = begin(chain_id(self.id, index, retry=True))
 
     def end(self, index: int) -> None:
-        """Note that a chain has ended. Raises ValueError if the group no longer waits for it."""
+        """Record that a chain has ended. Raise ValueError if the chain does not run."""
         if self.state is not State.RUNNING or index not in self.running:
             raise ValueError(f"chain {index} of group {self.id}, which is {self.state}, does not run")
         self.running.discard(index)
 
     def as_group(self) -> Group:
-        """Return the group with all chains as they are."""
+        """Return the group with all its chains in their current state."""
         return Group(self.id, self.task, self.chains, self.version)

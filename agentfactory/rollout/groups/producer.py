@@ -1,4 +1,4 @@
-"""Produces batches: starts groups as admission allows, saves their trajectories, and delivers the chosen groups."""
+"""The producer of batches, which starts groups within the staleness bound, saves them and delivers the chosen ones."""
 
 import asyncio
 import logging
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class GroupProducer:
-    """Runs groups until admission's total is delivered.
+    """A producer of batches, until the total of `admission` is delivered.
 
-    `deliver` receives the groups of each batch, and the counts since the last batch. Every
-    group is appended to `trajectories` first, including its failed and cancelled chains. `resumed` is the state that an
-    earlier run left in that file. Only positions of `share` are run.
+    `deliver` receives the groups of each batch, and the counts since the last batch. Every group is first appended to
+    `trajectories`, including its failed and cancelled chains. `resumed` is the state that an earlier run left in that
+    file. Only positions of `share` are run.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GroupProducer:
         self._share = share
         self._next_position = share.number
         self._begun: frozenset[int] = frozenset()
-        """Positions that an earlier run started; their state is known."""
+        """Positions that an earlier run started, whose state is known."""
         self._again: deque[Place] = deque()
         self._open: dict[str, OpenGroup] = {}
         if resumed is not None:
@@ -75,21 +75,21 @@ class GroupProducer:
                 self.curriculum.observe(self.order.row(position), seen)
 
     def publish(self, published: Published) -> None:
-        """Note that new weights are live: turns that begin from now on use them, and more groups may start."""
+        """Switch to new weights on the servers: later turns use them, and more groups may start."""
         self.published = published
         self.admission.publish(published.version)
         self.batches.publish(published.version)
         self._wake.set()
 
     async def run(self) -> None:
-        """Start groups as long as the trainer may want one, and deliver batches. Runs until cancelled."""
+        """Start groups within the staleness bound, and deliver batches, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 while self.admission.may_start():
                     self.admission.start()
                     group = self._begin_group()
                     group.runs = tasks.create_task(self._run_group(group))
-                    # thousands of chains that begin in one turn of the event loop would hold it for seconds
+                    # starting thousands of chains in one iteration of the event loop would block it for seconds
                     await asyncio.sleep(0)
                 choice = self._choose()
                 if choice is None:
@@ -103,13 +103,13 @@ class GroupProducer:
 
     def _choose(self) -> Choice | None:
         """Choose the next batch; None if it is not due."""
-        # judging hundreds of groups each time that one of them ends would hold the event loop
+        # evaluating hundreds of groups each time that one ends would block the event loop
         if not self.batches.is_due(sum(group.state is State.COMPLETE for group in self._open.values())):
             return None
         return self.batches.choose([self._candidate(group) for group in self._open.values()])
 
     def _candidate(self, group: OpenGroup) -> Candidate:
-        # rewards that compare the chains of a group exist only once it is complete
+        # group rewards exist only once the group is complete
         ended = [] if self._lacks_group_rewards(group) else group.ended
         teaches = worth(ended, self.config) is Worth.TEACHES
         complete = group.state is State.COMPLETE
@@ -154,12 +154,12 @@ class GroupProducer:
         group.move(State.COMPLETE)
         found = self.filter.judge(group.chains)
         if reason := self.filter.no_hope():
-            raise RolloutStoppedError(f"{reason}; the outcomes, rewards and errors are in {self.trajectories}")
+            raise RolloutStoppedError(f"{reason}; see outcomes, rewards and errors in {self.trajectories}")
         if found is not Worth.TEACHES:
             group.move(State.DROPPED)
             del self._open[group.id]
         if found is Worth.LOST:
-            logger.warning("group %s is dropped: too few of its chains can be trained", group.id)
+            logger.warning("group %s is dropped: too few of its chains count for training", group.id)
             self._replace(group.place)
         elif found is Worth.EQUAL and (
             self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty()
@@ -168,7 +168,7 @@ class GroupProducer:
         self._wake.set()
 
     async def _score_group(self, group: OpenGroup) -> None:
-        """Add the rewards that compare the group's chains, all of which have ended."""
+        """Add the group rewards; all chains must have ended."""
         before = [chain.outcome for chain in group.chains]
         await self.runner.score_group(group.chains, group.task)
         for chain, outcome in zip(group.chains, before, strict=True):
@@ -202,7 +202,7 @@ class GroupProducer:
         await self.runner.play(chain, group.task, sampling, self.config.scored)
 
     def cache_salt(self) -> str | None:
-        """Return the salt for a chain that begins now: with `inflight: keep`, it must not find caches of older
+        """Return the cache salt for a chain that starts now: with `inflight: keep`, it must not hit KV caches of older
         weights."""
         keeps = self.config.inflight is Inflight.KEEP and self.runner.setup.recipe.model.lora is None
         return self.published.label if keeps else None
@@ -214,7 +214,7 @@ class GroupProducer:
             self.curriculum.observe(row, successes(counted(group.chains, self.config)))
 
     def _take(self, group: OpenGroup) -> Delivered:
-        """Return `group` for a batch, with the ended chains that count, and cancel those that still run."""
+        """Return `group` for a batch, with the ended chains that count, and cancel its running chains."""
         self.cancellations.trained(self.order.row(group.place.position))
         taken = counted(group.ended, self.config)
         self._end_running(group)
@@ -223,14 +223,13 @@ class GroupProducer:
         return Delivered(saved, [chain.id for chain in taken])
 
     def _cancel(self, group: OpenGroup) -> None:
-        """Cancel a group that is too old for any later batch and has too few ended chains for this one; another group
-        takes its place."""
+        """Cancel and replace a group that is too old for any later batch and has too few ended chains for this one."""
         self._end_running(group)
         group.move(State.CANCELLED)
         row = self.order.row(group.place.position)
         if self.cancellations.cancelled(row):
             logger.warning(
-                "task %d was cancelled each time, with chains of %s tokens: its chains take longer than "
+                "task %d was cancelled each time, with chains of %s tokens: they take longer than "
                 "rollout.max_staleness=%d updates; raise it, or make the task shorter",
                 row,
                 self.cancellations.lengths[row],
@@ -245,7 +244,7 @@ class GroupProducer:
         row = self.order.row(group.place.position)
         lengths = self.cancellations.ended(row, chains)
         logger.info(
-            "group %s (task %d) was too old to wait for %d of its chains, of %s tokens",
+            "group %s (task %d) is too old to wait for %d running chains, of %s tokens",
             group.id,
             row,
             len(chains),
@@ -256,15 +255,14 @@ class GroupProducer:
             chain.error = f"its group reached rollout.max_staleness={self.admission.max_staleness}"
         if self._lacks_group_rewards(group):
             for chain in group.chains:
-                # without the part that compares the chains, their rewards are incomplete
+                # without group rewards, the rewards are incomplete
                 chain.reward = chain.turn_rewards = None
         self._save(group)
         assert group.runs is not None
         group.runs.cancel()
 
     def _replace(self, place: Place) -> None:
-        """Start another group in place of one that was not delivered; the first replacement runs the same task
-        again."""
+        """Start a group in place of one that was not delivered; the first replacement runs the same task."""
         self.admission.dropped()
         if place.attempt == 0:
             self._again.append(Place(place.position, attempt=1))

@@ -1,5 +1,4 @@
-"""The state that a stopped run left in its trajectories: places that are settled, and groups that wait to be
-trained."""
+"""The state of a stopped run, from its trajectories: settled places, and groups that wait to be trained."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -16,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pending:
-    """A saved group that is not trained yet. `oldest` is the lowest possible version of its oldest token."""
+    """A saved group that is not trained yet. `oldest` is the lowest possible version of its oldest token
+    (None: it has no tokens)."""
 
     place: Place
     group: Group
@@ -25,17 +25,16 @@ class Pending:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run resumes. Places that are `done` do not run again, so that each is trained at most once."""
+    """The positions at which a run resumes. `done` positions do not run again, so that each is trained at most once."""
 
     done: frozenset[int]
-    """Positions that are settled: trained, filtered for equal rewards, or failed twice."""
+    """Settled positions: trained, filtered for equal rewards, or failed twice."""
     again: tuple[int, ...]
-    """Positions whose first attempt failed; the second is due."""
+    """Positions whose first attempt failed and whose second attempt is due."""
     pending: tuple[Pending, ...]
     """Saved groups that wait to be trained, in the order of their places."""
     observed: tuple[tuple[int, list[float]], ...]
-    """Observations for the curriculum, in the order in which the groups ended: position, and the successes of its
-    chains."""
+    """Observations for the curriculum, ordered by the ends of the groups: position, and the successes of its chains."""
 
     @classmethod
     def from_saved(
@@ -49,14 +48,14 @@ class Resumed:
         """Classify the groups that were `saved` before the checkpoint.
 
         Args:
-            saved: In the order of the file: each was written when it ended.
-            trained: Ids of all groups that the checkpoint's weights were trained on.
+            saved: The groups in file order, which is the order of their ends.
+            trained: Ids of all groups on which the checkpoint's weights were trained.
             versions: Label of a span -> number of the version, as in WeightVersions. A group that was sampled with
-                other weights is due again.
+                other weights is run again.
             version: The checkpoint's version.
 
         Raises:
-            ValueError: a group's id is not a place.
+            ValueError: a group's id does not contain a place.
         """
         done = {Place.of(group_id).position for group_id in trained}
         attempts: dict[int, int] = {}
@@ -70,12 +69,12 @@ class Resumed:
                 observed.append((place.position, successes(counting)))
             if place.position in done:
                 continue
-            # if there is a second attempt, the first had been given up
+            # a second attempt means that the first was given up
             pending.pop(place.position, None)
             left = Group(group.id, group.task, counting, group.version)
             if unproven := _labels(left) - versions.keys():
-                # the run was stopped after a server had taken these weights and before it had proven them
-                logger.warning("group %s is run again: no checkpoint names %s", group.id, ", ".join(sorted(unproven)))
+                # the run stopped after a server had loaded these weights but before it had proven them
+                logger.warning("group %s runs again: no checkpoint has %s", group.id, ", ".join(sorted(unproven)))
                 continue
             whole = all(chain.outcome is not Outcome.CANCELLED for chain in group.trajectories)
             found = worth(group.trajectories, config)

@@ -1,16 +1,16 @@
-"""The staleness bound: which groups may start and which are trained. Pure state machines, so that it can be tested."""
+"""The staleness bound on starting and training groups, as pure state machines that tests can drive."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Admission:
-    """Bounds how far generation runs ahead of training.
+    """A bound on how far generation runs ahead of training.
 
-    A group may start while `started < (max_staleness + 1 + version) * batch_size`. The groups beyond those that version
-    `version` has consumed are then at most `max_staleness + 1` batches, so groups that are trained in the order in
-    which they start stay within `max_staleness` updates. BatchChoice handles groups that are overtaken. `total` ends
-    the run: no more groups are started than will be trained.
+    A group may start while `started < (max_staleness + 1 + version) * batch_size`. At most `max_staleness + 1` batches
+    of groups are then started but not yet trained into `version`, so groups that are trained in the order of their
+    starts stay within `max_staleness` updates. BatchChoice handles groups that others overtake. `total` ends the run:
+    no more groups are started than will be trained.
     """
 
     batch_size: int
@@ -20,17 +20,17 @@ class Admission:
     started: int = 0
 
     def may_start(self) -> bool:
-        """Return whether one more group may start now."""
+        """Return whether another group may start now."""
         return self.started < min(self.total, (self.max_staleness + 1 + self.version) * self.batch_size)
 
     def start(self) -> None:
         """Count a group as started."""
         if not self.may_start():
-            raise ValueError(f"group {self.started} may not start at version {self.version}")
+            raise ValueError(f"group {self.started} cannot start at version {self.version}")
         self.started += 1
 
     def dropped(self) -> None:
-        """Note that a started group will not be delivered, so that another can take its place."""
+        """Record that a started group will not be delivered, so that another can replace it."""
         self.started -= 1
 
     def resume(self, groups: int) -> None:
@@ -38,19 +38,19 @@ class Admission:
         self.started += groups
 
     def publish(self, version: int) -> None:
-        """Note that new weights are live."""
+        """Record that the servers have new weights. Raise ValueError unless the version increases."""
         if version <= self.version:
-            raise ValueError(f"version {version} follows {self.version}: versions must rise")
+            raise ValueError(f"version {version} follows {self.version}: versions must increase")
         self.version = version
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A started group, as `BatchChoice` sees it.
+    """A started group, as input to `BatchChoice`.
 
-    `oldest` is the version of the group's oldest token (None: nothing is sampled yet). `complete` says that all its
-    chains have ended. `chains` is the number of ended chains that count, and `teaches` says whether these are worth
-    training without the others.
+    `oldest` is the version of the group's oldest token (None: no token is sampled yet). `complete` is true if all its
+    chains have ended. `chains` is the number of ended chains that count; `teaches` is true if these give a training
+    signal without the others.
     """
 
     id: str
@@ -62,7 +62,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups of one batch, and those that are cancelled because no later batch may take them."""
+    """The groups of a batch, and the groups to cancel because they are too old for any later batch."""
 
     train: list[str]
     cancel: list[str]
@@ -70,13 +70,13 @@ class Choice:
 
 @dataclass
 class BatchChoice:
-    """Chooses each batch's groups, so that no token older than `max_staleness` updates is trained.
+    """The choice of each batch's groups, such that no token older than `max_staleness` updates is trained.
 
-    Batch n is trained by the weights of version n, and is chosen once these are live, so tokens do not age between
-    choice and training. A group that is not chosen could be trained at version + 1 at the earliest. If its oldest token
-    would be too old by then, the present batch is the group's last chance: complete groups come first, then groups that
-    still run, with their ended chains (most first) if these teach something. Expiring groups that do not fit are
-    cancelled. No running group is closed before enough groups are complete; at staleness 0 that means never, since
+    Batch n is trained at version n, and is chosen once the servers have these weights, so tokens do not age between
+    choice and training. A group that is not chosen can be trained at version + 1 at the earliest. If its oldest token
+    would be too old by then, the current batch is its last chance: complete groups come first, then running groups with
+    their ended chains (most first), if these give a training signal. Expiring groups that do not fit are cancelled. No
+    running group is closed before enough groups are complete; at staleness 0 no running group is ever closed, since
     every group is needed whole.
     """
 
@@ -84,32 +84,32 @@ class BatchChoice:
     max_staleness: int
     version: int = 0
     chosen: int = 0
-    """Batches chosen so far; also the version that the next batch is for."""
+    """Number of batches chosen so far, which is also the version of the next batch."""
     empty: int = 0
     """Number of places in the next batch that stay empty."""
 
     def publish(self, version: int) -> None:
-        """Note that new weights are live."""
+        """Record that the servers have new weights. Raise ValueError unless the version increases."""
         if version <= self.version:
-            raise ValueError(f"version {version} follows {self.version}: versions must rise")
+            raise ValueError(f"version {version} follows {self.version}: versions must increase")
         self.version = version
 
     def leave_empty(self) -> bool:
-        """Leave a place of the next batch empty for a group that teaches nothing. Return False if it is the last place:
-        a batch has at least one group."""
+        """Leave a place of the next batch empty, for a group without a training signal. Return False if it is the last
+        place, since a batch needs at least one group."""
         if self.empty == self.batch_size - 1:
             return False
         self.empty += 1
         return True
 
     def is_due(self, complete: int) -> bool:
-        """Return whether a batch can be chosen for the present version when `complete` groups are complete."""
+        """Return whether a batch can be chosen for the current version when `complete` groups are complete."""
         return self.chosen <= self.version and complete >= self.batch_size - self.empty
 
     def choose(self, candidates: list[Candidate]) -> Choice | None:
-        """Return the batch for the present version; None if it is not due.
+        """Return the batch for the current version; None if it is not due.
 
-        `candidates` must be in the order in which their groups were started.
+        `candidates` must be in the order of their starts.
         """
         complete = [group for group in candidates if group.complete]
         if not self.is_due(len(complete)):

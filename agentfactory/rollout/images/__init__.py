@@ -1,1 +1,1 @@
-"""Images in chains: stored once per run, resized as the model needs them, and expanded to tokens."""
+"""Images in chains: storage once per run, resizing for the model, and expansion to image tokens."""

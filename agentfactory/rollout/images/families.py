@@ -1,7 +1,7 @@
-"""The families of models that see, and how each does.
+"""Families of multimodal models, and the image processing of each.
 
-Two ways lead to the tokens of an image. Families of `patches` have one rule for sizes, and images are resized once,
-here. All others are left to the model's own processor (own_processor), which the server runs, too.
+There are two kinds. Families of `patches` share one rule for image sizes, and images are resized once, here. All others
+use the model's own processor (own_processor), which the server also runs.
 """
 
 import json
@@ -24,7 +24,7 @@ from agentfactory.tools.user_code.import_path import is_installed
 BY_PATCHES = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
 )
-"""Values of model_type whose images are resized and placed as in Qwen2-VL (arXiv:2409.12191, section 2.1)."""
+"""Values of model_type with image sizes and positions as in Qwen2-VL (arXiv:2409.12191, section 2.1)."""
 STATED = {
     "qwen2_vl": Coordinates.RELATIVE1000,
     "qwen2_5_vl": Coordinates.RESIZED,
@@ -36,43 +36,43 @@ STATED = {
     "glm4v_moe": Coordinates.RELATIVE1000,
     "internvl": Coordinates.RELATIVE1000,
 }
-"""Value of model_type -> how its models have learned to state places in images. The others learned none, or several."""
+"""Value of model_type -> the coordinate system that its models learned. Other models learned none, or several."""
 BY_OWN_PROCESSOR = frozenset({"internvl", "mistral3", "idefics3", "smolvlm"})
-"""Values of model_type whose images are left to their own processor. The positions of their tokens are one-dimensional,
-and images change nothing in the attention."""
+"""Values of model_type whose images their own processor converts. Positions are one-dimensional, and images do not
+change the attention mask."""
 UNSEEN = {
-    "gemma3": "the tokens of an image see each other in both directions, and rows here attend causally",
-    "gemma4": "it has sizes in which the tokens of an image see each other in both directions, and rows here attend "
+    "gemma3": "the tokens of an image attend to each other in both directions, but rows here attend causally",
+    "gemma4": "in some sizes, the tokens of an image attend to each other in both directions, but rows here attend "
     "causally",
 }
 """Values of model_type whose images are not supported, with the reason."""
 
 
 def is_seen(model_type: str) -> bool:
-    """Return whether images of models of this kind are supported here. Processors of transformers that resize as
-    servers do need torchvision."""
+    """Return whether images of models of this type are supported. Models with their own processor need torchvision,
+    with which transformers resizes as servers do."""
     return model_type in BY_PATCHES or (model_type in BY_OWN_PROCESSOR and is_installed("torchvision"))
 
 
 def why_unseen(path: str) -> str:
-    """Return why the images of the model at `path` are not supported."""
+    """Return the reason why images of the model at `path` are not supported."""
     config = _read(path, "config.json")
     kind = config.get("model_type")
     if "vision_config" not in config:
-        return f"{path} reads only text"
+        return f"{path} accepts only text"
     if kind in BY_OWN_PROCESSOR:
         return f"{path} ({kind}) needs torchvision for its images, which is not installed"
     if kind in UNSEEN:
         return f"{path} ({kind}): {UNSEEN[kind]}"
-    return f"{path} sees as {kind} does, which is not supported"
+    return f"{path} is of the family {kind}, whose images are not supported"
 
 
 def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Vision | None:
-    """Return how the model at `path`, a folder or hub name, sees; None if it reads only text, or sees in a way that is
-    not supported (see why_unseen): its chains are of text, then.
+    """Return the image processing of the model at `path`, a folder or hub name; None if it accepts only text, or if its
+    images are not supported (see why_unseen), so that its chains are text only.
 
-    `min_pixels` and `max_pixels` are the recipe's limits. Raises SettingError if the model has no processor, or the
-    limits cannot be kept.
+    `min_pixels` and `max_pixels` are the recipe's limits. Raise SettingError if the model has no processor, or if the
+    limits contradict each other.
     """
     config = _read(path, "config.json")
     kind = config.get("model_type", "")
@@ -80,7 +80,7 @@ def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None
         return None
     processor = _read(path, "preprocessor_config.json") or _read(path, "processor_config.json").get("image_processor")
     if not processor:
-        problem = f"{path} has no preprocessor_config.json, which says how images are resized"
+        problem = f"{path} has no preprocessor_config.json, which defines how images are resized"
         raise SettingError("model.path", problem, "add the file of the original model")
     banned = banned_token_ids(config)
     if kind in BY_PATCHES:
@@ -89,37 +89,39 @@ def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None
 
 
 def model_type(path: str) -> str:
-    """Return the model_type of the model at `path`, a folder or hub name; empty if it says none."""
+    """Return the model_type of the model at `path`, a folder or hub name; empty if its configuration has none."""
     return str(_read(path, "config.json").get("model_type") or "")
 
 
 def view_of(path: str, vision: Vision | None, coordinates: str = "auto") -> ModelView | None:
-    """Return how the model at `path`, which sees by `vision`, states places in images: by its family if `coordinates`
-    is auto, and else as it says. None if it sees none, or the family is known for no way.
+    """Return the coordinate system of the model at `path` with image processing `vision`: that of its family if
+    `coordinates` is auto, otherwise `coordinates`. None if the model accepts only text, or if the family's is unknown.
 
-    Raises SettingError if places are pixels of the image as the model gets it, and its own processor resizes it.
+    Raise SettingError if coordinates are pixels of the resized image, but the model's own processor resizes it.
     """
     if vision is None:
         return None
     stated = STATED.get(model_type(path)) if coordinates == "auto" else Coordinates(coordinates)
     if stated is Coordinates.RESIZED and vision.sizes is None:
-        problem = f"got resized, and {path} resizes images within its own processor"
-        raise SettingError("rollout.coordinates", problem, "use relative1000, relative1 or pixels, as it has learned")
+        problem = f"got resized, but {path} resizes images within its own processor"
+        raise SettingError("rollout.coordinates", problem, "use relative1000, relative1 or pixels, as it learned")
     return None if stated is None else ModelView(stated, vision.sizes)
 
 
 def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
-    """Return how a recipe's model states places in images; None if it sees none, or its way is not known. Raises
-    SettingError, and FileNotFoundError if the model's files are not on this machine: the hub is not asked."""
+    """Return the coordinate system of a recipe's model; None if it accepts only text, or if its system is unknown. Do
+    not query the hub. Raise SettingError as `view_of` does, and FileNotFoundError if the model's files are not on this
+    machine."""
     folder = model.path if os.path.isabs(model.path) else _downloaded(model.path)
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"there is no {folder} yet")
+        raise FileNotFoundError(f"the folder {folder} does not exist yet")
     vision = load_vision(folder, model.min_image_pixels, model.max_image_pixels)
     return view_of(folder, vision, coordinates)
 
 
 def _downloaded(name: str) -> str:
-    """Return the folder with the files of a model of the hub that say how it sees. Raises FileNotFoundError."""
+    """Return the folder with the configuration and processor files of a hub model. Raise FileNotFoundError if they are
+    not on this machine."""
     config, *processors = (
         try_to_load_from_cache(name, file)
         for file in ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -131,13 +133,13 @@ def _downloaded(name: str) -> str:
 
 
 def banned_token_ids(config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that stand for images and videos, those of images first, from a model's configuration."""
+    """Return the image and video tokens in a model's configuration, image tokens first."""
     image = config.get("image_token_id", config.get("image_token_index"))
     return tuple(i for i in (image, config.get("video_token_id")) if i is not None)
 
 
 def copy_processor(path: str, folder: Path) -> None:
-    """Copy the files that say how the model at `path` gets images and videos, if it has them."""
+    """Copy the image and video processor files of the model at `path`, if it has them, to `folder`."""
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
         if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
             shutil.copyfile(file, folder / name)

@@ -1,4 +1,4 @@
-"""What the network's vision tower makes of images, and how the language model gets it; for the trainer and the embedded
+"""The vision tower's features of images, and their form as inputs of the language model, in trainer and embedded
 engine."""
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.vision import Vision
 
 Inputs = Mapping[str, Tensor]
-"""The arguments by which a network gets images: their pixels, and what describes them."""
+"""The network's arguments for images: pixels and their description."""
 
 _AS_ONE = frozenset({"internvl", "idefics3", "smolvlm"})
-"""Values of model_type whose networks take the features of all tiles as one tensor; others take a list."""
+"""Values of model_type whose networks take the features of all tiles as one tensor; others take a list of tensors."""
 
 
 class Features(NamedTuple):
-    """The vision tower's output for one image: a vector per image token, and further ones that are added after the
+    """The vision tower's output for an image: a vector per image token, and further vectors that are added after the
     first decoder layers (Qwen3-VL's DeepStack, arXiv:2511.21631)."""
 
     tokens: Float[Tensor, "tokens width"]
@@ -29,27 +29,27 @@ class Features(NamedTuple):
 
 
 class PixelMaker:
-    """Makes what a network gets of stored images."""
+    """A converter of stored images to a network's inputs."""
 
     def __init__(self, path: str, vision: Vision) -> None:
-        """`path` is the model's."""
+        """Create a converter for the model at `path`."""
         self._vision = vision
-        # Pillow's kind needs no torchvision, and resizes nothing here
+        # the Pillow backend needs no torchvision; it does not resize here
         own = isinstance(vision, OwnProcessor)
         self._resized = None if own else AutoImageProcessor.from_pretrained(path, backend="pil", do_resize=False)
 
     def make(self, image: Image.Image) -> Inputs:
-        """Return the arguments for an image that `Vision.fit` returned."""
+        """Return the network's arguments for an image that `Vision.fit` returned."""
         if self._resized is None:
             assert isinstance(self._vision, OwnProcessor)
             return self._vision.process(image)[1]
-        # the model's own limits may be others than the recipe's (model.max_image_pixels)
+        # do not resize: the model's own limits may differ from the recipe's (model.max_image_pixels)
         return {**self._resized(images=[image], do_resize=False, return_tensors="pt")}
 
 
 def join(images: Sequence[Inputs]) -> dict[str, Tensor]:
-    """Return the arguments for several images, in one call: each tensor one below the other, padded with zeros where
-    they differ in size, as the processors of transformers do it."""
+    """Join the arguments of several images for one call: concatenate each tensor along the first dimension, padded with
+    zeros where other sizes differ, as the processors of transformers do."""
     # Idefics3 has the tiles of an image in a second dimension
     nested = images[0]["pixel_values"].ndim == 5
     joined = {}
@@ -62,7 +62,7 @@ def join(images: Sequence[Inputs]) -> dict[str, Tensor]:
 
 
 def _padded(part: Tensor, sizes: list[int]) -> Tensor:
-    """Return a tensor with zeros after its own values in all dimensions but the first."""
+    """Pad a tensor with zeros at the end of all dimensions except the first."""
     missing = [most - size for size, most in zip(part.shape[1:], sizes, strict=True)]
     if not any(missing):
         return part
@@ -70,11 +70,11 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
 
 
 def compute_features(network: Any, inputs: Inputs, counts: Sequence[int]) -> list[Features]:
-    """Run the vision tower of a network (with or without its head) on images; `counts` are their numbers of image
+    """Run the vision tower of a network (with or without LM head) on images; `counts` are their numbers of image
     tokens."""
     found = network.base_model.get_image_features(**inputs, return_dict=True)
     whole = found.pooler_output
-    # tiles stand one below the other
+    # tiles are along the first dimension
     each = whole.flatten(0, -2).split(list(counts)) if isinstance(whole, Tensor) else whole
     deep = getattr(found, "deepstack_features", None) or []
     return [Features(tokens, tuple(more)) for tokens, *more in zip(each, *deep, strict=True)]
@@ -84,7 +84,7 @@ def encoder_outputs(network: Any, features: Sequence[Features]) -> dict[str, Any
     """Return the network's argument `mm_encoder_outputs` for images in the order of their tokens in the input."""
     deep = [list(each) for each in zip(*(image.deep for image in features), strict=True)]
     tokens = [image.tokens for image in features]
-    # as tiles of one token: tiles of images may differ in size
+    # as tiles of one token, since tiles of different images may differ in size
     whole = torch.cat(tokens)[:, None] if network.config.model_type in _AS_ONE else tokens
     return {"mm_encoder_outputs": {"image": _Outputs(whole, deep)}}
 

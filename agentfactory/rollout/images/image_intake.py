@@ -1,4 +1,4 @@
-"""What the model of a run sees: images of tasks and tools become stored ones, of the size that the model gets."""
+"""Intake of a run's images: images of tasks and tools are resized for the model and stored."""
 
 import asyncio
 import hashlib
@@ -30,43 +30,42 @@ from agentfactory.tools.images.decode import content_of, decode, size_of
 from agentfactory.tools.messages import Message, text_of
 
 _REMEMBERED = 4096
-"""Images that are recognised without decoding them again: the chains of a group share those of their task."""
+"""Number of images that are recognised without decoding them again, since the chains of a group share images."""
 _CHECK_SECONDS = 10.0
-"""How long the images of all rows may be decoded before the first chain. Of the rest, only the headers are read."""
+"""Time limit for decoding images of all rows before the first chain; of the rest, only the headers are read."""
 
 
 class ShownImages:
-    """The images that a model gets in one run: `vision` has the sizes and tokens of its family, and `store` holds them.
-    `shows`: its chat template has images; otherwise they become text."""
+    """The image intake of a multimodal model in a run. `vision` has the model's image processing; `store` has the
+    images. `shows` is true if the chat template renders images; otherwise they become text."""
 
     def __init__(self, vision: Vision, store: ImageStore) -> None:
         self.vision = vision
         self.store = store
         self.shows = True
         self.grid: Callable[[str], Grid] = lru_cache(_REMEMBERED)(self._grid)
-        """Digest of a stored image -> its patches. Raises ValueError if it is not stored."""
+        """Digest of a stored image -> its grid. Raises ValueError if it is not stored."""
         self._taken: OrderedDict[tuple[bytes, bool], str] = OrderedDict()
         self._lock = Lock()
 
-    # ---- images come in
+    # ---- intake
 
     async def take_task(self, task: dict[str, Any], source: str, row: int | None = None) -> dict[str, Any]:
-        """Return a row of data whose `messages` have stored images in their places. `images` become paths of files for
-        tools and rewards: those of the data, or of lossless copies where the data holds the images themselves.
+        """Return a row of data whose `messages` refer to stored images. `images` become paths of files for tools and
+        rewards: paths in the data stay, and images given as data become lossless files.
 
-        Raises SettingError, which names the field `source` and the number of the `row`, if it has one, for an image
-        that cannot be shown.
+        Raise SettingError, with the field `source` and the number of the `row`, if it is given, for an unusable image.
         """
         if not has_images(task):
             return task
         try:
             return await asyncio.to_thread(self._take_task, task)
         except ValueError as error:
-            where = "an image cannot be shown" if row is None else f"row {row}"
-            raise SettingError(source, f"{where}: {error}", "correct it, or leave it out") from error
+            where = "an image cannot be used" if row is None else f"row {row}"
+            raise SettingError(source, f"{where}: {error}", "correct it, or remove it") from error
 
     def take_tasks(self, tasks: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
-        """Take many rows, as `take_task` does; blocking. Raises SettingError that names the row."""
+        """Take many rows, as `take_task` does. Blocking. Raise SettingError with the row's number."""
         taken = []
         for number, task in enumerate(tasks, 1):
             try:
@@ -76,30 +75,30 @@ class ShownImages:
         return taken
 
     def check_tasks(self, tasks: Sequence[dict[str, Any]], most: int | None, source: str) -> None:
-        """Check that each row has at most `most` images, and that they can be shown: as many as take _CHECK_SECONDS are
-        decoded, and of the rest the headers are read. Blocking. Raises SettingError that names the row."""
+        """Check that each row has at most `most` images, and that all are usable: decode images for _CHECK_SECONDS, and
+        read only the headers of the rest. Blocking. Raise SettingError with the row's number."""
         until = time.monotonic() + _CHECK_SECONDS
         for number, task in enumerate(tasks, 1):
             images = images_of_row(task)
             if most is not None and len(images) > most:
-                problem = f"row {number} has {len(images)} images, and limits.images={most}"
+                problem = f"row {number} has {len(images)} images, but limits.images={most}"
                 raise SettingError(source, problem, "raise it")
             try:
                 for image in images:
                     self._check(image, decodes=time.monotonic() < until)
             except ValueError as error:
-                raise SettingError(source, f"row {number}: {error}", "correct it, or leave the row out") from error
+                raise SettingError(source, f"row {number}: {error}", "correct it, or remove the row") from error
 
     def _check(self, image: Any, decodes: bool) -> None:
-        """Raise ValueError if an image cannot be shown, as far as is seen without decoding it unless it `decodes`."""
+        """Raise ValueError if an image is unusable. Check only its header unless `decodes`."""
         if (digest := _stored(image)) is not None:
             self.grid(digest)
         else:
             self.vision.check(*(decode(image).size if decodes else size_of(image)))
 
     async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages of tools with stored images in the place of those that come with them as `data:` addresses.
-        An image that cannot be shown becomes a text that says so; other addresses are never fetched."""
+        """Return tool messages in which stored images replace `data:` addresses. An unusable image becomes a text with
+        the reason; other addresses are never fetched."""
         if not self.shows or not image_urls(messages):
             return list(messages)
         return await asyncio.to_thread(self._take_messages, messages)
@@ -112,7 +111,7 @@ class ShownImages:
         return taken
 
     def _file(self, image: Any) -> str:
-        """Return a file with an image in its full size."""
+        """Return the path of a file with an image in its full size."""
         if is_file(image):
             return str(image)
         return str(self.store.path(_stored(image) or self._take(image, fits=False)).absolute())
@@ -137,7 +136,7 @@ class ShownImages:
             return text_part(f"[image not shown: {error}]")
 
     def _take(self, image: Any, fits: bool = True) -> str:
-        """Store an image, resized if it `fits` the model, and return its digest. Raises ValueError."""
+        """Store an image, resized for the model if `fits`, and return its digest. Raise ValueError for a bad image."""
         if (digest := _stored(image)) is not None:
             self.grid(digest)
             return digest
@@ -167,7 +166,7 @@ class ShownImages:
             return self.vision.grid(Image.open(file))
 
     def images_of(self, messages: Sequence[Message]) -> list[tuple[str, Grid]]:
-        """Return the stored images in messages, in order: digests and patches. Raises ValueError for others."""
+        """Return (digest, grid) of the stored images in messages, in order. Raise ValueError if one is not stored."""
         found: list[tuple[str, Grid]] = []
         for url in image_urls(messages) if self.shows else ():
             digest = _stored(url)
@@ -177,11 +176,11 @@ class ShownImages:
         return found
 
     def expand(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
-        """Return the ids of `messages` with as many tokens for each image as it takes, and where the images are."""
+        """Expand the images in `ids`, the ids of `messages`, to their image tokens. Return the ids and image spans."""
         return self.vision.expand(ids, self.images_of(messages))
 
     def expand_row(self, row: Row, messages: Sequence[Message]) -> Row:
-        """Return a row for supervised training with as many tokens for each image as it takes: they are context."""
+        """Expand the images in a row for supervised training to their image tokens, which are context."""
         ids, images = self.expand(row.token_ids, messages)
         if not images:
             return row
@@ -203,23 +202,23 @@ class ShownImages:
         return self.vision.collapse(row.token_ids, row.images) if row.images else row.token_ids
 
     def files_of(self, messages: Sequence[Message]) -> list[str]:
-        """Return the files of the stored images in messages, in order, in the size that the model gets."""
+        """Return the files of the stored images in messages, in order, resized for the model."""
         digests = filter(None, map(_stored, image_urls(messages)))
         return [str(self.store.path(digest).absolute()) for digest in digests]
 
     async def for_endpoint(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages for a chat endpoint, which gets the images themselves, in user messages."""
+        """Return messages for a chat endpoint, with images as data, in user messages."""
         return await self._with_images(show_in_user_turns(messages))
 
     async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Return a row that was taken for a program that cannot read its files: the images are in its messages."""
+        """Return a row for a program without access to its files, with images as data in its messages."""
         if "images" not in task:
             return task
         rest = {name: value for name, value in task.items() if name != "images"}
         return {**rest, "messages": await self._with_images(task["messages"])}
 
     async def _with_images(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with the images themselves, as `data:` addresses."""
+        """Return messages with stored images as `data:` addresses."""
         if not image_urls(messages):
             return list(messages)
         return await asyncio.to_thread(self._with_data, messages)
@@ -238,17 +237,17 @@ class ShownImages:
 
 
 class TextOnly:
-    """The counterpart of ShownImages for a model that reads only text."""
+    """The counterpart of ShownImages for a model that accepts only text."""
 
     vision = None
     shows = False
 
     async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages of tools unchanged: the chat template gets their images as text."""
+        """Return tool messages unchanged: their images become text for the chat template."""
         return list(messages)
 
     def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
-        """Return the ids of `messages`, in which there are no images."""
+        """Return `ids` unchanged, without images."""
         return ids, []
 
     def collapse(self, row: Row) -> list[int]:
@@ -260,7 +259,7 @@ class TextOnly:
         return []
 
     async def for_endpoint(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages for a chat endpoint, with text in the place of images."""
+        """Return messages for a chat endpoint, with text instead of images."""
         return [{**message, "content": text_of(message.get("content") or "")} for message in messages]
 
     async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +268,7 @@ class TextOnly:
 
 
 Images = ShownImages | TextOnly
-"""How the model of a run sees images."""
+"""The image intake of a run's model."""
 
 
 def _stored(image: Any) -> str | None:

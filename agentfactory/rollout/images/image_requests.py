@@ -1,5 +1,4 @@
-"""The images of a request to an inference server: sent once to each server, and checked against what it made of
-them."""
+"""Images in requests to inference servers: each is sent once per server, and the server's expansion is checked."""
 
 import asyncio
 from collections import OrderedDict
@@ -12,24 +11,24 @@ from agentfactory.rollout.images.parts import data_url
 from agentfactory.rollout.token_row import ImageSpan
 
 _REMEMBERED = 16_384
-"""Images per server that are known to have been sent."""
+"""Maximum number of images per server that are remembered as sent."""
 
 
 @dataclass(frozen=True)
 class RequestImages:
-    """The images in a request's ids, which have as many tokens for each as it takes."""
+    """The images in a request's `ids`, in which images are expanded to their tokens."""
 
     ids: Sequence[int]
     spans: Sequence[ImageSpan]
     shown: ShownImages
 
     def collapsed(self) -> list[int]:
-        """Return the ids with one token for each image, as the server takes them."""
+        """Return the ids with one token per image, as the server expects them."""
         return self.shown.vision.collapse(self.ids, self.spans)
 
     async def parts(self, sent: "SentImages") -> list[dict[str, Any]]:
-        """Return the request's `content_parts`: the server that `sent` describes gets the bytes of new images, and of
-        others only the name."""
+        """Return the request's `content_parts`: the data of images that are not in `sent`, and only the digest of
+        others."""
         digests = [span.digest for span in self.spans]
         new = [digest for digest in dict.fromkeys(digests) if digest not in sent]
         read = await asyncio.to_thread(self._data, new) if new else {}
@@ -39,18 +38,19 @@ class RequestImages:
         return {digest: data_url(self.shown.store.png(digest)) for digest in digests}
 
     def fault(self, prompt_ids: Any) -> str | None:
-        """Return what is wrong with the ids in which the server says that it saw the request; None if nothing is."""
+        """Compare the prompt ids that the server reports with the request's. Return the problem if they differ, else
+        None."""
         if prompt_ids == list(self.ids):
             return None
-        told = f"{len(prompt_ids)} others" if isinstance(prompt_ids, list) else "none"
+        told = f"{len(prompt_ids)} other tokens" if isinstance(prompt_ids, list) else "none"
         return (
-            f"the request has {len(self.ids)} tokens with {len(self.spans)} images, and the server read {told}: it "
-            "resizes images otherwise, or reads tokens as images that are none"
+            f"the request has {len(self.ids)} tokens with {len(self.spans)} images, but the server reports {told}: it "
+            "resizes images differently, or takes other tokens for images"
         )
 
 
 class SentImages:
-    """The digests of images that a server has got, as far as is remembered; it may have forgotten them itself."""
+    """The digests of the last _REMEMBERED images sent to a server, which may have evicted them since."""
 
     def __init__(self) -> None:
         self._digests: OrderedDict[str, None] = OrderedDict()
@@ -59,7 +59,7 @@ class SentImages:
         return digest in self._digests
 
     def note(self, spans: Sequence[ImageSpan]) -> None:
-        """Note that the server has these images."""
+        """Record that the server has these images."""
         for span in spans:
             self._digests[span.digest] = None
             self._digests.move_to_end(span.digest)
@@ -67,6 +67,6 @@ class SentImages:
             self._digests.popitem(last=False)
 
     def forget(self, spans: Sequence[ImageSpan]) -> None:
-        """Note that the server lacks these images."""
+        """Record that the server lacks these images."""
         for span in spans:
             self._digests.pop(span.digest, None)

@@ -1,5 +1,5 @@
-"""Models whose images are left to their own processor, which a server runs, too: tiles, rows with marks at their ends,
-and whatever else stands for an image comes from there."""
+"""Image processing by a model's own processor, which servers run too: it determines tiles, separators and all other
+tokens of an image."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,23 +16,24 @@ from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.errors import SettingError
 
 _SMALL = 64
-"""Side in pixels of an image with few tokens: most processors enlarge it to one tile."""
+"""Side in pixels of a small image with few tokens; most processors enlarge it to one tile."""
 
 
 def load_own_processor(path: str) -> Any:
-    """Return the processor of a model, of text and images. Raises SettingError if transformers cannot load it."""
+    """Return a model's processor of text and images. Raise SettingError if transformers cannot load it."""
     from transformers import AutoProcessor
 
     try:
         return AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        problem = f"the processor of {path}, which makes tokens of its images, cannot be loaded: {error}"
+        problem = f"the processor of {path}, which converts images to tokens, cannot be loaded: {error}"
         raise SettingError("model.path", problem, "install what is missing, or add the files of the model") from error
 
 
 @dataclass(frozen=True)
 class OwnProcessor(Vision):
-    """How many tokens an image takes, and what is around and between them, follows from its size alone."""
+    """Image processing by a model's own processor. An image's tokens, and those around and between them, depend only on
+    its size."""
 
     processor: Any
     min_pixels: int | None = None
@@ -44,26 +45,25 @@ class OwnProcessor(Vision):
     def __post_init__(self) -> None:
         token = self.processor.image_token
         if self.processor.tokenizer.convert_tokens_to_ids(token) != self.image_token_id:
-            problem = f"the processor writes images as {token}, and config.json has the id {self.image_token_id}"
+            problem = f"the processor's image token is {token}, but config.json has the id {self.image_token_id}"
             raise SettingError("model.path", problem, "add the files of the original model")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            problem = f"got {self.max_pixels}, less than the {self.min_pixels} of the smallest"
+            problem = f"got {self.max_pixels}, less than the minimum of {self.min_pixels}"
             raise SettingError("model.max_image_pixels", problem, "raise it")
         object.__setattr__(self, "_ids", lru_cache(1024)(self._expansion))
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Return an image within the limits; its size is kept if there are none. Raises ValueError if the processor
-        refuses the size."""
+        """Resize an image to the limits, if there are any. Raise ValueError if the processor refuses the size."""
         area = image.width * image.height
         scale = 1.0
         if self.max_pixels is not None and area > self.max_pixels:
             scale = math.sqrt(self.max_pixels / area)
         elif self.min_pixels is not None and area < self.min_pixels:
             scale = math.sqrt(self.min_pixels / area)
-        # rounded such that the limit is kept
+        # round such that the limit holds
         turn = math.floor if scale < 1 else math.ceil
         size = max(1, turn(image.width * scale)), max(1, turn(image.height * scale))
-        # transformers' Mistral 3 fails on a single token
+        # transformers' Mistral 3 fails on an image of a single token
         while list(self.ids((1, size[1], size[0]))).count(self.image_token_id) == 1 and max(size) < _SMALL:
             size = 2 * size[0], 2 * size[1]
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
@@ -77,7 +77,7 @@ class OwnProcessor(Vision):
         return 1, image.height, image.width
 
     def ids(self, grid: Grid) -> Sequence[int]:
-        """See Vision. Raises ValueError if the processor refuses the size."""
+        """See Vision. Raise ValueError if the processor refuses the size."""
         return self._ids(grid)
 
     def _expansion(self, grid: Grid) -> tuple[int, ...]:
@@ -88,9 +88,9 @@ class OwnProcessor(Vision):
             raise ValueError(problem) from error
 
     def process(self, image: Image.Image) -> tuple[list[int], dict[str, Any]]:
-        """Return the ids that stand for an image, and what the network gets of it, as the processor makes them."""
+        """Return the processor's token ids for an image, and the inputs of the network for it."""
         text = [self.processor.image_token]
-        # tokenizers refuse to be called by several threads
+        # tokenizers refuse concurrent calls
         with self._lock:
             made = self.processor(text=text, images=[image], add_special_tokens=False, return_tensors="pt")
         ids: list[int] = made["input_ids"][0].tolist()
@@ -105,7 +105,7 @@ class OwnProcessor(Vision):
         return Image.new("RGB", (grid[2], grid[1]))
 
     def positions(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray | None:
-        """See Vision: tokens are counted."""
+        """See Vision. Return None: positions are one-dimensional."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Images in messages, and in the rows of data: where they stand, in the forms that other projects write."""
+"""Images in messages and in rows of data: their placeholders and parts, in the formats of other projects too."""
 
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +9,13 @@ from agentfactory.tools.images.decode import is_path
 from agentfactory.tools.messages import Message
 
 MARK = "<image>"
-"""In the text of a row with `images`: an image stands here (ms-swift, verl)."""
+"""Placeholder of an image in the text of a row with `images` (ms-swift, verl)."""
 _SOURCES = ("image", "url", "path", "base64", "bytes")
-"""Keys of a part `{"type": "image"}` under which the image itself may be."""
+"""Keys of a part `{"type": "image"}` that may contain the image itself."""
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """Return the part of a message for an image at an address."""
+    """Return the message part for an image at an address."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -25,7 +25,7 @@ def data_url(png: bytes) -> str:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return the part of a message for a text."""
+    """Return the message part for a text."""
     return {"type": "text", "text": text}
 
 
@@ -38,7 +38,7 @@ def parts_of(message: Message) -> list[dict[str, Any]]:
 
 
 def for_template(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with images as chat templates take them: places without the images."""
+    """Return messages in the form for chat templates, with placeholder parts instead of images."""
     return [
         {**m, "content": [{"type": "image"} if part["type"] == "image_url" else part for part in m["content"]]}
         if isinstance(m.get("content"), list)
@@ -48,7 +48,7 @@ def for_template(messages: Sequence[Message]) -> list[Message]:
 
 
 def image_urls(messages: Sequence[Message]) -> list[Any]:
-    """Return the addresses, or whatever stands in their place, of the images in messages, in order."""
+    """Return the addresses of the images in messages, in order, or the values given in place of addresses."""
     return [
         part["image_url"]["url"]
         for message in messages
@@ -59,42 +59,42 @@ def image_urls(messages: Sequence[Message]) -> list[Any]:
 
 
 def images_of_row(task: dict[str, Any]) -> list[Any]:
-    """Return the images of a row of data, as `clean_row` returned it: of `images`, and of its messages."""
+    """Return the images of a row that `clean_row` returned: those in `images`, then those in its messages."""
     messages = task.get("messages")
     return [*(task.get("images") or ()), *image_urls(_dicts(messages if isinstance(messages, list) else ()))]
 
 
 def has_images(task: dict[str, Any]) -> bool:
-    """Return whether a row of data, as `clean_row` returned it, has images."""
+    """Return whether a row that `clean_row` returned has images."""
     return bool(images_of_row(task))
 
 
 def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Return a row of data with its images in one form: `images` is a list, and content has parts of the types `text`,
-    `image_url`, and `image` for one of `images`, without the keys that a table fills with None. Paths begin at `base`.
+    """Normalize the images of a row of data: `images` becomes a list, and content has parts of the types `text`,
+    `image_url`, and `image` (one of `images`), without the None values of tables. Paths are relative to `base`.
 
-    Raises ValueError if the row has more or fewer images than places for them.
+    Raise ValueError if the number of images differs from the number of placeholders.
     """
     row = dict(row)
     if isinstance(row.get("messages"), list):
         row["messages"] = [_clean_message(message, base) for message in row["messages"]]
         if any(message.get("role") == "assistant" and image_urls([message]) for message in _dicts(row["messages"])):
-            raise ValueError("an assistant's message has an image, which models here do not make")
+            raise ValueError("an assistant message has an image, but models here write only text")
     if "images" not in row:
         if _places(row) > _marks(row):
-            raise ValueError("its content has parts of type image, and there is no column `images`")
+            raise ValueError("its content has parts of type image, but there is no column `images`")
         return row
     given = row["images"]
     row["images"] = [_rooted(image, base) for image in (given if isinstance(given, list) else [given]) if image]
     count, places = len(row["images"]), _places(row)
     if places not in (0, count) or (places and not count):
-        raise ValueError(f"it has {count} images, and its text has places ({MARK}) for {places}")
+        raise ValueError(f"it has {count} images, but its text has placeholders ({MARK}) for {places}")
     return row
 
 
 def place_images(task: dict[str, Any], addresses: Callable[[Any], str]) -> list[Message]:
-    """Return the opening messages of a cleaned row with its images in their places, as `addresses` of them. Without
-    places in the text, they come first in the first user message."""
+    """Return the opening messages of a cleaned row with image parts, whose addresses `addresses` returns, at their
+    placeholders. Without placeholders in the text, images come first in the first user message."""
     messages = task.get("messages") or [{"role": "user", "content": str(task["question"])}]
     images = iter(task.get("images") or [])
     if _places({**task, "messages": messages}):
@@ -103,14 +103,14 @@ def place_images(task: dict[str, Any], addresses: Callable[[Any], str]) -> list[
     if task.get("images"):
         at = next((n for n, message in enumerate(messages) if message["role"] == "user"), None)
         if at is None:
-            raise ValueError("it has images, and no user message for them")
+            raise ValueError("it has images, but no user message for them")
         shown = [image_part(addresses(image)) for image in images]
         placed[at] = {**placed[at], "content": [*shown, *parts_of(placed[at])]}
     return placed
 
 
 def show_in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose images of tools stand in a user message right after the tools' messages."""
+    """Return messages with the images of tool messages moved to a user message right after them."""
     shown: list[Message] = []
     waiting: list[dict[str, Any]] = []
     for message in messages:
@@ -137,7 +137,7 @@ def _clean_message(message: Any, base: Path) -> Any:
 
 def _clean_part(part: Any, base: Path) -> dict[str, Any]:
     if not isinstance(part, dict):
-        raise ValueError(f"a part of its content is {part!r:.100}, and not an object with a type")
+        raise ValueError(f"a part of its content is {part!r:.100}, not an object with a type")
     part = {key: value for key, value in part.items() if value is not None}
     match part.get("type"):
         case "text":
@@ -148,18 +148,18 @@ def _clean_part(part: Any, base: Path) -> dict[str, Any]:
         case "image":
             source = next((part[key] for key in _SOURCES if key in part), None)
             return {"type": "image"} if source is None else image_part(_rooted(source, base))
-    raise ValueError(f"a part of its content has the type {part.get('type')!r}; text, image and image_url are possible")
+    raise ValueError(f"a part of its content has the type {part.get('type')!r}; use text, image or image_url")
 
 
 def _rooted(image: Any, base: Path) -> Any:
-    """Return an image, a relative path made absolute."""
+    """Return an image; a relative path is made absolute."""
     if isinstance(image, dict) and not image.get("bytes") and image.get("path"):
         image = image["path"]
     return str(base / str(image).removeprefix("file://")) if is_path(image) else image
 
 
 def _texts(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts in which images may be marked: an assistant writes none."""
+    """Yield the texts that may contain placeholders: all except assistant messages."""
     messages = row.get("messages")
     if messages is None:
         yield str(row.get("question", ""))
@@ -170,7 +170,7 @@ def _texts(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _dicts(messages: Sequence[Any]) -> list[Message]:
-    """Return the messages that are objects: others are told of where they are rendered."""
+    """Return the messages that are objects; others raise an error when they are rendered."""
     return [message for message in messages if isinstance(message, dict)]
 
 
@@ -184,7 +184,7 @@ def _places(row: dict[str, Any]) -> int:
 
 
 def _placed(message: Message, images: Iterator[Any], addresses: Callable[[Any], str]) -> Message:
-    """Return a message with `images` where it has places for them; without any left, text stays as it is."""
+    """Return a message with `images` at its placeholders; once there are no more images, text stays unchanged."""
     content = message.get("content")
     parts: list[dict[str, Any]] = []
     for part in parts_of(message):

@@ -1,4 +1,4 @@
-"""Places in the text of a row, which states them in pixels of the image's file: written as the model states them."""
+"""Boxes and points in the text of a row: conversion from pixels of the image's file to the model's coordinates."""
 
 import math
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.decode import size_of
 
 MARK = "<bbox>"
-"""In the text of a row with `objects`: a box or a point stands here (ms-swift)."""
+"""Placeholder of a box or point in the text of a row with `objects` (ms-swift)."""
 
 
 def has_places(task: dict[str, Any]) -> bool:
-    """Return whether a row's text has places."""
+    """Return whether a row's text has placeholders of boxes or points."""
     objects = task.get("objects")
     return isinstance(objects, dict) and objects.get("bbox") is not None and any(map(_count, _texts(task)))
 
@@ -22,12 +22,13 @@ def has_places(task: dict[str, Any]) -> bool:
 def state_places(
     task: dict[str, Any], view: ModelView | None, model: str, section: str, row: int | None = None
 ) -> dict[str, Any]:
-    """Return a row of `section` with each MARK in its text replaced by one of `objects.bbox`, in order: a box or a
-    point in pixels of the image with the number that `objects.image_id` has at the same place, or else of the first.
-    With `objects.bbox_type: norm1` they are shares of the image's sides.
+    """Return a row of `section` with each MARK in its text replaced by the next of `objects.bbox`, in the model's
+    coordinates. An entry is a box or point in pixels of an image: the one whose number is at the same index in
+    `objects.image_id`, by default the first. With `objects.bbox_type: norm1`, entries are fractions of the image's
+    sides.
 
-    Raises SettingError, with the number of the `row`, if there are more or fewer marks than places, or one is no box or
-    point of an image of the row; and if it is not known how the `model` states places.
+    Raise SettingError, with the number of the `row`, if the numbers of marks and entries differ, if an entry is not a
+    box or point of an image of the row, or if the coordinate system of `model` is unknown.
     """
     if not has_places(task):
         return task
@@ -41,9 +42,9 @@ def state_places(
 
 
 def unknown_way(model: str, who: str) -> SettingError:
-    """Return the error for a model of which it is not known how it states places."""
-    problem = f"got auto, {who} places in images, and it is not known how {model} states them"
-    fix = "set relative1000, relative1, resized or pixels; `agentfactory doctor RECIPE --coordinates` asks the model"
+    """Return the error for a model with an unknown coordinate system; `who` is the subject and verb that need it."""
+    problem = f"got auto, but {who} places in images, and the coordinate system of {model} is unknown"
+    fix = "set relative1000, relative1, resized or pixels; `agentfactory doctor RECIPE --coordinates` tests the model"
     return SettingError("rollout.coordinates", problem, fix)
 
 
@@ -51,14 +52,14 @@ def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
     objects, images = task["objects"], task.get("images") or []
     places, kind = objects["bbox"], objects.get("bbox_type") or "real"
     if kind not in ("real", "norm1"):
-        raise ValueError(f"objects.bbox_type is {kind!r}; it is real for pixels, or norm1 for shares from 0 to 1")
+        raise ValueError(f"objects.bbox_type is {kind!r}; use real for pixels, or norm1 for fractions from 0 to 1")
     numbers = objects.get("image_id") or [0] * len(places)
     if len(numbers) != len(places):
-        raise ValueError(f"objects.image_id has {len(numbers)} numbers, and objects.bbox {len(places)} places")
+        raise ValueError(f"objects.image_id has {len(numbers)} numbers, but objects.bbox has {len(places)} places")
     given = ModelView(Coordinates.PIXELS if kind == "real" else Coordinates.RELATIVE1)
     said = [_said(place, number, images, given, view) for place, number in zip(places, numbers, strict=True)]
     if (marks := sum(map(_count, _texts(task)))) != len(said):
-        raise ValueError(f"objects.bbox has {len(said)} places, and its text has {MARK} {marks} times")
+        raise ValueError(f"objects.bbox has {len(said)} places, but its text has {MARK} {marks} times")
     field = _field(task)
     return {**task, field: _filled(task[field], iter(said))}
 
@@ -66,17 +67,17 @@ def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
 def _said(place: Any, number: Any, images: list[Any], given: ModelView, view: ModelView) -> str:
     ends = place if isinstance(place, list) else ()
     if len(ends) not in (2, 4) or not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
-        raise ValueError(f"objects.bbox has {place!r}; a box is [left, top, right, bottom], and a point [x, y]")
+        raise ValueError(f"objects.bbox has {place!r}; use [left, top, right, bottom] for a box, [x, y] for a point")
     if len(ends) == 4 and (ends[0] > ends[2] or ends[1] > ends[3]):
-        raise ValueError(f"objects.bbox has {place!r}: left has to be less than right, and top less than bottom")
+        raise ValueError(f"objects.bbox has {place!r}: left must be less than right, and top less than bottom")
     if type(number) is not int or not 0 <= number < len(images):
-        raise ValueError(f"objects.image_id has {number!r}, and the row {len(images)} images, numbered from 0")
+        raise ValueError(f"objects.image_id has {number!r}, but the row has {len(images)} images, numbered from 0")
     size = size_of(images[number])
     return str(view.stated(given.to_pixels(ends, size), size))
 
 
 def _filled(value: Any, said: Iterator[str]) -> Any:
-    """Return a text, or messages, with their marks replaced."""
+    """Return a text, or messages, with each MARK replaced."""
     if isinstance(value, str):
         first, *rest = value.split(MARK)
         return first + "".join(next(said) + text for text in rest)
@@ -94,7 +95,7 @@ def _filled_message(message: Any, said: Iterator[str]) -> Any:
 
 
 def _field(task: dict[str, Any]) -> str:
-    """Return the field whose text opens the chain."""
+    """Return the name of the field with the chain's opening text."""
     return "question" if task.get("messages") is None else "messages"
 
 

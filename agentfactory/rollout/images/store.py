@@ -1,5 +1,4 @@
-"""The images of a run: lossless files named by the digest of their pixels, each stored once however many chains hold
-it."""
+"""The image store of a run: lossless files named by the digest of their pixels, each stored once for all chains."""
 
 import hashlib
 import os
@@ -20,14 +19,14 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 class ImageStore:
     """A folder of images, `DIGEST.png` in a subfolder named after the digest's first two letters. Several processes may
-    use it at a time. Links below the folder `within` (None: in the folder of images) are not followed."""
+    use it concurrently. Links below the folder `within` (None: the folder of images) are not followed."""
 
     def __init__(self, folder: Path, within: Path | None = None) -> None:
         self.folder = folder
         self._within = within or folder
 
     def put(self, image: Image.Image) -> str:
-        """Store an RGB image, unless it is stored already, and return its digest. Raises DiskError."""
+        """Store an RGB image, unless it is already stored, and return its digest. Raise DiskError if writing fails."""
         digest = digest_of(image)
         path = self.path(digest)
         if not path.exists():
@@ -39,34 +38,34 @@ class ImageStore:
         return digest
 
     def path(self, digest: str) -> Path:
-        """Return where the image is, or would be, stored. Raises ValueError if `digest` is not a digest."""
+        """Return the path of the image, stored or not. Raise ValueError if `digest` is not a digest."""
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{digest!r} is not the digest of an image")
         return self.folder / digest[:2] / f"{digest}.png"
 
     def png(self, digest: str) -> bytes:
-        """Return the bytes of an image's file. Raises ValueError if it is not stored."""
+        """Return the bytes of an image's file. Raise ValueError if it is not stored."""
         try:
             return read_file(self.path(digest), _IMAGE_BYTES, self._within)
         except OSError as error:
             raise self._lost(digest, error) from error
 
     def open(self, digest: str) -> BinaryIO:
-        """Open an image's file. Raises ValueError if it is not stored."""
+        """Open an image's file. Raise ValueError if it is not stored."""
         try:
             return open_file(self.path(digest), self._within)
         except OSError as error:
             raise self._lost(digest, error) from error
 
     def load(self, digest: str) -> Image.Image:
-        """Return an image. Raises ValueError if it is not stored, or its file is damaged."""
+        """Return an image. Raise ValueError if it is not stored, or if its file is damaged."""
         try:
             image = Image.open(BytesIO(self.png(digest)))
             image.load()
         except OSError as error:
             raise ValueError(f"{self.path(digest)} is damaged: {error}") from error
         if digest_of(image) != digest:
-            raise ValueError(f"{self.path(digest)} is damaged: its pixels are not those that were stored")
+            raise ValueError(f"{self.path(digest)} is damaged: its pixels differ from those that were stored")
         return image
 
     def _lost(self, digest: str, error: OSError) -> ValueError:
@@ -75,18 +74,18 @@ class ImageStore:
 
 
 def digest_of(image: Image.Image) -> str:
-    """Return the digest of an RGB image's size and pixels, 32 letters. Raises ValueError for another mode."""
+    """Return the digest of an RGB image's size and pixels, 32 hex digits. Raise ValueError for another mode."""
     if image.mode != "RGB":
         raise ValueError(f"got an image of mode {image.mode}; convert it to RGB")
     return hashlib.sha256(b"%dx%d " % image.size + image.tobytes()).hexdigest()[:32]
 
 
 def url_of(digest: str) -> str:
-    """Return the address by which messages refer to a stored image, in the place of its bytes."""
+    """Return the address by which messages refer to a stored image."""
     return _SCHEME + digest
 
 
 def stored_digest(url: str) -> str | None:
-    """Return the digest in an address made by `url_of`; None for any other address."""
+    """Return the digest in an address that `url_of` returned; None for any other address."""
     digest = url.removeprefix(_SCHEME)
     return digest if digest != url and _DIGEST.fullmatch(digest) else None

@@ -1,4 +1,4 @@
-"""Images and places in the rows of a recipe's data, as the recipe's model gets them."""
+"""Preparation of images and coordinates in rows of data for the recipe's model."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from agentfactory.tools.messages import ToolSpec
 
 Task = dict[str, Any]
 Takes = Callable[[str], bool]
-"""(field of a row) -> do the tools, or the rewards, take it?"""
+"""(name of a row's field) -> True if the tools, or the rewards, take it."""
 
 
 class TaskImages:
-    """Prepares rows and tools for the model of a recipe. `view` is how it states places in images; None if it sees
-    none, or its way is not known."""
+    """A preparer of rows and tools for a recipe's model. `view` is the model's coordinate system in images; None if it
+    accepts only text, or if the system is unknown."""
 
     def __init__(self, recipe: RolloutRecipe, images: Images) -> None:
         self._recipe = recipe
@@ -28,12 +28,12 @@ class TaskImages:
         self.view = view_of(recipe.model.path, images.vision, recipe.rollout.coordinates)
 
     def describe(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
-        """Return descriptions of tools with the model's way of stating places."""
+        """Return descriptions of tools that name the model's coordinate system."""
         return [spec if self.view is None else stating(spec, self.view) for spec in specs]
 
     async def check(self, tasks: Sequence[Task], section: str, rewards_take: Takes) -> None:
-        """Raise SettingError for an image that cannot be shown or a place that cannot be stated in `tasks`, the rows of
-        `section`, and for rewards that need a way of stating places which is not known."""
+        """Check `tasks`, the rows of `section`. Raise SettingError for an unusable image, for a box or point that
+        cannot be converted, and for rewards that need an unknown coordinate system."""
         if any(map(has_images, tasks)):
             await asyncio.to_thread(self._seeing(section).check_tasks, tasks, self._recipe.limits.images, section)
         for number, task in enumerate(tasks, 1):
@@ -42,16 +42,15 @@ class TaskImages:
             raise unknown_way(self._recipe.model.path, "its rewards convert")
 
     async def take(self, task: Task, section: str, row: int | None = None) -> Task:
-        """Return a row of `section`, the one numbered `row` if that is given, as its chains get it: its images are
-        stored once for all of them, and places in its text are stated as the model does. Raises SettingError for an
-        image that cannot be shown, or a place that is none."""
+        """Prepare a row of `section`, with number `row` if it is given, for its chains: store its images once, and
+        convert boxes and points in its text to the model's coordinates. Raise SettingError for an unusable image or an
+        invalid box or point."""
         task = self._stated(task, section, row)
         return await self._seeing(section).take_task(task, section, row) if has_images(task) else task
 
     def for_tools(self, task: Task, tools_take: Takes) -> Task:
-        """Return a row, as `take` returned it, with what tools need to know of the model: `model_view`, if a reset
-        names it. Raises SettingError if places cannot be converted because the model's way to state them is not
-        known."""
+        """Add the model's coordinate system as `model_view` to a row that `take` returned, if a tool's reset takes it.
+        Raise SettingError if it is unknown."""
         if not tools_take(VIEW_FIELD):
             return task
         if self.view is None:
@@ -62,11 +61,11 @@ class TaskImages:
         return state_places(task, self.view, self._recipe.model.path, section, row)
 
     def _seeing(self, section: str) -> ShownImages:
-        """Raise SettingError if the model cannot be shown the images of `section`."""
+        """Return the image intake. Raise SettingError if the model cannot get the images of `section`."""
         if isinstance(self._images, ShownImages):
             if self._images.shows:
                 return self._images
-            problem = "it has no images, and rows of the data have some"
-            raise SettingError("model.chat_template", problem, "set null: the model's own has them")
-        problem = f"its rows have images, and {why_unseen(self._recipe.model.path)}"
-        raise SettingError(section, problem, "use a model that sees, or leave out the column `images`")
+            problem = "it does not render images, but rows of the data have some"
+            raise SettingError("model.chat_template", problem, "set null, to use the model's own, which does")
+        problem = f"its rows have images, but {why_unseen(self._recipe.model.path)}"
+        raise SettingError(section, problem, "use a vision-language model, or remove the column `images`")

@@ -1,4 +1,4 @@
-"""Rewards: a user's `@reward` functions and classes, and a small library of prebuilt ones."""
+"""Rewards: users' `@reward` functions and classes, and a small library of prebuilt ones."""
 
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import PREBUILT, RewardError

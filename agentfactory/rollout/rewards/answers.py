@@ -1,4 +1,4 @@
-"""Short answers: exact match and F1, as SQuAD measures them (Rajpurkar et al., 2016, arXiv:1606.05250)."""
+"""Rewards for short answers: exact match and F1, as in SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250)."""
 
 import re
 import string
@@ -20,8 +20,8 @@ def normalize(text: str) -> str:
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """Return the harmonic mean of precision and recall of the normalised words; if either text has none, 1 if both have
-    none, else 0."""
+    """Return the harmonic mean of precision and recall of the normalised words; if a text has no words, 1 if both have
+    none, otherwise 0."""
     predicted, expected = normalize(prediction).split(), normalize(answer).split()
     if not predicted or not expected:
         return float(predicted == expected)
@@ -55,7 +55,7 @@ class ExactMatch:
 @reward
 @dataclass(config=OPTIONS)
 class F1:
-    """F1 of the words that prediction and answer share, from 0 to 1; with several answers, the highest."""
+    """Word-level F1 of prediction and answer, from 0 to 1; with several answers, the highest."""
 
     field: str = "answer"
     """As in exact_match."""

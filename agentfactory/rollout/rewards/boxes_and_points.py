@@ -1,5 +1,5 @@
-"""Places in images: how well a predicted box fits, and whether a point lies in the right box. Rows state boxes in
-pixels of the file, and predictions are read in the coordinates of the model."""
+"""Rewards for predicted boxes and points in images. Rows give boxes in pixels of the file; predictions are read in the
+model's coordinates."""
 
 import math
 import re
@@ -27,7 +27,7 @@ _POINT = re.compile(rf"{_OPEN}{_PAIR}{_CLOSE}")
 
 
 def iou(one: Box, other: Box) -> float:
-    """Return the area that two boxes share, as a share of the area that they cover together."""
+    """Return the intersection over union of two boxes."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     if width <= 0 or height <= 0:
@@ -41,7 +41,8 @@ def _area(box: Box) -> float:
 
 
 def read_box(text: str) -> Box | None:
-    """Return the last box in a text, [left, top, right, bottom] or (left, top), (right, bottom); None without one."""
+    """Return the last box in a text, as [left, top, right, bottom] or (left, top), (right, bottom); None if there is
+    none."""
     found = _BOX.findall(text)
     if not found:
         return None
@@ -50,7 +51,7 @@ def read_box(text: str) -> Box | None:
 
 
 def read_point(text: str) -> tuple[float, float] | None:
-    """Return the last point in a text, [x, y] or (x, y), or the middle of its last box; None without either."""
+    """Return the last point in a text, as [x, y] or (x, y), or the centre of its last box; None if there is neither."""
     if (box := read_box(text)) is not None:
         return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     found = _POINT.findall(text)
@@ -58,7 +59,7 @@ def read_point(text: str) -> tuple[float, float] | None:
 
 
 def _boxes(row: dict[str, Any], field: str) -> list[Box]:
-    """Return the accepted boxes of a row: one, or a list of them. Raises ValueError if they are none."""
+    """Return the accepted boxes in a row's field, which has one box or a list. Raise ValueError if it is invalid."""
     given = field_of(row, field)
     several = given if given and all(isinstance(box, Sequence) for box in given) else [given]
     boxes = [tuple(box) for box in several if isinstance(box, Sequence) and not isinstance(box, str)]
@@ -68,14 +69,14 @@ def _boxes(row: dict[str, Any], field: str) -> list[Box]:
             boxes = []
             break
     if not boxes:
-        raise ValueError(f"wants [left, top, right, bottom] in the field {field!r}, or a list of these, not {given!r}")
+        raise ValueError(f"needs [left, top, right, bottom] in the field {field!r}, or a list of these, not {given!r}")
     return boxes
 
 
 def _size(row: dict[str, Any], image: int) -> tuple[int, int]:
     images = field_of(row, "images")
     if not 0 <= image < len(images):
-        raise ValueError(f"wants image {image} of the row, which has {len(images)}")
+        raise ValueError(f"needs image {image} of the row, which has {len(images)}")
     return size_of(images[image])
 
 
@@ -85,20 +86,20 @@ class _Places:
     """Field of the row: the box in pixels of the image's file, as [left, top, right, bottom], or a list of accepted
     ones."""
     image: Annotated[int, Field(ge=0)] = 0
-    """Number of the image, from 0, among the row's `images`."""
+    """Index of the image, from 0, in the row's `images`."""
     extract: Pattern | None = None
-    """The part of the prediction that has the place, such as `<answer>(.*?)</answer>`: the first group of the last
-    match. null: all of it; the last place in it counts."""
+    """The part of the prediction with the box or point, such as `<answer>(.*?)</answer>`: the first group of the last
+    match. null: the whole prediction. The last box or point in it counts."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no box, or no such image."""
         _boxes(row, self.field)
         if self.image >= len(field_of(row, "images")):
-            raise ValueError(f"wants image {self.image} of the row, which has {len(row['images'])}")
+            raise ValueError(f"needs image {self.image} of the row, which has {len(row['images'])}")
 
     def _pixels(self, places: Sequence[float], view: ModelView | None, row: dict[str, Any]) -> list[float]:
         if view is None:
-            raise RewardError("it is not known how the model states places in images; fix: set rollout.coordinates")
+            raise RewardError("the model's coordinate system is unknown; fix: set rollout.coordinates")
         return view.to_pixels(places, _size(row, self.image))
 
 
@@ -108,9 +109,9 @@ class BoxIou(_Places):
     """The intersection over union of the predicted box and the row's, from 0 to 1; metrics `iou` and `success`."""
 
     threshold: Share = 0.5
-    """The IoU from which on the prediction is a success."""
+    """Minimum IoU of a success."""
     binary: bool = False
-    """Give 1 for a success and else 0, instead of the IoU."""
+    """Return 1 for a success and 0 otherwise, instead of the IoU."""
 
     def __call__(self, prediction: str, model_view: ModelView | None, **row: Any) -> dict[str, float]:
         box = read_box(extracted(self.extract, prediction))
@@ -126,7 +127,7 @@ class BoxIou(_Places):
 @reward
 @dataclass(config=OPTIONS)
 class PointInBox(_Places):
-    """1 if the predicted point, or the middle of the predicted box, lies in the row's box, else 0; metric `success`."""
+    """1 if the predicted point, or the centre of the predicted box, is in the row's box, else 0; metric `success`."""
 
     def __call__(self, prediction: str, model_view: ModelView | None, **row: Any) -> dict[str, float]:
         point = read_point(extracted(self.extract, prediction))

@@ -1,8 +1,8 @@
-"""Calls a solution's functions inside the sandbox. Its source is sent there whole, so it imports only the standard
-library.
+"""A harness that calls a solution's functions inside the sandbox. Its source is sent there, so it imports only the
+standard library.
 
-Its output cannot be trusted, because the solution shares its process. Forging it gains nothing: the expected outputs
-are not in the sandbox, and they are compared outside.
+Its output cannot be trusted, because the solution shares its process. Forging the output gains nothing, because the
+expected outputs are not in the sandbox but compared outside.
 """
 
 import inspect
@@ -14,8 +14,8 @@ from typing import Any
 
 
 def comparable(value: Any) -> Any:
-    """Convert `value` to what JSON can express: tuples become lists, sets are sorted, keys are text. Raises TypeError
-    for other objects."""
+    """Convert `value` to JSON types: tuples become lists, sets sorted lists, keys text. Raise TypeError for other
+    objects."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -28,7 +28,7 @@ def comparable(value: Any) -> Any:
 
 
 def run(code: str, calls: list[tuple[str, list[Any], dict[str, Any]]]) -> None:
-    """Print a line for each call (name, arguments, named arguments): its number and its result as JSON."""
+    """Print a JSON line [number, result] for each call, which is (name, arguments, named arguments)."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the solution's own prints are not replies
     solution = sys.modules["solution"] = types.ModuleType("solution")

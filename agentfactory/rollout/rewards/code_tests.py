@@ -1,4 +1,4 @@
-"""Tests programs that models write: the programs run in the sandbox, and their output is judged outside."""
+"""Tests of programs written by models: the programs run in the sandbox, and their output is checked outside."""
 
 import ast
 import asyncio
@@ -20,7 +20,7 @@ from agentfactory.tools.sandbox.script import ScriptResult, run_script
 
 @plain_dataclass(frozen=True)
 class ProgramTest:
-    """A test of what the program prints when it reads `input` on stdin."""
+    """A test of a program's stdout, given `input` on stdin."""
 
     input: str
     output: str
@@ -28,7 +28,7 @@ class ProgramTest:
 
 @plain_dataclass(frozen=True)
 class CallTest:
-    """A test of what a function, or a method as `Class.method`, returns."""
+    """A test of the return value of a function, or of a method given as `Class.method`."""
 
     function: str
     args: list[Any]
@@ -37,7 +37,7 @@ class CallTest:
 
 
 def code_of(prediction: str) -> str:
-    """Return the last block between ``` marked as Python or not marked at all; else the whole prediction."""
+    """Return the last ``` block that is marked as Python or unmarked; without one, the whole prediction."""
     code = prediction
     for block in prediction.split("```")[1::2]:
         label, newline, body = block.partition("\n")
@@ -47,15 +47,15 @@ def code_of(prediction: str) -> str:
 
 
 def read_tests(tests: Any) -> list[ProgramTest | CallTest]:
-    """Read the tests of a row: a list, or JSON of one, of {input, output}, of {function, args, kwargs, output}, or of
+    """Parse the tests of a row: a list, or its JSON text, of {input, output}, {function, args, kwargs, output}, or
     assertions such as `assert add(1, 2) == 3`.
 
-    Raises ValueError, with a message for the author of the data, if a test has none of these forms.
+    Raise ValueError, with a message for the author of the data, if a test has none of these forms.
     """
     if isinstance(tests, str):
         tests = json.loads(tests)
     if not isinstance(tests, Sequence) or not tests:
-        raise ValueError(f"got {tests!r}; it has to be a list of tests")
+        raise ValueError(f"got {tests!r}; it must be a list of tests")
     return [_read_test(test) for test in tests]
 
 
@@ -79,7 +79,7 @@ def _read_assertion(text: str) -> CallTest:
                 positional = [ast.literal_eval(argument) for argument in args]
                 return CallTest(ast.unparse(function), positional, named, ast.literal_eval(output))
     raise ValueError(
-        f"{text!r} cannot be judged outside the sandbox; write `assert function(literals) == literal`, or a test of "
+        f"{text!r} cannot be checked outside the sandbox; write `assert function(literals) == literal`, or a test of "
         "{function, args, output}"
     )
 
@@ -87,20 +87,20 @@ def _read_assertion(text: str) -> CallTest:
 @reward
 @dataclass(config=OPTIONS)
 class CodeTests:
-    """1 if the program passes all tests, else 0; metrics `success` and `tests_passed`, a share.
+    """1 if the program passes all tests, else 0; metrics `success` and `tests_passed`, the fraction passed.
 
     Testing stops at the first failed test, unless `partial` is set; it always stops after a test that exceeds its time
     limit. Raises ValueError if the row's tests are invalid.
     """
 
     field: str = "tests"
-    """Field of the row: a list of tests, or JSON of one."""
+    """Field of the row: a list of tests, or its JSON text."""
     partial: bool = False
-    """Use the share of passed tests as the reward."""
+    """Use the fraction of passed tests as the reward."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Time limit of one program, and of all function calls together."""
     memory_mb: Annotated[int, Field(gt=0)] = 256
-    """Memory limit of the sandbox."""
+    """Memory limit of the sandbox, in MiB."""
     concurrency: Annotated[int, Field(gt=0)] = 4
     """Maximum number of sandboxes; further rewards wait, which counts towards their time limit."""
 
@@ -146,7 +146,7 @@ class CodeTests:
         return passed, passed == len(tests) or (self.partial and not result.timed_out)
 
     async def _run(self, program: str, stdin: str = "") -> ScriptResult:
-        # a notebook runs several event loops in succession
+        # notebooks run several event loops in succession
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             self._places = asyncio.Semaphore(self.concurrency)
@@ -155,7 +155,7 @@ class CodeTests:
 
 
 def _read_claims(stdout: str) -> dict[int, Any]:
-    """Return call number -> result, for lines of the right form."""
+    """Return call number -> result, from the lines with the right format."""
     claims = {}
     for line in stdout.splitlines():
         try:
@@ -168,13 +168,13 @@ def _read_claims(stdout: str) -> dict[int, Any]:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Return whether the lines are equal, ignoring space at the ends of lines and empty lines at the end."""
+    """Return whether the lines are equal, ignoring trailing whitespace of lines and trailing empty lines."""
     lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
     return lines == wanted
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Return whether two comparable values are equal; floats to a relative 1e-6 (or an absolute 1e-9)."""
+    """Return whether two comparable values are equal; floats within a relative 1e-6 or an absolute 1e-9."""
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(expected, dict):

@@ -1,4 +1,4 @@
-"""`@reward`: marks functions and classes that judge chains."""
+"""The decorator `@reward`, for functions and classes that score chains."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,34 +12,34 @@ def reward(given: Judge) -> Judge: ...
 @overload
 def reward(*, group: bool) -> Callable[[Judge], Judge]: ...
 def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callable[[Judge], Judge]:
-    """Mark a function as a reward: sync (it runs in a thread, several at a time) or async.
+    """Mark a function as a reward. It can be sync (it then runs in threads, several calls concurrently) or async.
 
     Its parameters are filled by name:
 
-    - `prediction`, or `final_response`: text of the last assistant message
+    - `prediction` or `final_response`: text of the last assistant message
     - `trajectory`: the `Trajectory`
     - `environment`: the environment's own reward for the chain, an `EnvironmentReward` or None
-    - `seen_images`: paths of the images in the trajectory's messages, in order, in the size that the model saw
-    - `model_view`: how the model states places in images, a `ModelView`, which converts them to pixels of the files
+    - `seen_images`: paths of the images in the trajectory's messages, in order, in the size that the model got
+    - `model_view`: the model's coordinate system in images, a `ModelView`, which converts to pixels of the files
     - `workspace`: path of the folder in which the chain's program worked (`rollout.agent: {command: [...]}`), or None
     - any of the recipe entry's `options`, and any field of the task's row; `**row` takes the rest of both
 
     It returns a number (of Python, numpy or torch), or a dict with `reward` and further numbers, which become metrics
-    (`success` is one that progress and evaluation report, and that `rollout.curriculum` uses).
+    (`success` is reported in progress and evaluation, and used by `rollout.curriculum`).
 
-    `turn_rewards` in the dict is a list with the separate reward of each assistant turn of the chain
-    (`trajectory.turns` of them). These are credited to their turns, in addition to `reward`, which is for the chain as
-    a whole.
+    `turn_rewards` in the dict is a list with a separate reward for each assistant turn of the chain
+    (`trajectory.turns` of them). These are credited to their turns, in addition to `reward`, which is for the whole
+    chain.
 
-    `@reward(group=True)` marks a function that judges the chains of a task together: it takes `predictions` and
+    `@reward(group=True)` marks a function that scores the chains of a task together: it takes `predictions` and
     `trajectories`, lists over the chains that have a reward (`trajectory.reward` is the reward so far), options and
     fields. It returns a list with a number or dict for each chain, which is added to the chain's reward.
 
-    A class is instantiated once, with the entry's options as arguments, and its `__call__` is the reward. Two optional
-    methods: `check(row)` is called with the tasks before the run, and raises ValueError if it cannot judge such
-    rows; `close()` is called at the end.
+    A class is instantiated once, with the entry's options as arguments, and its `__call__` is the reward. It can have
+    two optional methods: `check(row)` is called with the tasks before the run, and raises ValueError if it cannot score
+    such rows; `close()` is called at the end.
 
-    Raises TypeError if a parameter cannot be filled by name.
+    Raise TypeError if a parameter cannot be filled by name.
     """
 
     def mark(judge: Judge) -> Judge:
@@ -52,7 +52,7 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
 
 
 def parameters_of(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a reward. Raises TypeError if one cannot be filled by name."""
+    """Return the parameters of a reward. Raise TypeError if one cannot be filled by name."""
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):

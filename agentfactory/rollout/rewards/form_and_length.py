@@ -1,4 +1,4 @@
-"""Rewards for the form and the length of an agent's messages."""
+"""Rewards for the format and length of an agent's messages."""
 
 import re
 from typing import Annotated
@@ -15,20 +15,20 @@ from agentfactory.tools.messages import text_of
 @reward
 @dataclass(config=OPTIONS)
 class Format:
-    """The share of messages that have the required form; if only the last assistant message is checked, 0 or 1."""
+    """The fraction of messages with the required format; if only the last assistant message is checked, 0 or 1."""
 
     pattern: Pattern | None = None
-    """Regular expression that must match the whole message, ignoring space around it."""
+    """Regular expression that must match the whole message, ignoring surrounding whitespace."""
     tags: tuple[str, ...] = ()
-    """Tag names such as think, answer: the message opens and closes each once, one after the other; other text may
+    """Tag names such as think, answer: the message must open and close each exactly once, in this order; other text may
     surround them."""
     every_turn: bool = False
-    """Check every assistant message. The calls that a chat template writes are not part of its text."""
+    """Check every assistant message. Tool calls written by the chat template are not part of its text."""
 
     @model_validator(mode="after")
     def _one_form(self) -> "Format":
         if (self.pattern is None) == (not self.tags):
-            raise ValueError("give either pattern or tags")
+            raise ValueError("set either pattern or tags")
         return self
 
     def __call__(self, trajectory: Trajectory) -> float:
@@ -46,8 +46,8 @@ class Format:
 @reward
 @dataclass(config=OPTIONS)
 class Length:
-    """Soft penalty for long chains (DAPO, arXiv:2503.14476, equation 13): 0 up to `longest - buffer`, then falling to
-    -1 at `longest`, and -1 beyond."""
+    """Soft penalty for long chains (DAPO, arXiv:2503.14476, equation 13): 0 up to `longest - buffer`, then falling
+    linearly to -1 at `longest`, and -1 beyond."""
 
     longest: Annotated[int, Field(gt=0)]
     """Length at which the penalty reaches -1."""
@@ -59,7 +59,7 @@ class Length:
     @model_validator(mode="after")
     def _buffer_fits(self) -> "Length":
         if self.buffer > self.longest:
-            raise ValueError(f"buffer={self.buffer} is more than longest={self.longest}")
+            raise ValueError(f"buffer={self.buffer} must not exceed longest={self.longest}")
         return self
 
     def __call__(self, trajectory: Trajectory) -> float:

@@ -1,4 +1,4 @@
-"""A language model as judge, behind an endpoint with OpenAI's chat completions API."""
+"""A reward from a language model as judge, at an endpoint with OpenAI's chat completions API."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ _CHAIN = ("prediction", "conversation")
 class Judge:
     """The score in a model's answer to a prompt about the chain, scaled so that `worst` is 0 and `best` is 1.
 
-    Every failure is an error of the reward, never a 0.
+    Every failure raises RewardError; it never counts as 0.
     """
 
     url: str
@@ -47,10 +47,10 @@ class Judge:
     """The model's name at the endpoint."""
     prompt: str
     """The judge's prompt, with `{prediction}`, `{conversation}` (all messages and calls) and any field of the row;
-    double any literal braces."""
+    literal braces must be doubled."""
     images: bool = False
-    """Also send the images of the conversation, where they stand in `{conversation}`, in the size that the policy saw:
-    for a judge that sees. Otherwise each is the text `[image]`."""
+    """Send the images of the conversation to a multimodal judge, at their places in `{conversation}` and in the size
+    that the policy got. Otherwise each becomes the text `[image]`."""
     system: str | None = None
     """System message for the judge."""
     pattern: Pattern = r"[Ss]core[\s:=*]*(-?\d+(?:\.\d+)?)"
@@ -64,16 +64,16 @@ class Judge:
     concurrency: Annotated[int, Field(gt=0)] = 16
     """Maximum number of concurrent requests; further rewards wait, which counts towards their time limit."""
     retries: Annotated[int, Field(ge=0)] = 3
-    """Number of retries after recoverable failures: no connection, 408, 429, 5xx, an answer that is not a
+    """Number of retries after recoverable failures: no connection, 408, 429, 5xx, a response that is not a
     completion."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    """Further fields of the request, such as max_tokens."""
+    """Additional fields of the request, such as max_tokens."""
 
     @field_validator("url")
     @classmethod
     def _is_address(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")):
-            raise ValueError("not an address; write http:// or https:// before it")
+            raise ValueError("not an address; start it with http:// or https://")
         return url.rstrip("/")
 
     @field_validator("prompt")
@@ -81,7 +81,7 @@ class Judge:
     def _can_be_filled(cls, prompt: str) -> str:
         for name in _fields(prompt):
             if not name.isidentifier():
-                raise ValueError(f"{{{name}}} is not the name of a field; braces that are to stand there are doubled")
+                raise ValueError(f"{{{name}}} is not the name of a field; double literal braces")
         return prompt
 
     @field_validator("api_key_env")
@@ -94,25 +94,25 @@ class Judge:
     @model_validator(mode="after")
     def _scores_differ(self) -> "Judge":
         if self.best == self.worst:
-            raise ValueError(f"best and worst are both {self.best:g}")
+            raise ValueError(f"best and worst are both {self.best:g}; they must differ")
         return self
 
     @model_validator(mode="after")
     def _images_have_a_place(self) -> "Judge":
         if self.images and "conversation" not in _fields(self.prompt):
-            raise ValueError("images stand in {conversation}, which the prompt lacks")
+            raise ValueError("images are sent in {conversation}, which the prompt lacks; add it")
         return self
 
     def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row lacks a field of the prompt, or has a field that the chain fills."""
+        """Raise ValueError if the row lacks a field of the prompt, or has a field that is filled from the chain."""
         for name in _fields(self.prompt):
             if name not in _CHAIN:
                 field_of(row, name)
             elif name in row:
-                raise ValueError(f"fills {{{name}}} from the chain, and the data has a field {name!r} too")
+                raise ValueError(f"fills {{{name}}} from the chain, but the data has a field {name!r} too")
 
     async def __call__(self, trajectory: Trajectory, seen_images: Sequence[str] = (), **row: Any) -> float:
         messages: list[Message] = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -127,11 +127,11 @@ class Judge:
                 f"no number that matches {self.pattern!r} in the judge's answer {answer[-200:]!r}"
             ) from None
         if not min(self.worst, self.best) <= score <= max(self.worst, self.best):
-            raise RewardError(f"the judge gave {score:g}, which is not from {self.worst:g} to {self.best:g}")
+            raise RewardError(f"the judge gave {score:g}, which is not between {self.worst:g} and {self.best:g}")
         return (score - self.worst) / (self.best - self.worst)
 
     def _question(self, trajectory: Trajectory, seen_images: Sequence[str], row: dict[str, Any]) -> Content:
-        # what a model writes cannot be taken for the place of an image
+        # a random marker, so that no model output can be mistaken for an image's place
         place = f"<image {uuid4().hex}>" if self.images else None
         told, shown = [], []
         files = iter(seen_images)
@@ -146,14 +146,14 @@ class Judge:
         if not shown:
             return text
         first, *rest = text.split(str(place))
-        # the prompt may tell the conversation more than once
+        # the prompt may contain the conversation more than once
         parts = [text_part(first)]
         for number, after in enumerate(rest):
             parts += [image_part(shown[number % len(shown)]), text_part(after)]
         return [part for part in parts if part != text_part("")]
 
     async def _ask(self, request: dict[str, Any]) -> str:
-        """Return the judge's answer. Raises RewardError if there is none."""
+        """Return the judge's answer. Raise RewardError if there is none."""
         self._open()
         address = pinned(f"{self.url}/chat/completions")
         for attempt in range(self.retries + 1):
@@ -172,11 +172,11 @@ class Judge:
         raise RewardError(f"no verdict from {address}: {problem}")
 
     def _open(self) -> None:
-        # a notebook runs several event loops in succession
+        # notebooks run several event loops in succession
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             self._places = asyncio.Semaphore(self.concurrency)
-            # uses proxies from the environment, because judges are often remote; the time limit is the entry's
+            # use proxies from the environment, because judges are often remote; timeout_seconds limits the time
             self._session = aiohttp.ClientSession(
                 trust_env=True, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
             )
@@ -189,12 +189,12 @@ class Judge:
 
 
 def _fields(prompt: str) -> list[str]:
-    """Return the names in braces. Raises ValueError if braces do not match."""
+    """Return the names in braces. Raise ValueError if braces do not match."""
     return [name for _, name, _, _ in Formatter().parse(prompt) if name is not None]
 
 
 def _content(answer: Any) -> str:
-    """Return the text of a chat completion. Raises ValueError if the answer is not a chat completion with a text."""
+    """Return the text of a chat completion. Raise ValueError if `answer` is not a chat completion with a text."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
@@ -205,7 +205,7 @@ def _content(answer: Any) -> str:
 
 
 def _lines(message: Message, image: str | None) -> Iterator[str]:
-    """Yield the lines that tell a message; `image` stands for each image instead of the usual marker."""
+    """Yield the lines of a message in the judge's prompt; `image` replaces the usual marker of each image."""
     content: Content = message.get("content") or ""
     if image is not None and isinstance(content, list):
         content = [part if part["type"] == "text" else text_part(image) for part in content]

@@ -1,8 +1,9 @@
-"""The process in which `math_equal` compares: sympy can hang or exhaust memory on model output.
+"""The subprocess in which `math_equal` compares, since sympy can hang or exhaust memory on model output.
 
-It reads a line of JSON on stdin: `prediction`, `answers`, `bare` (the prediction is a bare expression), `strict`,
-`seconds`. It writes one line when the answers are read (`answers`: how many could be read), and one with the result
-(`equal`). The kernel's alarm ends a process that takes too long, and the end of stdin ends one whose parent is gone.
+It reads requests as JSON lines on stdin: `prediction`, `answers`, `bare` (the prediction is a bare expression),
+`strict`, `seconds`. It writes a line when the answers are parsed (`answers`: how many could be parsed), and a line with
+the result (`equal`). The kernel's alarm ends a process that takes too long; the end of stdin ends one whose parent is
+gone.
 """
 
 import json
@@ -19,7 +20,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 MEMORY_BYTES = 2 << 30
 _ENVIRONMENTS = ("$", "\\(", "\\[", "\\boxed")
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
-# only what is marked as the answer, in valid LaTeX
+# only expressions that are marked as the answer, in valid LaTeX
 _MARKED = (
     LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
@@ -28,14 +29,14 @@ _MARKED = (
 
 
 def read_expression(text: str) -> list[Any]:
-    """Parse a bare expression with math-verify. Without a LaTeX environment around it, math-verify would find only the
-    1 in `x + 1`."""
+    """Parse a bare expression with math-verify. It is wrapped in a LaTeX environment, without which math-verify would
+    find only the 1 in `x + 1`."""
     return read_text(text if any(mark in text for mark in _ENVIRONMENTS) else f"${text}$")
 
 
 def read_text(text: str, strict: bool = False) -> list[Any]:
     """Return the expressions that math-verify finds in a text."""
-    # math-verify's own time limits need SIGALRM, which this process uses itself
+    # math-verify's own time limits need SIGALRM, which this process already uses
     if strict:
         return list(parse(text, extraction_config=_MARKED, extraction_mode="first_match", parsing_timeout=None))
     return list(parse(text, extraction_config=_ANYWHERE, parsing_timeout=None))
@@ -43,11 +44,11 @@ def read_text(text: str, strict: bool = False) -> list[Any]:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    logging.disable()  # unreadable text is part of the result
+    logging.disable()  # texts that cannot be parsed are expected
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # other output is not a reply
+    os.dup2(2, 1)  # send other output to stderr
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin:
         request = json.loads(line)

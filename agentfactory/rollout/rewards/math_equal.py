@@ -17,30 +17,31 @@ from agentfactory.tools.user_code.extras import check_extra
 class MathEqual:
     """1 if math-verify considers prediction and answer equal, else 0; metrics `success` and `math_timeout`.
 
-    A prediction on which sympy takes too long counts as not equal, as in math-verify, and sets `math_timeout`. If an
-    answer in the data cannot be read, this is an error of the reward.
+    A prediction on which sympy takes too long counts as not equal, as in math-verify, and sets `math_timeout`. An
+    answer in the data that cannot be parsed is an error of the reward.
     """
 
     field: str = "answer"
     """Field of the row: a bare expression (LaTeX with or without $, or a number), or a list of accepted ones."""
     extract: Pattern | None = None
     """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match, which
-    must be a bare expression. null: the last expression that math-verify finds."""
+    must be a bare expression. Null: the last expression that math-verify finds."""
     extract_answer: Pattern | None = None
     """The part of the field to compare, such as `#### (.*)` in GSM8K."""
     strict: bool = False
-    """Accept only what the prediction marks as its answer in LaTeX: \\boxed{...}, or after "the answer is"."""
+    """Accept only an expression that the prediction marks as its answer in LaTeX: \\boxed{...}, or after "the answer
+    is"."""
     seconds: Annotated[float, Field(gt=0)] = 5.0
     """Time limit of one comparison."""
     processes: Annotated[int, Field(gt=0)] = 2
-    """Number of processes that compare, of about 100 MB each; further rewards wait, which counts towards their time
+    """Number of comparison processes, of about 100 MB each; further rewards wait, which counts towards their time
     limit."""
 
     @model_validator(mode="after")
     def _can_work(self) -> "MathEqual":
         check_extra("rewards")
         if self.strict and self.extract is not None:
-            raise ValueError("give strict or extract, not both")
+            raise ValueError("set strict or extract, not both")
         return self
 
     def __post_init__(self) -> None:
@@ -66,8 +67,8 @@ class MathEqual:
         self._processes.close()
 
     def _compare(self, request: dict[str, Any]) -> bool | None:
-        """Return whether prediction and answers are equal; None if the prediction took too long. Blocks: it runs in a
-        thread. Raises RewardError if no answer can be read, or if reading them takes too long."""
+        """Return whether the prediction equals an answer; None if the prediction took too long. Blocking, so called in
+        a thread. Raise RewardError if no answer can be parsed, or if parsing the answers takes too long."""
         try:
             with self._processes.borrowed() as process:
                 process.send(request)
@@ -78,7 +79,7 @@ class MathEqual:
             raise RewardError(str(error)) from error
         answers = str(request["answers"])[:300]
         if known is None:
-            raise RewardError(f"the answers {answers} took longer than {request['seconds']:g} s to read")
+            raise RewardError(f"the answers {answers} took longer than {request['seconds']:g} s to parse")
         if not known["answers"]:
-            raise RewardError(f"math-verify can read none of the answers {answers}")
+            raise RewardError(f"math-verify cannot parse any of the answers {answers}")
         return None if verdict is None else verdict["equal"]

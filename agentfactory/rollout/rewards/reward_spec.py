@@ -1,4 +1,4 @@
-"""One entry of the recipe's `rewards:`: how it is loaded and called."""
+"""Loading and calling of an entry of the recipe's `rewards:`."""
 
 import asyncio
 import inspect
@@ -41,12 +41,13 @@ GROUP_OFFERED = ("predictions", "trajectories")
 
 
 class RewardError(Exception):
-    """A reward raised, took too long, or could not judge; this says nothing about the policy."""
+    """A failure of a reward: an exception, a timeout, or a chain that it cannot score. It says nothing about the
+    policy."""
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward of the recipe; `label` is the recipe's field."""
+    """A reward of the recipe; `label` is the recipe's field."""
 
     label: str
     name: str
@@ -58,16 +59,16 @@ class RewardSpec:
 
     @property
     def group(self) -> bool:
-        """Whether it judges the chains of a group together."""
+        """True if the reward scores the chains of a group together."""
         return getattr(self.function, "is_group_reward", False)
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The parameter names that are not filled from options or data."""
+        """The parameter names that are filled from the chain, not from options or data."""
         return GROUP_OFFERED if self.group else OFFERED
 
     async def ask(self, offered: dict[str, Any], task: Task) -> Any:
-        """Call the function and return its result. Raises RewardError if it raises or takes too long."""
+        """Call the function and return its result. Raise RewardError if it raises or takes too long."""
         given = {**task, **self.options, **offered}
         wanted = {
             name: value
@@ -88,23 +89,23 @@ class RewardSpec:
             raise RewardError(f"{self.name} raised {type(error).__name__}: {error}") from error
 
     def parse_group(self, verdicts: Any, chains: int) -> Sequence[Any]:
-        """Return a group reward's results, one for each chain. Raises TypeError if they are not."""
+        """Return a group reward's results, one per chain. Raise TypeError if their number differs."""
         if isinstance(verdicts, (str, dict)) or not hasattr(verdicts, "__len__") or len(verdicts) != chains:
             raise TypeError(
-                f"{self.name} returned {verdicts!r}; it has to be a list with a number or dict for each of the "
+                f"{self.name} returned {verdicts!r}; it must return a list with a number or dict for each of the "
                 f"{chains} chains"
             )
         return verdicts  # type: ignore[no-any-return]
 
     def parse(self, verdict: Any, trajectory: Trajectory) -> EnvironmentReward:
-        """Convert the function's result. Raises TypeError or ValueError if it is not valid for this chain."""
+        """Convert the function's result. Raise TypeError or ValueError if it is not valid for this chain."""
         parsed = EnvironmentReward.parse(verdict, self.name)
         check_turns(parsed, trajectory, self.name)
         return parsed
 
 
 def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base: Path) -> RewardSpec:
-    """Load a callable, marked or not, or a reward that a recipe names. Raises SettingError if it cannot work."""
+    """Load a callable, marked or not, or a reward named by a recipe. Raise SettingError if it cannot be used."""
     if not isinstance(given, (RewardConfig, str)):
         name = getattr(given, "__name__", type(given).__name__)
         return _made(given, RewardConfig(reward=name), label, name)
@@ -119,7 +120,7 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
 
 
 def _made(given: Any, config: RewardConfig, label: str, name: str) -> RewardSpec:
-    """Create the entry of a function, or of a class, which is instantiated with the options."""
+    """Create the spec of a function, or of a class, which is instantiated with the options."""
     options = config.options
     if inspect.isclass(given):
         given, options = _instance(given, options, label, name), {}
@@ -142,8 +143,8 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
         problem = got + first["msg"].removeprefix("Value error, ")
         raise SettingError(place, problem, f"see {name} in docs/rewards.md") from error
     except Exception as error:  # boundary: user code
-        problem = f"{name} could not be made: {type(error).__name__}: {error}"
-        raise SettingError(f"{label}.options", problem, f"it takes {', '.join(known) or 'none'}") from error
+        problem = f"{name} could not be created: {type(error).__name__}: {error}"
+        raise SettingError(f"{label}.options", problem, f"its options are {', '.join(known) or 'none'}") from error
 
 
 def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Parameter], label: str, name: str) -> None:
@@ -154,7 +155,7 @@ def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Paramete
         if option not in known and not _takes_row(known):
             takes = [parameter for parameter in known if parameter not in (*OFFERED, *GROUP_OFFERED)]
             raise SettingError(
-                f"{label}.options.{option}", f"{name} has no such option", f"it takes {', '.join(takes) or 'none'}"
+                f"{label}.options.{option}", f"{name} has no such option", f"use one of {', '.join(takes) or 'none'}"
             )
 
 
@@ -163,7 +164,7 @@ def _takes_row(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 async def run(function: Callable[[], Any]) -> Any:
-    """Call a user's function: on the event loop if it is async, else in a thread."""
+    """Call a user's function: on the event loop if it is async, otherwise in a thread."""
     called = function.func if isinstance(function, partial) else function
     if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
         return await function()
@@ -172,8 +173,8 @@ async def run(function: Callable[[], Any]) -> Any:
 
 
 def check_turns(scored: EnvironmentReward, trajectory: Trajectory, name: str) -> None:
-    """Raise ValueError if the number of turn rewards is not the chain's number of turns."""
+    """Raise ValueError if the number of turn rewards differs from the chain's number of turns."""
     if scored.turn_rewards is not None and len(scored.turn_rewards) != trajectory.turns:
         raise ValueError(
-            f"{name} gave {len(scored.turn_rewards)} turn_rewards, and the chain has {trajectory.turns} assistant turns"
+            f"{name} gave {len(scored.turn_rewards)} turn_rewards, but the chain has {trajectory.turns} assistant turns"
         )

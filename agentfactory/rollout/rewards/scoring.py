@@ -1,4 +1,4 @@
-"""The recipe's rewards: checked against the data, called, weighted and added up."""
+"""Scoring of chains by the recipe's rewards: checks against the data, calls, and the weighted sum."""
 
 import inspect
 import logging
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 _PAGE = "docs/rewards.md"
 MOST_NAMES = 1000
-"""Names that the metrics of all chains together may have: each is a column of metrics.jsonl, as long as the run is."""
+"""Maximum number of distinct metric names over all chains; each is a column of metrics.jsonl for the whole run."""
 OWN_CHECK_SECONDS = 5.0
-"""How long the rewards' own checks of the rows may take in all."""
+"""Total time for the rewards' own checks of the rows."""
 MADE_ANSWER = "This is a made answer."
 
 
 def prediction_of(trajectory: Trajectory) -> str:
-    """Return what an agent with its own loop returned, or else the text of the last assistant message, never a tool's
-    output; empty if the model said nothing."""
+    """Return the result of an agent with its own loop; without one, the text of the last assistant message, or "" if
+    there is none. Tool results never count."""
     if trajectory.result is not None:
         return trajectory.result
     for message in reversed(trajectory.messages):
@@ -48,9 +48,9 @@ def prediction_of(trajectory: Trajectory) -> str:
 
 
 class Rewards:
-    """Several rewards, weighted and added up. Without any, the environment's own reward is used.
+    """The weighted sum of several rewards. Without any, the environment's own reward is used.
 
-    If there are several, the unweighted value of each is a metric of the chain: `reward/<name>`. Two rewards may not
+    If there are several, the unweighted value of each is a metric of the chain: `reward/<name>`. Two rewards must not
     produce metrics of the same name, but a reward may replace a metric of the environment.
 
     As an async context manager, it closes the rewards' resources on exit.
@@ -58,19 +58,19 @@ class Rewards:
 
     def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
         """Create from Python callables, marked or not, each with weight 1, and from recipe entries: prebuilt names, and
-        `FILE.py:NAME` references to objects marked with `@reward`, whose paths are relative to `base`.
+        `FILE.py:NAME` references to objects marked with `@reward`, with paths relative to `base`.
 
-        Raises SettingError if a reward does not exist, does not accept its options, or shares its name with another.
+        Raise SettingError if a reward does not exist, does not accept its options, or shares its name with another.
         """
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
         self._names: set[str] = set()
-        """Those of all metrics that chains have had so far."""
+        """Names of all metrics that chains have had so far."""
         for index, entry in enumerate(self._entries):
             for other in self._entries[:index]:
                 if other.name == entry.name:
-                    problem = f"{other.label} is called {entry.name!r} too, and metrics are told apart by name"
-                    raise SettingError(entry.label, problem, f"give one of them another name, as {entry.label}.name")
+                    problem = f"{other.label} is also called {entry.name!r}, but metrics need distinct names"
+                    raise SettingError(entry.label, problem, f"set {entry.label}.name to another name")
 
     @classmethod
     def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
@@ -79,7 +79,7 @@ class Rewards:
 
     @property
     def has_group_rewards(self) -> bool:
-        """Whether a reward judges the chains of a group together."""
+        """True if a reward scores the chains of a group together."""
         return any(entry.group for entry in self._entries)
 
     def takes(self, name: str) -> bool:
@@ -88,7 +88,7 @@ class Rewards:
 
     @property
     def needed(self) -> dict[str, str]:
-        """The fields of a row that a reward's parameters need -> the name of the reward."""
+        """The row fields that parameters of rewards need -> the name of the reward."""
         return {
             parameter.name: entry.name
             for entry in self._entries
@@ -97,8 +97,8 @@ class Rewards:
         }
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        """Check every row of `section`, whose number is in the error; see `check`. The rewards' own checks are called
-        for as many rows as they take OWN_CHECK_SECONDS for."""
+        """Check every row of `section`; see `check`. The error names the row's number. The rewards' own checks stop
+        after OWN_CHECK_SECONDS."""
         until = time.monotonic() + OWN_CHECK_SECONDS
         for number, task in enumerate(tasks, 1):
             try:
@@ -122,9 +122,9 @@ class Rewards:
                 if _is_required(parameter) and parameter.name not in (*entry.offered, *entry.options, *task):
                     raise SettingError(
                         entry.label,
-                        f"{entry.name} wants {parameter.name!r}, which is neither one of {', '.join(entry.offered)} "
+                        f"{entry.name} needs {parameter.name!r}, which is neither one of {', '.join(entry.offered)} "
                         f"nor a field of the data ({', '.join(task)})",
-                        "give it as one of the entry's options, or rename a field by data.columns",
+                        "set it in the entry's options, or rename a field by data.columns",
                     )
             if own and (own_check := getattr(entry.function, "check", None)):
                 try:
@@ -144,15 +144,15 @@ class Rewards:
     ) -> EnvironmentReward:
         """Return the weighted sum of the chain's rewards and turn rewards, with their metrics. Group rewards are not
         included; without other rewards the sum is 0. `seen_images` are the files of the stored images in the chain's
-        messages, in order; `view` is how the model states places in images; `workspace` is the folder in which an
-        agent's program has worked.
+        messages, in order; `view` is the model's coordinate system in images; `workspace` is the folder in which an
+        agent's program worked.
 
-        Raises RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
-        the number of turn rewards differs from the chain's turns, or if two rewards give the same metric.
+        Raise RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
+        the number of turn rewards differs from the chain's turns, or if two rewards produce the same metric.
         """
         if not self._entries:
             if environment is None:
-                raise ValueError("no reward: the recipe names no rewards and no environment gives one")
+                raise ValueError("no reward: the recipe has no rewards and no environment returned one")
             check_turns(environment, trajectory, "the environment")
             return replace(environment, metrics=self._known(environment.metrics))
         offered = _offered(trajectory, environment, seen_images, view, workspace)
@@ -163,8 +163,8 @@ class Rewards:
         return total
 
     async def try_on(self, tasks: Sequence[Task], environment: EnvironmentReward | None) -> list[str]:
-        """Call every reward on a made answer to each task, and return what goes wrong. `environment` is what an
-        environment says of a chain in which nothing happened; None if there is none that judges."""
+        """Call every reward on a dummy answer to each task, and return the problems. `environment` is an environment's
+        reward for a chain without actions; None if no environment returns one."""
         faults = []
         for number, task in enumerate(tasks, 1):
             made = _made_chain(task)
@@ -176,13 +176,13 @@ class Rewards:
                     for one in entry.parse_group(verdict, 2) if entry.group else [verdict]:
                         entry.parse(one, made)
                 except (RewardError, TypeError, ValueError) as error:
-                    faults.append(f"{entry.label}, on a made answer to task {number}: {error}")
+                    faults.append(f"{entry.label}, on a dummy answer to task {number}: {error}")
         return faults
 
     async def score_group(self, trajectories: Sequence[Trajectory], task: Task) -> None:
-        """Add the group rewards to the rewards and metrics of those chains of a task that have a reward.
+        """Add the group rewards to the rewards and metrics of a task's chains that have a reward.
 
-        If a group reward fails in any way, these chains end as reward_error, and none has a reward.
+        If a group reward fails in any way, all these chains end as reward_error, without a reward.
         """
         members = [trajectory for trajectory in trajectories if trajectory.reward is not None]
         if not members or not self.has_group_rewards:
@@ -200,7 +200,7 @@ class Rewards:
             member.metrics |= total.metrics
 
     async def _judge_together(self, members: list[Trajectory], task: Task) -> list[EnvironmentReward]:
-        """Return each member's reward so far plus the group rewards."""
+        """Return the sum of each member's reward so far and the group rewards."""
         offered = dict(zip(GROUP_OFFERED, ([prediction_of(member) for member in members], members), strict=True))
         totals = [EnvironmentReward(member.reward or 0.0, {}, member.turn_rewards) for member in members]
         for entry in self._entries:
@@ -212,7 +212,7 @@ class Rewards:
         return totals
 
     def _known(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics whose names the run has room for, and tell of the others."""
+        """Return the metrics whose names are within MOST_NAMES, and warn about the others."""
         known = {}
         for name, value in metrics.items():
             if len(self._names) < MOST_NAMES:
@@ -220,7 +220,7 @@ class Rewards:
             if name in self._names:
                 known[name] = value
         if left_out := metrics.keys() - known:
-            text = f"chains report numbers under more than {MOST_NAMES} names; new ones are left out ({min(left_out)})"
+            text = f"chains report metrics under more than {MOST_NAMES} names; new ones are dropped ({min(left_out)})"
             tell(logger, "names of metrics", f"{text}; fix: use names that do not change with the chain", see=_PAGE)
         return known
 
@@ -229,7 +229,7 @@ class Rewards:
         for metric in metrics:
             giver = self._giver_of_metric.setdefault(metric, entry.name)
             if giver != entry.name:
-                raise ValueError(f"{giver} and {entry.name} both give the metric {metric!r}; rename it in one of them")
+                raise ValueError(f"{giver} and {entry.name} both have the metric {metric!r}; rename it in one of them")
         alone = {} if len(self._entries) == 1 else {f"reward/{entry.name}": verdict.reward}
         turns = verdict.turn_rewards
         return EnvironmentReward(
@@ -257,7 +257,7 @@ def _offered(
     view: ModelView | None,
     workspace: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments that a reward may take."""
+    """Return the arguments that a reward may take, by name."""
     prediction = prediction_of(trajectory)
     offered = (prediction, prediction, trajectory, environment, list(seen_images), view, workspace)
     return dict(zip(OFFERED, offered, strict=True))
@@ -268,7 +268,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _made_chain(task: Task) -> Trajectory:
-    """Return a chain of one turn that answers `task` with MADE_ANSWER."""
+    """Return a one-turn chain that answers `task` with MADE_ANSWER."""
     opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
     row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
     messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]

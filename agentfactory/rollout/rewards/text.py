@@ -1,4 +1,4 @@
-"""Regular expressions on model output, with a time limit: even a harmless pattern can take forever on some texts."""
+"""Regular expressions on model output, with a time limit, since even harmless patterns can backtrack forever."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -23,13 +23,13 @@ def _compiles(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_compiles)]
-"""A regular expression, in which `.` also matches line ends."""
+"""A regular expression, in which `.` also matches newlines."""
 
 
 def last_match(pattern: str, text: str) -> str | None:
     """Return the first group of the last match of `pattern`, or the whole match if it has no group.
 
-    Raises TimeoutError if the search takes too long. Other threads keep running meanwhile, which `re` would prevent.
+    Raise TimeoutError if the search takes too long. Other threads keep running meanwhile, unlike with `re`.
     """
     found = deque(regex.finditer(pattern, text, regex.DOTALL, timeout=SECONDS, concurrent=True), maxlen=1)
     if not found:
@@ -38,35 +38,35 @@ def last_match(pattern: str, text: str) -> str | None:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether `pattern` matches all of `text`, ignoring space around it. Raises TimeoutError if that takes too
-    long."""
+    """Return whether `pattern` matches all of `text`, ignoring surrounding whitespace. Raise TimeoutError if the match
+    takes too long."""
     found = regex.fullmatch(pattern, text.strip(), regex.DOTALL, timeout=SECONDS, concurrent=True)
     return found is not None
 
 
 def extracted(pattern: str | None, prediction: str) -> str:
-    """Return the part of a prediction to compare: all of it, or the result of `last_match`, which may be empty."""
+    """Return the part of a prediction to compare: all of it without `pattern`, otherwise `last_match` or ""."""
     return prediction if pattern is None else last_match(pattern, prediction) or ""
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
-    """Return the row's field. Raises ValueError with the available fields if it is missing."""
+    """Return the row's field. Raise ValueError with the available fields if it is missing."""
     if name not in row:
-        raise ValueError(f"wants the field {name!r}, which the data does not have ({', '.join(row)})")
+        raise ValueError(f"needs the field {name!r}, which the data does not have ({', '.join(row)})")
     return row[name]
 
 
 def accepted_answers(row: Mapping[str, Any], name: str, pattern: str | None = None) -> list[str]:
     """Return the accepted answers in a row's field: one text or number, or a list of them, each reduced to
-    `last_match`.
+    `last_match` of `pattern`.
 
-    Raises ValueError if there is none.
+    Raise ValueError if there is none.
     """
     answer = field_of(row, name)
     answers = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, (str, dict)) else [answer]
     if not answers or not all(isinstance(one, (str, int, float)) for one in answers):
-        raise ValueError(f"wants answers in the field {name!r}: a text, a number, or a list of these, not {answer!r}")
+        raise ValueError(f"needs answers in the field {name!r}: a text, a number, or a list of these, not {answer!r}")
     found = [str(one) if pattern is None else last_match(pattern, str(one)) or None for one in answers]
     if None in found:
-        raise ValueError(f"finds nothing that matches {pattern!r} in the field {name!r}, which is {answer!r}")
+        raise ValueError(f"finds no match of {pattern!r} in the field {name!r}, which is {answer!r}")
     return [one for one in found if one is not None]

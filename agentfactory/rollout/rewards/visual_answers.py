@@ -1,5 +1,5 @@
-"""Answers to questions about images, as their benchmarks measure them: documents, charts, options, numbers of
-things."""
+"""Rewards for answers to questions about images, with the metrics of their benchmarks: documents, charts, multiple
+choice, counting."""
 
 import re
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers
 
 def anls(prediction: str, answers: list[str], threshold: float = 0.5) -> float:
     """Return the normalised Levenshtein similarity to the nearest answer (Biten et al., 2019, arXiv:1905.13648,
-    equation 1): 1 - NL if NL < `threshold`, else 0. Case and the amount of space do not matter."""
+    equation 1): 1 - NL if NL < `threshold`, else 0. Ignores case and the amount of whitespace."""
     nearest = min(Levenshtein.normalized_distance(_plain(prediction), _plain(answer)) for answer in answers)
     return 1 - nearest if nearest < threshold else 0.0
 
@@ -24,9 +24,9 @@ def _plain(text: str) -> str:
 
 
 def relaxed_match(prediction: str, answer: str, tolerance: float = 0.05) -> bool:
-    """Return whether a number is within `tolerance` of the answer, as a share of it, or a text is the same but for
-    case (ChartQA, Masry et al., 2022, arXiv:2203.10244, section 5.1). As in its code, an answer of 0 is a text, and 5%
-    is 0.05."""
+    """Return whether a number is within the relative `tolerance` of the answer, or a text equals it up to case
+    (ChartQA, Masry et al., 2022, arXiv:2203.10244, section 5.1). As in ChartQA's code, an answer of 0 counts as text,
+    and 5% as 0.05."""
     said, wanted = _number(prediction), _number(answer)
     if said is not None and wanted:
         return abs(said - wanted) / abs(wanted) <= tolerance
@@ -46,8 +46,9 @@ _LETTER_SAID = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?\s*:?\s*\(?([A-Z
 
 
 def chosen(prediction: str, options: dict[str, str] | None = None) -> str | None:
-    """Return the letter, in upper case, of the option that a text chooses: it begins with the letter ("B", "(B)", "B.
-    red"), is the text of one of the `options` (letter -> text), or says "the answer is B"; None if it chooses none."""
+    """Return the letter, in upper case, of the option that a text chooses: the text starts with the letter ("B", "(B)",
+    "B. red"), equals one of the `options` (letter -> text), or says "the answer is B". Return None if it chooses none.
+    """
     text = prediction.strip()
     if (alone := _LETTER_ALONE.fullmatch(text)) is not None:
         return str(alone[1] or alone[2]).upper()
@@ -70,7 +71,7 @@ _COUNT = re.compile(rf"(?<![\w.])(?:\d+(?:,\d{{3}})*(?:\.\d+)?|{'|'.join(_WORDS)
 
 
 def counted(prediction: str) -> float | None:
-    """Return the last number in a text, in digits, or in words up to twenty; None without one."""
+    """Return the last number in a text, in digits, or in words up to twenty; None if there is none."""
     found = _COUNT.findall(prediction)
     if not found:
         return None
@@ -81,15 +82,14 @@ def counted(prediction: str) -> float | None:
 @reward
 @dataclass(config=OPTIONS)
 class Anls:
-    """The similarity to the nearest answer, as DocVQA measures it (ANLS), from 0 to 1; metric `success`: they are the
-    same."""
+    """The similarity to the nearest answer as in DocVQA (ANLS), from 0 to 1; metric `success`: 1 if they are equal."""
 
     field: str = "answer"
     """Field of the row: a text or number, or a list of accepted ones."""
     extract: Pattern | None = None
     """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """The distance from which on a prediction gets nothing."""
+    """Normalised distance from which on the reward is 0."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""
@@ -104,15 +104,14 @@ class Anls:
 @reward
 @dataclass(config=OPTIONS)
 class RelaxedAccuracy:
-    """1 if the prediction is the answer, numbers within five percent, as ChartQA measures it, else 0; metric
-    `success`."""
+    """1 if the prediction matches the answer, numbers within `tolerance`, as in ChartQA, else 0; metric `success`."""
 
     field: str = "answer"
     """As in anls."""
     extract: Pattern | None = None
     """As in anls."""
     tolerance: Annotated[float, Field(ge=0)] = 0.05
-    """Largest difference of a number from the answer, as a share of the answer."""
+    """Maximum relative difference of a number from the answer."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""
@@ -134,7 +133,7 @@ class MultipleChoice:
     field: str = "answer"
     """Field of the row: the letter of the right option."""
     options: str | None = None
-    """Field of the row with the texts of the options: a list in the order of the letters, or letter -> text. null: only
+    """Field of the row with the texts of the options: a list in the order of the letters, or letter -> text. Null: only
     letters count."""
     extract: Pattern | None = None
     """As in anls."""
@@ -143,7 +142,7 @@ class MultipleChoice:
         """Raise ValueError if the row has no letter, or no such option."""
         self._right(row)
         if (options := self._options(row)) is not None and self._right(row) not in options:
-            raise ValueError(f"wants a letter of {', '.join(options)} in {self.field!r}, not {row[self.field]!r}")
+            raise ValueError(f"needs a letter of {', '.join(options)} in {self.field!r}, not {row[self.field]!r}")
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
         letter = chosen(extracted(self.extract, prediction), self._options(row))
@@ -153,7 +152,7 @@ class MultipleChoice:
     def _right(self, row: dict[str, Any]) -> str:
         letter = str(field_of(row, self.field)).strip().strip("().").upper()
         if not re.fullmatch("[A-Z]", letter):
-            raise ValueError(f"wants a letter in the field {self.field!r}, not {row[self.field]!r}")
+            raise ValueError(f"needs a letter in the field {self.field!r}, not {row[self.field]!r}")
         return letter
 
     def _options(self, row: dict[str, Any]) -> dict[str, str] | None:
@@ -163,7 +162,7 @@ class MultipleChoice:
         if isinstance(given, dict):
             return {str(letter).upper(): str(text) for letter, text in given.items() if text is not None}
         if not isinstance(given, list):
-            raise ValueError(f"wants a list or a mapping in the field {self.options!r}, not {given!r}")
+            raise ValueError(f"needs a list or a mapping in the field {self.options!r}, not {given!r}")
         return {chr(ord("A") + number): str(text) for number, text in enumerate(given)}
 
 
@@ -192,4 +191,4 @@ class Count:
         except (TypeError, ValueError) as error:
             if self.field not in row:
                 raise
-            raise ValueError(f"wants a number in the field {self.field!r}, not {row[self.field]!r}") from error
+            raise ValueError(f"needs a number in the field {self.field!r}, not {row[self.field]!r}") from error

@@ -1,1 +1,1 @@
-"""The rollout worker process, and its connection to the trainer."""
+"""Rollout worker processes and their connection to the trainer."""

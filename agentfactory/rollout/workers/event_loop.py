@@ -1,4 +1,4 @@
-"""The worker's event loop: thousands of answers that arrive together do not delay its clock."""
+"""The worker's event loop, whose timers stay punctual when thousands of responses arrive together."""
 
 import asyncio
 import gc
@@ -6,16 +6,16 @@ import select
 import selectors
 
 _EVENTS = 1
-"""Sockets that the loop serves before it looks at its timers again. What follows from each takes 1 to 3 ms, and a timer
-waits for several rounds: with four sockets a round, timers were three times as late. More rounds take 1 to 12 % more
-time."""
+"""Number of sockets that the loop serves between two checks of its timers. Handling a socket takes 1 to 3 ms, and a
+timer waits for several rounds. With four sockets per round, timers were three times as late; one per round costs 1 to
+12 % more time."""
 
 
 class _FewEvents(selectors.EpollSelector):
-    """Returns at most `_EVENTS` sockets at a time. The kernel returns the others first the next time.
+    """A selector that returns at most `_EVENTS` sockets per call; the kernel returns the others first next time.
 
-    asyncio takes all sockets that are ready, and runs everything that follows from them before it looks at a timer:
-    with 4,096 chains, a time limit of one second may be noticed five seconds late.
+    asyncio runs the callbacks of all ready sockets before it checks a timer: with 4,096 chains, a timeout of one second
+    may fire five seconds late.
     """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -38,9 +38,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def collect_rarely() -> None:
-    """Let Python search for old garbage in cycles less often: it reads every token of every chain each time, which took
-    a quarter of the time of 256 chains with 16 thousand tokens. Young garbage is still found soon: a tool may leave
-    large objects in cycles."""
+    """Make Python's full garbage collections rarer. Each one visits every token of every chain, which took a quarter of
+    the time of 256 chains with 16,000 tokens. Young garbage is still collected soon, because a tool may leave large
+    objects in reference cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_500, 60, 100)

@@ -1,5 +1,5 @@
-"""The rollout worker: `python -m agentfactory.rollout.workers.rollout_worker DESCRIPTOR`, started by rank 0, without
-CUDA."""
+"""The rollout worker, which rank 0 starts without CUDA: `python -m agentfactory.rollout.workers.rollout_worker
+DESCRIPTOR`."""
 
 import asyncio
 import logging
@@ -32,19 +32,19 @@ from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code.import_path import append_folders
 
-# named as the module, which runs as __main__: its notices are forwarded like those of the others
+# the module runs as __main__; under its real name, its notices are forwarded like those of other modules
 logger = logging.getLogger("agentfactory.rollout.workers.rollout_worker")
 
 LOAD_SECONDS = 1.0
-"""Seconds between two measurements of the server's load, if it sets the number of chains."""
+"""Seconds between measurements of the server's load, with rollout.concurrency=auto."""
 
 
 class TrainerGoneError(Exception):
-    """Rank 0 closed its end, so there is nothing left to do."""
+    """Rank 0 closed its end of the socket, so the worker must end."""
 
 
 class Worker:
-    """Answers rank 0's messages while groups are produced."""
+    """Production of groups in this process, and handling of rank 0's messages meanwhile."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, start: dict[str, Any]):
         self.reader = reader
@@ -67,7 +67,7 @@ class Worker:
         self.held_out = load_tasks(self.recipe.eval.data, "eval.data") if self.recipe.eval.data else []
 
     async def run(self) -> None:
-        """Serve until rank 0 is gone."""
+        """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
         opened = open_runner(self.recipe, self.base, self.urls, processes=self.share.of, images=self.images)
         async with opened as runner:
             if self.held_out:
@@ -84,9 +84,9 @@ class Worker:
             published = _published(first)
             version = published.version
             saved = self.trajectories / train_file(self.share.number)
-            # before the first line: a checkpoint that takes the sizes of both files finds them
+            # created before the first line, because a checkpoint records the sizes of both files
             arrays_file(saved).touch()
-            # batches that a version has consumed are gone: a resumed run continues after them
+            # each version consumed one batch, so a resumed run continues after `version` batches
             admission = Admission(
                 self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
             )
@@ -129,20 +129,20 @@ class Worker:
             yield message
 
     def _resume(self, version: int) -> Resumed | None:
-        """Return the state that an earlier attempt, whose workers may have been more or fewer, had reached in this
-        share by the checkpoint of `version`; None if there was none."""
+        """Return the state that the previous attempt had reached in this share by the checkpoint of `version`, or None
+        if there was no attempt. Its number of workers may differ."""
         files = train_files(self.trajectories)
         if not files:
             return None
         if self.share.number == 0:
-            # groups may have been acknowledged by checkpoints that the run no longer continues from
+            # the file may name groups of later checkpoints, which this run does not resume from
             (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
             self._note_acknowledged(self.trained)
         saved = (group for file in files for group in read_groups(file) if Place.of(group.id).position in self.share)
         trained = {group_id for group_id in self.trained if Place.of(group_id).position in self.share}
         resumed = Resumed.from_saved(saved, trained, self.versions, version, self.recipe.rollout)
         logger.info(
-            "goes on after version %d: %d groups are trained, %d wait to be",
+            "resuming after version %d: %d groups are trained, %d wait to be trained",
             version,
             len(trained),
             len(resumed.pending),
@@ -165,13 +165,13 @@ class Worker:
             try:
                 load = await runner.client.load()
             except (InferenceError, ServerUnreachableError) as error:
-                # the chains will find out themselves if it matters to them
-                logger.warning("the server's load is not known: %s", error)
+                # chains get the error from their own requests
+                logger.warning("cannot measure the server's load: %s", error)
                 continue
             before = places.limit
             places.resize(control.observe(load, places.taken))
             if places.limit != before:
-                logger.info("%d chains may be alive, after %d: %s", places.limit, before, load)
+                logger.info("concurrent chains: limit %d, was %d: %s", places.limit, before, load)
 
     async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
@@ -183,8 +183,8 @@ class Worker:
         await self._send("evaluation", figures=metrics)
 
     async def _restore(self, url: str) -> bool:
-        """Ask rank 0 to load the published weights into the server at `url`; return whether it has proven that it has
-        them."""
+        """Request that rank 0 load the published weights into the server at `url`. Return whether the server has proven
+        that it has them."""
         restored = self._restored[url] = asyncio.get_running_loop().create_future()
         await self._send("restore", url=url)
         return await restored
@@ -203,7 +203,7 @@ class Worker:
 
 
 def _part(recipe: RolloutRecipe, share: Share) -> RolloutRecipe:
-    """Return the recipe for one of several workers: its limits on chains, instances and calls are for all together."""
+    """Return one worker's recipe, with its share of the limits on chains, instances and calls, which are totals."""
     rollout, server, limits = recipe.rollout, recipe.server, recipe.limits
     most = rollout.concurrency if rollout.concurrency == "auto" else share.part(rollout.concurrency)
     rates = {tool: rate / share.of for tool, rate in limits.calls_per_second.items()}
@@ -226,7 +226,7 @@ def _published(message: dict[str, Any]) -> Published:
 
 
 class _Forward(logging.Handler):
-    """Sends the notices of this process to rank 0, where a person sees them."""
+    """A log handler that sends this process's notices to rank 0, which shows them to the user."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         super().__init__(logging.INFO)
@@ -239,20 +239,20 @@ class _Forward(logging.Handler):
         message = encode("notice", **asdict(notice))
         if threading.current_thread() is threading.main_thread():
             self._writer.write(message)
-        else:  # a tool or a reward, in a thread of its own
+        else:  # the thread of a tool or a reward
             self._loop.call_soon_threadsafe(self._writer.write, message)
 
 
 EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError, ValueError, OSError)
-"""Errors from a wrong recipe or a dead peer, reported in one line. Anything else is a bug and shows its traceback."""
+"""Errors caused by the recipe or a dead peer, reported in one line. All others are bugs, reported with their type."""
 
 
 async def main(descriptor: int) -> int:
-    """Connect to rank 0 by its socket, work, and report to it why work cannot continue. Returns the exit status."""
+    """Connect to rank 0 through its socket and work. On failure, send rank 0 the reason. Return the exit status."""
     parent_watch.follow_parent()
     reader, writer = await connect(descriptor)
     logging.getLogger("agentfactory").addHandler(_Forward(writer))
-    # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
+    # Ctrl-C in a terminal reaches the whole process group, but the trainer decides when the worker ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     current = asyncio.current_task()
     assert current is not None
@@ -270,7 +270,7 @@ async def main(descriptor: int) -> int:
             return 0
         logger.error("stopped", exc_info=error)
         reason = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause} (a bug; see the log)"
-        # a template that cannot be used is found before there are rollouts
+        # an unusable template is detected before any rollout
         told = reason if isinstance(cause, RenderError) else f"rollouts stopped: {reason}"
         writer.write(encode("stopped", reason=told))
         await writer.drain()
@@ -279,7 +279,7 @@ async def main(descriptor: int) -> int:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the innermost first error of nested exception groups."""
+    """Return the first leaf error of nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

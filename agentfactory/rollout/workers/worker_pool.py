@@ -1,4 +1,4 @@
-"""All rollout workers of a run, as one source of groups for the training loop."""
+"""The pool of a run's rollout workers, which supplies the training loop with groups."""
 
 import logging
 import math
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorkers:
-    """Starts `rollout.workers` processes, each of which produces an equal share of every batch.
+    """A pool of `rollout.workers` processes, each of which produces an equal share of every batch.
 
-    Its methods block, and raise WorkerDiedError if a worker ends. For `restore` see WorkerProcess. Logs are
+    Its methods block, and raise WorkerDiedError if a worker ends. For `restore` see WorkerProcess. The workers log to
     `worker.log`, `worker-1.log`, ... in `logs`.
     """
 
@@ -55,21 +55,21 @@ class RolloutWorkers:
         return batch
 
     def figures(self) -> dict[str, float]:
-        """What the workers counted while producing the last batch, by metric name."""
+        """Return the metrics of the last batch's production, summed over workers, by name."""
         return self._figures
 
     def published(self, published: Published) -> None:
-        """Tell the workers which weights are live; the first call starts generation."""
+        """Notify the workers of the live weights; the first call starts generation."""
         for worker in self._workers:
             worker.started = True
             worker.send("published", **asdict(published))
 
     def acknowledge(self, group_ids: list[str]) -> None:
-        """Note that a durable checkpoint includes the training on these groups."""
+        """Record that a durable checkpoint includes the training on these groups."""
         self._workers[0].send("acknowledge", groups=group_ids)
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of the published weights on the held-out tasks, as `eval/...`; empty if there are none."""
+        """Evaluate the published weights. Return the metrics as `eval/...`; empty if there are no held-out tasks."""
         if not self._evaluates:
             return {}
         first = self._workers[0]
@@ -83,14 +83,14 @@ class RolloutWorkers:
             worker.close()
 
     def _hear_until(self, done: Callable[[], bool]) -> None:
-        """Take messages until `done`. Tell a person of workers that say nothing for STALL_SECONDS."""
+        """Process messages until `done`. Notify the user of workers that send nothing for STALL_SECONDS."""
         since = time.monotonic()
         by_socket = {worker.messages.source.fileno(): worker for worker in self._workers}
         sockets = select.poll()
         for number in by_socket:
             sockets.register(number, select.POLLIN)
         silent = {worker: since for worker in self._workers if worker.started}
-        """Worker -> time since which it says nothing, if nobody was told."""
+        """Worker -> time of its last message, until the user is notified."""
         while not done():
             spoken = [worker for worker in self._workers if worker.messages.has_message or worker.messages.ended]
             if spoken:
@@ -106,6 +106,6 @@ class RolloutWorkers:
             for worker, quiet_since in list(silent.items()):
                 if time.monotonic() - quiet_since >= STALL_SECONDS:
                     del silent[worker]
-                    text = f"the rollout worker has said nothing for {STALL_SECONDS:g} s"
-                    text += ": it is stopped, or its code blocks it"
+                    text = f"the rollout worker has sent no message for {STALL_SECONDS:g} s"
+                    text += ": its process is stopped, or code blocks its event loop"
                     tell(logger, f"{worker.log_file.name} stands still", text, see=str(worker.log_file))

@@ -1,11 +1,11 @@
-"""Connection between trainer rank 0 and the rollout worker: a socket pair that carries messages.
+"""The connection between trainer rank 0 and a rollout worker: a socket pair that carries messages.
 
-A message is the lengths of its parts (_LENGTHS) and the parts: JSON, and for a group the bytes that were saved.
+A message consists of the lengths of its parts (_LENGTHS), then the parts: JSON and, for a group, the saved bytes.
 
-Rank 0 starts the worker with one end of the pair, which nobody else can connect to, and sends `start`. The worker
-answers `ready`, then sends the groups of each batch, followed by `batch`. It sends a batch when the weights that will
-train it are live, so that no tokens age in between.
-Each end detects the other's death by the end of the socket.
+Rank 0 starts the worker with one end of the pair, to which no other process can connect, and sends `start`. The worker
+answers `ready`, then sends the groups of each batch, followed by `batch`. It sends a batch only once the weights that
+the batch will train are live, so that its tokens do not become staler in between.
+Each end detects the other's death because the socket closes.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from agentfactory.tools.user_code.import_path import own_python
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 5.0
-"""Time between two messages by which the worker says that it runs."""
+"""Seconds between the worker's `alive` messages."""
 _LENGTHS = struct.Struct("<3Q")
-"""Lengths in bytes of a message's parts: its JSON, and the line and the record of its group."""
+"""Lengths in bytes of a message's parts: its JSON, its group's line and its group's record."""
 _LONGEST = 1 << 36
-"""Bytes. A longer message cannot be a worker's; a group of long chains takes megabytes."""
+"""Maximum length of a message in bytes. A group of long chains takes megabytes."""
 
 
 class WorkerDiedError(Exception):
-    """The rollout worker ended or gave up; the message gives the reason or the path of its log."""
+    """The rollout worker ended or failed; the message gives the reason or the path of its log."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
@@ -49,13 +49,13 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 def encode_delivered(delivered: Delivered) -> list[bytes]:
-    """Return the parts of the message that carries a group. Nothing may be sent between them."""
+    """Return the parts of the message that carries a group. Send them without other messages in between."""
     line, record = delivered.group.line, delivered.group.record
     return [_begin("group", {"chains": delivered.chains}, len(line), len(record)), line, record]
 
 
 def _begin(kind: str, fields: dict[str, Any], line: int, record: int) -> bytes:
-    # lone surrogates are replaced, as in the line of a group
+    # replace lone surrogates, as in the line of a group
     head = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode("utf-8", "replace")
     return _LENGTHS.pack(len(head), line, record) + head
 
@@ -70,23 +70,23 @@ def _decode(head: bytes, line: bytes, record: bytes) -> dict[str, Any]:
 
 
 class Messages:
-    """Messages that arrive on a socket."""
+    """A parser of the messages that arrive on a socket."""
 
     def __init__(self, source: socket.socket) -> None:
         self.source = source
         self.ended = False
-        """Whether the other end is gone."""
+        """True once the other end has closed."""
         self._expect(_LENGTHS.size)
 
     def _expect(self, size: int, lengths: tuple[int, ...] = ()) -> None:
-        """Wait for the parts of a message, of these lengths, or for the lengths."""
+        """Prepare to read the parts of a message, which have these `lengths`; if empty, the lengths themselves."""
         self._lengths = lengths
         self._buffer = bytearray(size)
         self._filled = 0
 
     def receive(self) -> None:
-        """Wait for the next piece of a message, or for the end. Call it only if no message waits to be taken. Raises
-        WorkerDiedError if the other end is no worker."""
+        """Wait for the next piece of a message, or the end. Call it only while `has_message` is False. Raise
+        WorkerDiedError if the bytes are not a worker's message."""
         try:
             count = self.source.recv_into(memoryview(self._buffer)[self._filled :])
         except ConnectionError:
@@ -96,16 +96,16 @@ class Messages:
         if not self._lengths and self._filled == len(self._buffer):
             lengths = _LENGTHS.unpack(self._buffer)
             if not 0 < lengths[0] <= sum(lengths) <= _LONGEST:
-                raise WorkerDiedError("the rollout worker sent no message but other bytes")
+                raise WorkerDiedError("the rollout worker sent bytes that are not a message")
             self._expect(sum(lengths), lengths)
 
     @property
     def has_message(self) -> bool:
-        """Whether a whole message has arrived."""
+        """True if a whole message has arrived."""
         return bool(self._lengths) and self._filled == len(self._buffer)
 
     def take(self) -> dict[str, Any] | None:
-        """Return the next message; None if it has not arrived as a whole. A group is its `group`."""
+        """Return the next message, with its group as `group`; None if it has not arrived completely."""
         if not self.has_message:
             return None
         whole, (head, line, _) = memoryview(self._buffer), self._lengths
@@ -114,14 +114,14 @@ class Messages:
 
 
 async def connect(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open the worker's end of the pair, which rank 0 passed on as this file descriptor."""
+    """Open the worker's end of the pair, which rank 0 passed as this file descriptor."""
     end = socket.socket(fileno=descriptor)
     end.set_inheritable(False)
     return await asyncio.open_unix_connection(sock=end)
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return rank 0's next message; None if rank 0 is gone."""
+    """Return rank 0's next message; None if rank 0 has closed the socket."""
     try:
         lengths = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
         return _decode(*[await reader.readexactly(length) for length in lengths])
@@ -131,8 +131,9 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of a run do. `batch_size` and `total` count groups of all workers. A resumed run has the ids of
-    the groups that it has `trained`, and the `versions` behind the labels in the spans of saved groups."""
+    """The job of a run's workers. `batch_size` and `total` count groups of all workers. For a resumed run, `trained`
+    has the ids of the groups already trained, and `versions` maps the labels in the spans of saved groups to policy
+    versions."""
 
     recipe: RolloutRecipe
     base: Path
@@ -147,7 +148,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ready:
-    """A worker's answer to `start`: its choice of renderer, with the reason and the template's hash, and the template's
+    """A worker's answer to `start`: the renderer chosen, with the reason and the template's hash, and the template's
     Jinja source."""
 
     renderer: dict[str, Any]
@@ -155,24 +156,24 @@ class Ready:
 
 
 class WorkerProcess:
-    """Rank 0's end of one worker: starts it and receives its groups. Its methods raise WorkerDiedError.
+    """Rank 0's handle of one worker process. Its methods raise WorkerDiedError.
 
-    It does `share` of the job. `restore` loads the published weights into the server at the given address after it came
-    back without them, and returns whether the server has proven that it has them.
+    The worker does `share` of the job. If the server at an address restarts without the published weights,
+    `restore(address)` loads them and returns whether the server has proven that it has them.
     """
 
     def __init__(self, job: Job, share: Share, log_file: Path, restore: Callable[[str], bool]) -> None:
-        """Start the process; `wait_until_ready` comes next."""
+        """Start the process; call `wait_until_ready` next."""
         self.log_file = log_file
         self._restore = restore
         self._may_be_short = job.recipe.rollout.equal_rewards is EqualRewards.DROP
         self._delivered = set(job.trained)
         self.started = False
-        """Whether chains run."""
+        """True once the first weights are published, so that chains run."""
         self._groups: list[Group] = []
         self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
         self.evaluations: deque[dict[str, float]] = deque()
-        """Results of evaluations that nobody has taken yet."""
+        """Results of evaluations not yet taken."""
         ours, theirs = socket.socketpair()
         with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -181,8 +182,8 @@ class WorkerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **parent_watch.environment(), "CUDA_VISIBLE_DEVICES": ""},
-                # signals that a launcher sends to the trainer's process group must not reach the worker: the trainer
-                # ends it
+                # signals that a launcher sends to the trainer's process group must not reach the worker, which the
+                # trainer ends
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
@@ -209,18 +210,18 @@ class WorkerProcess:
 
     @property
     def has_batch(self) -> bool:
-        """Whether `take_batch` has a batch to return."""
+        """True if `take_batch` has a batch to return."""
         return bool(self._batches)
 
     def take_batch(self, groups: int) -> tuple[list[Group], dict[str, float]]:
-        """Return the batch that the published weights will train, and what the worker counted while producing it, by
-        metric name: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
+        """Return the batch that the published weights will train, and the worker's metrics of its production by name.
+        The batch has `groups` groups, or fewer if the recipe drops groups with equal rewards."""
         batch, figures = self._batches.popleft()
         if len(batch) > groups or len(batch) < (1 if self._may_be_short else groups):
-            raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups where {groups} were due")
+            raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups, expected {groups}")
         ids = [group.id for group in batch]
         if len(set(ids)) < len(ids) or not self._delivered.isdisjoint(ids):
-            raise WorkerDiedError(f"the worker sent groups again that are trained already, among {', '.join(ids)}")
+            raise WorkerDiedError(f"the worker sent a group that was already delivered, one of {', '.join(ids)}")
         self._delivered.update(ids)
         return batch, figures
 
@@ -232,7 +233,7 @@ class WorkerProcess:
             raise self._death() from None
 
     def hear(self) -> None:
-        """Take the next message, and wait for it if there is none."""
+        """Wait for the next message and process it."""
         self._take(self._receive())
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -242,13 +243,13 @@ class WorkerProcess:
             self._batches.append((self._groups, message["figures"]))
             self._groups = []
         elif message["kind"] == "restore":
-            # these are the weights published last: rank 0 listens only between updates
+            # restores the weights published last: rank 0 receives messages only between updates
             url = message["url"]
             self.send("restored", url=url, proven=self._restore(url))
         elif message["kind"] == "evaluation":
             self.evaluations.append(message["figures"])
         elif message["kind"] == "notice":
-            # the worker's own output goes only to its log; ours reaches the person
+            # the worker's own output goes only to its log; ours reaches the user
             notice = Notice(**{name: value for name, value in message.items() if name != "kind"})
             log(logger, replace(notice, see=notice.see or str(self.log_file)))
         elif message["kind"] != "alive":
@@ -277,6 +278,6 @@ class WorkerProcess:
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return WorkerDiedError(f"the rollout worker closed its socket but lives on; its log: {self.log_file}")
+            return WorkerDiedError(f"the rollout worker closed its socket but still runs; its log: {self.log_file}")
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return WorkerDiedError(f"the rollout worker {how}; its log: {self.log_file}")

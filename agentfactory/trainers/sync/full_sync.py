@@ -61,7 +61,7 @@ def update_full_weights(
 
 
 def holds_full_weights(server: ServerControl, label: str, content: Content) -> bool:
-    """Return whether a server proves that it has this version. A server that is still paused has failed.
+    """Return whether a server proves that it has this version. False if paused, because a failure has left it so.
 
     Raises ForeignWeightsError if the server has another process's version, which a restart cannot explain.
     """

@@ -26,7 +26,7 @@ from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find,
 BUFFER_BYTES = 2**27
 """Bytes of a shared buffer, unless one weight is larger."""
 _PARTS = 8
-"""Minimum number of parts, so that filling and reading also overlap for small models."""
+"""Approximate number of parts of a small model, so that filling and reading overlap."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 

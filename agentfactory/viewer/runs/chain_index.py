@@ -103,7 +103,7 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
             for place, chain in enumerate(group["trajectories"])
         ]
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"no saved group: {error!r}") from error
+        raise ValueError(f"not a saved group: {error!r}") from error
 
 
 def _row(

@@ -66,8 +66,8 @@ def test_images_stand_where_the_row_says(name):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"question": "<image> and <image>", "images": ["a"]}, "it has 1 images, and its text has places .* for 2"),
-        ({"question": "<image>", "images": ["a", "b"]}, "it has 2 images, and its text has places .* for 1"),
+        ({"question": "<image> and <image>", "images": ["a"]}, "it has 1 images, but its text has place.* for 2"),
+        ({"question": "<image>", "images": ["a", "b"]}, "it has 2 images, but its text has placeholders .* for 1"),
         ({"question": "<image>", "images": []}, "it has 0 images"),
         ({"messages": [user([{"type": "image"}])]}, "there is no column `images`"),
         ({"messages": [user([{"type": "video", "video": "a.mp4"}])]}, "has the type 'video'"),
@@ -117,5 +117,5 @@ def test_a_row_that_says_image_and_leaves_out_the_column_is_refused(tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [{"question": "<image>?", "images": ["a.png"]}, {"question": "q"}, {"question": "what is <image>?"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SettingError, match=r"row 3 of .*it has 0 images, and its text has places \(<image>\) for 1"):
+    with pytest.raises(SettingError, match=r"row 3 of .*it has 0 images, but its text has .* \(<image>\) for 1"):
         load_tasks(DataConfig(path=str(file)))

@@ -58,15 +58,15 @@ def test_a_text_without_places_stays() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"question": "<bbox>"}, "objects.bbox has 2 places, and its text has <bbox> 1 times"),
-        ({"objects": {"bbox": [[1, 2], [1, 2, 3]]}}, r"objects.bbox has \[1, 2, 3\]; a box is \[left"),
-        ({"objects": {"bbox": [[1, 2], [9, 2, 3, 4]]}}, r"has \[9, 2, 3, 4\]: left has to be less than right"),
-        ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0, 2]}}, "has 2, and the row 2 images, numbered from 0"),
+        ({"question": "<bbox>"}, "objects.bbox has 2 places, but its text has <bbox> 1 times"),
+        ({"objects": {"bbox": [[1, 2], [1, 2, 3]]}}, r"objects.bbox has \[1, 2, 3\]; use \[left"),
+        ({"objects": {"bbox": [[1, 2], [9, 2, 3, 4]]}}, r"has \[9, 2, 3, 4\]: left must be less than right"),
+        ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0, 2]}}, "has 2, but the row has 2 images, numbered from"),
         (
             {"objects": {"bbox": [[1, 2], [1, 2]], "bbox_type": "norm1000"}},
-            "objects.bbox_type is 'norm1000'; it is real",
+            "objects.bbox_type is 'norm1000'; use real",
         ),
-        ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0]}}, "has 1 numbers, and objects.bbox 2 places"),
+        ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0]}}, "has 1 numbers, but objects.bbox has 2 places"),
     ],
 )
 def test_what_is_no_place_is_told(change: dict[str, Any], problem: str) -> None:
@@ -75,7 +75,7 @@ def test_what_is_no_place_is_told(change: dict[str, Any], problem: str) -> None:
 
 
 def test_a_model_of_an_unknown_way_is_told() -> None:
-    with pytest.raises(SettingError, match=r"rollout\.coordinates: got auto, its rows state places in images"):
+    with pytest.raises(SettingError, match=r"rollout\.coordinates: got auto, but its rows state places in images"):
         state_places(ROW, None, "MODEL", "data")
 
 

@@ -119,7 +119,7 @@ def test_images_are_expanded_and_collapsed(model):
         assert row[span.offset : span.offset + span.length] == [vision.image_token_id] * span.length
         assert row[span.offset + span.length] == 40
     assert vision.collapse(row, spans) == ids
-    with pytest.raises(ValueError, match="places for 3 images, and there are 2"):
+    with pytest.raises(ValueError, match="placeholders for 3 images, but there are 2"):
         vision.expand(ids, images[:2])
 
 

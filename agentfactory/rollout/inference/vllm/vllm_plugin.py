@@ -95,7 +95,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, str]) -> None:
-        """See WeightTransferEngine, whose version always synchronises an accelerator; a CPU has none."""
+        """See WeightTransferEngine, whose method requires an accelerator; this one also works on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
