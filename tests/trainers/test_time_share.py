@@ -284,7 +284,11 @@ def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
     [
         ("/sleep", (404, "no such route"), r"does not sleep: .*answered 404: no such route; .*--enable-sleep-mode"),
         ("/sleep", (200, "{}"), r"accepted /sleep, but reports that it is awake; .*placement\.mode=split"),
-        ("/wake_up", (500, "out of memory"), r"does not wake up: .*500: out of memory; .*previous amount of memory.*--resume"),
+        (
+            "/wake_up",
+            (500, "out of memory"),
+            r"does not wake up: .*500: out of memory; .*previous amount of memory.*--resume",
+        ),
         ("/wake_up", (200, '{"status": "awake"}'), r"accepted /wake_up, but reports that it is asleep"),
     ],
 )
