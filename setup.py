@@ -73,7 +73,7 @@ EXTRAS = {
 
 setup(
     name="agentfactory",
-    version="0.1.0",
+    version="0.2.0",
     description="Reinforcement learning for LLM agents that use tools over many turns",
     license="Apache-2.0",
     python_requires=">=3.11",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 AGENT = "AgentFactory"
 """Our user agent in a robots.txt."""
 _HEADERS = {
-    "User-Agent": f"{AGENT}/0.1 (agent of a language model; obeys robots.txt)",
+    "User-Agent": f"{AGENT}/0.2 (agent of a language model; obeys robots.txt)",
     "Accept": "text/html,application/xhtml+xml,text/plain,application/pdf;q=0.8,*/*;q=0.5",
     "Accept-Language": "en,*;q=0.5",
     # only encodings whose decompression is bounded on every installation

@@ -364,7 +364,7 @@ class Server:
     async def openapi(self, http: web.BaseRequest) -> Json:
         return {
             "openapi": "3.1.0",
-            "info": {"title": "AgentFactory embedded engine", "version": "0.1.0"},
+            "info": {"title": "AgentFactory embedded engine", "version": "0.2.0"},
             "paths": {
                 path: {method.lower(): {"responses": {"200": {"description": "OK"}}}}
                 for path, (method, _) in ROUTES.items()

@@ -243,7 +243,7 @@ class Engine(ABC):
             self._session = aiohttp.ClientSession(
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS),
-                headers={"User-Agent": "AgentFactory/0.1 (search for agents)", "Accept": "application/json"},
+                headers={"User-Agent": "AgentFactory/0.2 (search for agents)", "Accept": "application/json"},
             )
         query = {name: str(value) for name, value in request.query.items()}
         method = "GET" if request.body is None else "POST"
