@@ -271,7 +271,7 @@ async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("AGENTFACTORY_TOKEN", TOKEN)
     agent = OutsideAgent(OutsideOptions(fields=["question", "secrets"]))
     with pytest.raises(
-        SettingError, match=r"options\.fields\.1: .*row 2 of data has no secrets .*; fix: write secret$"
+        SettingError, match=r"options\.fields\.1: .*row 2 of data has no secrets, .*; fix: write secret$"
     ):
         agent.check_rows([{"question": "", "secrets": ""}, {"question": "", "secret": ""}], "data")
     assert RolloutConfig(agent="outside").agent == AgentConfig(name="outside")  # type: ignore[arg-type]

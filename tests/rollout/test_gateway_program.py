@@ -320,7 +320,7 @@ async def test_the_time_limit_begins_when_the_workspace_is_there(
 async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) -> None:
     agent = ProgramAgent(AgentConfig(command=["x", "${task.repository}"]), tmp_path)
     async with scripted_chains(tmp_path, [], agent=agent) as chains:
-        with pytest.raises(SettingError, match="row 1 of data has no repository but question; fix: give"):
+        with pytest.raises(SettingError, match="row 1 of data has no repository, only question; fix: give"):
             await chains.runner.check([{"question": "go"}])
 
 

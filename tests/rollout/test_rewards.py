@@ -308,7 +308,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
         ("mine.py:two", "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
         ("mine.py:four", "rewards.1", "defines no four"),
         ("exact", "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
-        ("mine.py:one", "rewards.1", r"rewards\.0 is called 'one' too.*rewards\.1\.name"),
+        ("mine.py:one", "rewards.1", r"rewards\.0 is also called 'one'.*rewards\.1\.name"),
         ({"reward": "mine.py:Counting"}, "rewards.1.options", "could not be created.*its options are start"),
         (
             {"reward": "mine.py:Counting", "options": {"begin": 1}},
@@ -320,7 +320,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
         (
             {"reward": "f1", "options": {"feild": "x"}},
             "rewards.1.options.feild",
-            "takes field, extract, extract_answer",
+            "use one of field, extract, extract_answer",
         ),
         ({"reward": "f1", "options": {"field": 3}}, "rewards.1.options.field", "got 3"),
         (
@@ -349,7 +349,7 @@ async def test_callables_names_and_classes_side_by_side() -> None:
     scored = await rewards.score(TRAJECTORY, {"answer": "4"}, None)
     values = {"<lambda>": 1.0, "exact_match": 1.0, "f1": 1.0, "Always": 2.0}
     assert scored == EnvironmentReward(4.0, {"success": 1.0, **{f"reward/{name}": v for name, v in values.items()}})
-    with pytest.raises(SettingError, match=r"rewards\.1: rewards\.0 is called '<lambda>' too"):
+    with pytest.raises(SettingError, match=r"rewards\.1: rewards\.0 is also called '<lambda>'"):
         Rewards([lambda: 1, lambda: 2])
 
 

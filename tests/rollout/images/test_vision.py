@@ -73,7 +73,7 @@ def test_how_a_model_of_the_hub_sees_is_read_from_what_was_downloaded(model, tmp
     stated = view_of_model(config, "auto")
     assert stated == view_of_model(ModelConfig(path=model), "auto")
     assert stated is not None
-    with pytest.raises(FileNotFoundError, match="there is no /nowhere/model yet"):
+    with pytest.raises(FileNotFoundError, match="the folder /nowhere/model does not exist yet"):
         view_of_model(ModelConfig(path="/nowhere/model"), "auto")
 
 
