@@ -234,6 +234,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "rollout.agent.name": _reference,
     "rollout.agent.options.workspace": _absolute,
     "rollout.agent.options.keep_workspaces": _absolute,
+    "rollout.agent.options.files": _absolute,
     "rollout.agent.options.readable.*": _absolute,
     "rollout.parser": _reference,
     "train.advantage.estimator": _reference,

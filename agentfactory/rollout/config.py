@@ -267,6 +267,8 @@ class ProgramOptions(Section):
     of this process. By default it gets only PATH and a few others, with the chain's folder as HOME."""
     workspace: str | None = None
     """Folder to copy into each chain's folder before the program starts."""
+    files: str | None = None
+    """Folder of the files that a row's `files` names in a list. They are copied into the chain's folder."""
     keep_workspaces: str | None = None
     """Folder to which the folders of ended chains are moved. Null: they are deleted."""
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP

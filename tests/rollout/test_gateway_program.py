@@ -82,21 +82,29 @@ async def play(
 ) -> Trajectory:
     """One chain of a Python script, which is in its folder. In the sandbox it runs on a Python that the sandbox's user
     may read."""
+    agent = program_agent(folder, script, kind, *arguments, **fields.pop("program", {}))
+    async with scripted_chains(folder, texts, agent=agent, source=REWARD, **fields) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory)
+    return trajectory
+
+
+def program_agent(folder: Path, script: str, kind: str, *arguments: str, **options: Any) -> ProgramAgent:
     template = folder / "template"
     template.mkdir(exist_ok=True)
     (template / "agent.py").write_text(script)
-    program = {"workspace": str(template), "sandbox": kind, **fields.pop("program", {})}
+    program = {"workspace": str(template), "sandbox": kind, **options}
     given: dict[str, Any] = {"command": [sys.executable, "agent.py", *arguments]}
     if kind == "bubblewrap":
         given = sandboxed_python(openai, "agent.py", *arguments)
         own = given["options"]
         program["readable"] = [*own["readable"], *program.get("readable", [])]
         program["env"] = {**own["env"], **program.get("env", {})}
-    agent = ProgramAgent(AgentConfig(command=given["command"], options=program), folder)
-    async with scripted_chains(folder, texts, agent=agent, source=REWARD, **fields) as chains:
-        trajectory = await chains.run()
-        chains.check(trajectory)
-    return trajectory
+    return ProgramAgent(AgentConfig(command=given["command"], options=program), folder)
+
+
+def program_chains(folder: Path, script: str, kind: str, **options: Any) -> Any:
+    return scripted_chains(folder, ["yes"], agent=program_agent(folder, script, kind, **options), source=REWARD)
 
 
 @pytest.mark.parametrize("kind", SandboxKind)
@@ -352,3 +360,52 @@ def test_a_workspace_that_is_larger_than_its_limit_is_found_at_the_start(tmp_pat
 def test_a_program_of_the_system_is_shown_already() -> None:
     """/lib, a link to the system's folder, does not make / count as the folder of a separate Python."""
     ProgramAgent(AgentConfig(command=["/bin/sh", "-c", "true"]), Path.cwd())
+
+
+READS = """
+import os, sys
+from pathlib import Path
+from openai import OpenAI
+
+OpenAI(max_retries=0).chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+logo = Path("logo")
+print(Path("data/shelf.csv").read_text().strip(), logo.read_bytes() == bytes([0, 255]), os.access(logo, os.W_OK))
+"""
+
+
+@pytest.mark.parametrize("kind", SandboxKind)
+async def test_a_rows_files_are_in_the_folder_of_its_chain(tmp_path: Path, kind: str) -> None:
+    files = {"data/shelf.csv": "boots,4\n", "logo": {"base64": "AP8="}}
+    async with program_chains(tmp_path, READS, kind) as chains:
+        trajectory = await chains.run(files=files)
+    assert (trajectory.error, trajectory.result) == (None, "boots,4 True True")
+
+    folder = tmp_path / "cases"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "shelf.csv").write_text("hats,2\n")
+    (folder / "logo").write_bytes(bytes([0, 255]))
+    async with program_chains(tmp_path, READS, kind, files=str(folder)) as chains:
+        trajectory = await chains.run(files=["data/shelf.csv", "logo"])
+    assert (trajectory.error, trajectory.result) == (None, "hats,2 True True")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["a.csv"], r"data, row 2: files: the row names \['a.csv'\]; set the option `files` to their folder"),
+        ({"../a": "b"}, r"data, row 2: files: '\.\./a' does not name a file of the workspace"),
+        ("a.csv", r"data, row 2: files: got 'a.csv'; it must be a mapping of name to text, or a list of names"),
+    ],
+)
+async def test_files_that_cannot_be_given_are_refused_before_a_run(tmp_path: Path, files: Any, words: str) -> None:
+    async with program_chains(tmp_path, READS, "none") as chains:
+        with pytest.raises(SettingError, match=words):
+            await chains.runner.check([{"question": "go"}, {"question": "go", "files": files}])
+
+
+def test_a_folder_of_files_must_exist(tmp_path: Path) -> None:
+    config = AgentConfig(command=["true"], options={"files": str(tmp_path / "none"), "sandbox": "none"})
+    with pytest.raises(
+        SettingError, match=r"agent\.options\.files: there is no folder .*; fix: name an existing folder"
+    ):
+        ProgramAgent(config, tmp_path)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.view import View, check_readable
+from agentfactory.tools.user_code.row_files import folder_of_files, load_files, write_files
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
@@ -40,6 +42,8 @@ _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
 _KEPT = 65536
 """Size of the part of a program's output that is kept: its start and end in the sandbox, otherwise its end."""
 _CHUNK = 8192
+_CHECK_SECONDS = 5.0
+"""Longest time to check the files of rows before the run; an unchecked row fails in its chain."""
 
 
 class ProgramAgent(ClientAgent):
@@ -51,10 +55,12 @@ class ProgramAgent(ClientAgent):
         command, options = config.command, config.options
         assert isinstance(options, ProgramOptions)
         for number, part in enumerate(command):
-            # check only scripts: other paths may be outputs of the program
-            if os.path.isabs(part) and part.endswith(_SCRIPTS) and not os.path.isfile(part):
+            # check only the program and scripts: other paths may be outputs of the program
+            is_checked = part.endswith(_SCRIPTS) or (number == 0 and not _FIELD.search(part))
+            if os.path.isabs(part) and is_checked and not os.path.isfile(part):
+                kind = "script" if number else "program"
                 raise SettingError(
-                    f"rollout.agent.command.{number}", f"{part}: no such file", "name an existing script"
+                    f"rollout.agent.command.{number}", f"{part}: no such file", f"name an existing {kind}"
                 )
         self._command = program_of(command[0], command[1:], base)
         self._env = expand_variables("rollout.agent.options.env", options.env)
@@ -65,6 +71,11 @@ class ProgramAgent(ClientAgent):
         self._sandboxed = options.sandbox is SandboxKind.BUBBLEWRAP
         self._limits = ProgramLimits(options.processes, options.memory_mb, options.disk_mb)
         self._readable: tuple[Path, ...] = ()
+        try:
+            self._files = folder_of_files(options.files)
+        except ValueError as error:
+            problem = str(error).removeprefix("files: ")
+            raise SettingError("rollout.agent.options.files", problem, "name an existing folder") from None
         if self._template is not None:
             size = check_template("rollout.agent.options.workspace", self._template) >> 20
             if self._sandboxed and size > options.disk_mb:
@@ -89,6 +100,14 @@ class ProgramAgent(ClientAgent):
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
         """See ClientAgent."""
+        until = time.monotonic() + _CHECK_SECONDS
+        for number, task in enumerate(tasks, 1):
+            if time.monotonic() > until:
+                break
+            try:
+                self._contents(task)
+            except ValueError as error:
+                raise SettingError(f"{section}, row {number}", str(error), "see docs/own-agents.md") from None
         for field, text in self._texts.items():
             for number, task in enumerate(tasks, 1):
                 for name in _FIELD.findall(text):
@@ -114,6 +133,10 @@ class ProgramAgent(ClientAgent):
     async def run(self, visit: Visit) -> str | None:
         """See ClientAgent. Return the program's stdout, or None if it is empty."""
         assert visit.workspace is not None
+        try:
+            await in_folder_thread(self._add_files, visit.task, visit.workspace)
+        except ValueError as error:
+            raise AgentFailed(str(error), None) from None
         # inside the sandbox, paths do not reveal the machine
         folder = WORKSPACE if self._sandboxed else str(visit.workspace)
         command = [self._filled(part, visit.task, folder) for part in self._command]
@@ -139,6 +162,15 @@ class ProgramAgent(ClientAgent):
             problem = f"was ended: {ended}" if ended else f"ended with exit status {status}{last}"
             raise AgentFailed(f"{Path(self._command[0]).name} {problem}", said or None)
         return said or None
+
+    def _contents(self, task: Task) -> dict[str, bytes]:
+        return load_files(task.get("files"), self._files, self._limits.disk_mb)
+
+    def _add_files(self, task: Task, folder: Path) -> None:
+        if contents := self._contents(task):
+            write_files(contents, folder)
+            if self._sandboxed:
+                give_to_sandbox(folder)
 
     def _filled(self, text: str, task: Task, workspace: str) -> str:
         return _FIELD.sub(lambda match: str(task[match[1]]), text.replace("${chain}", workspace))

@@ -10,10 +10,9 @@ from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folde
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE
 from agentfactory.tools.sandbox.limits import ProgramLimits
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.session import is_inside
 from agentfactory.tools.sandbox.view import View, check_readable
 from agentfactory.tools.tool import tool
-from agentfactory.tools.user_code.row_files import folder_of_files, load_files
+from agentfactory.tools.user_code.row_files import folder_of_files, load_files, write_files
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -74,13 +73,6 @@ class Shell(Environment):
             ValueError: a file does not exist, or does not fit.
         """
         contents = load_files(files, self._files, self._limits.disk_mb)
-        for name in contents:
-            if not is_inside(name):
-                raise ValueError(
-                    f"files: {name!r} does not name a file of the workspace; give a relative path without .."
-                )
-        if (size := sum(map(len, contents.values())) / 2**20) > self._limits.disk_mb:
-            raise ValueError(f"files: they have {size:.0f} MiB; raise disk_mb ({self._limits.disk_mb})")
         self.workspace = await in_folder_thread(_filled, contents)
 
     @tool
@@ -139,9 +131,6 @@ class Shell(Environment):
 
 def _filled(contents: Mapping[str, bytes]) -> Path:
     folder = make_folder()
-    for name, content in contents.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    write_files(contents, folder)
     give_to_sandbox(folder)
     return folder

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import PurePosixPath
 from signal import Signals
 
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -17,6 +16,7 @@ from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.inside_worker import DATA_BYTES
 from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.process import SandboxProcess
+from agentfactory.tools.user_code.row_files import is_inside
 
 _START_SECONDS = 60.0
 _FILE_SECONDS = 30.0
@@ -321,12 +321,6 @@ def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
         head, tail = whole[:half], whole[half:]
     left_out += max(0, len(head) - half) + max(0, len(tail) - half)
     return f"{head[:half]}\n[... {left_out} characters left out ...]\n{tail[-half:]}"
-
-
-def is_inside(name: str) -> bool:
-    """Return whether `name` is a path of a file below the workspace."""
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _kill(starting: "Future[SandboxProcess]") -> None:

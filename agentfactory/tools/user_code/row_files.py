@@ -3,7 +3,7 @@
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 
@@ -12,12 +12,38 @@ def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes
     below `folder`.
 
     Raises:
-        ValueError: it is neither, or a file does not exist, or is larger than `most_mb` MiB.
+        ValueError: it is neither, a file does not exist, a name leads out of the workspace, or the files exceed
+            `most_mb` MiB.
     """
+    contents = _contents(files, folder, most_mb)
+    for name in contents:
+        if not is_inside(name):
+            raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
+    if (size := sum(map(len, contents.values())) / 2**20) > most_mb:
+        raise ValueError(f"files: they have {size:.0f} MiB; raise disk_mb ({most_mb})")
+    return contents
+
+
+def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of a row into a workspace."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def is_inside(name: str) -> bool:
+    """Return whether `name` is a path of a file below the workspace."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _contents(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes]:
     if files is None:
         return {}
     if isinstance(files, Mapping):
-        return {str(name): _decode(name, content) for name, content in files.items()}
+        # columns of parquet files and of hub datasets have null where a row lacks the name
+        return {str(name): _decode(name, content) for name, content in files.items() if content is not None}
     if not isinstance(files, Sequence) or isinstance(files, str):
         raise ValueError(f"files: got {files!r}; it must be a mapping of name to text, or a list of names")
     if folder is None:
