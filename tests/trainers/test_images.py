@@ -236,7 +236,7 @@ def test_rows_that_cannot_be_seen_are_refused(model: Path, album: Album, tmp_pat
     other = album.image(200, 90, 6)[0]
     for images, problem in (
         ((replace(image, digest="0" * 32),), "cannot be read"),
-        ((replace(image, digest=other),), "which are not its"),
+        ((replace(image, digest=other),), "which do not match"),
     ):
         (batch,) = make_batches([replace(rows[0], images=images)], "tree", 100, vision=learner.vision)
         with pytest.raises(ValueError, match=problem):
