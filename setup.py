@@ -4,7 +4,7 @@ from setuptools import find_namespace_packages, setup
 
 # in two extras each
 TANTIVY, RAPIDFUZZ = "tantivy>=0.27,<0.28", "rapidfuzz>=3.9"
-# for users; agentfactory/tools/user_code/extras.py has the names of these packages in Python
+# for users. Errors name the extra of a missing package: a name in `import` is the package's, with _ for -
 OPTIONAL = {
     # plots that include their own JavaScript; curve.png
     "viewer": ["plotly>=6", "matplotlib>=3.9"],

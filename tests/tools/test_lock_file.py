@@ -114,7 +114,7 @@ def test_another_user_cannot_block_a_run(public: Path) -> None:
     # the mode of a lock file from an earlier version
     lock.chmod(0o644)
     with locked_by(NOBODY, lock) as pid:
-        told = rf"pid {pid} of user \w+ holds .lock, which is not the run .* fix: end that process, or remove {lock}"
+        told = rf"pid {pid} of user \w+ holds the lock .lock, but the run .* fix: end that process, or remove {lock}"
         with Hold(folder.path) as hold, pytest.raises(RunFolderError, match=told):
             hold.take()
         assert mode(lock) == 0o600
