@@ -1,4 +1,4 @@
-"""What `make learn` runs, too: the task of docs/database.md, on every seed of the variable SEEDS."""
+"""Part of `make learn`: the task of docs/database.md learns on every seed of the variable SEEDS."""
 
 from pathlib import Path
 

@@ -307,6 +307,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
     [
         ("mine.py:two", "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
         ("mine.py:four", "rewards.1", "defines no four"),
+        ("exact_mach", "rewards.1", r"'exact_mach' is not prebuilt .*; fix: write exact_match, or name an object"),
         ("exact", "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
         ("mine.py:one", "rewards.1", r"rewards\.0 is also called 'one'.*rewards\.1\.name"),
         ({"reward": "mine.py:Counting"}, "rewards.1.options", "could not be created.*its options are start"),

@@ -156,7 +156,8 @@ async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
             "is not base64": {"x": {"base64": "?"}},
             r"x is int; it must be a text, or \{\"base64\"": {"x": 1},
             "it must be a mapping of name to text, or a list of names": "tables/a.csv",
-            "cannot be written": {"x": "y" * (2 << 20)},
+            "they have 2 MiB; raise disk_mb": {"x": "y" * (2 << 20)},
+            "'x' is both a file and the folder of 'x/y'": {"x": "", "x/y": ""},
         }
         for message, files in refused.items():
             with pytest.raises(ValueError, match=message):

@@ -135,8 +135,8 @@ class ProgramAgent(ClientAgent):
         assert visit.workspace is not None
         try:
             await in_folder_thread(self._add_files, visit.task, visit.workspace)
-        except ValueError as error:
-            raise AgentFailed(str(error), None) from None
+        except (ValueError, OSError) as error:
+            raise AgentFailed(f"the row's files cannot be written: {error}", None) from None
         # inside the sandbox, paths do not reveal the machine
         folder = WORKSPACE if self._sandboxed else str(visit.workspace)
         command = [self._filled(part, visit.task, folder) for part in self._command]

@@ -1,4 +1,4 @@
-"""Files of groups: a human-readable JSON line per group, and a file beside it with the arrays of its rows.
+"""Group files: one readable JSON line per group, and a second file with the arrays of its rows.
 
 A line of `train.jsonl` has everything except the streams of the rows (STREAMS); each stream is replaced by its number
 of values. The values are in `train.arrays`, a concatenation of one safetensors record per group. A record has an array

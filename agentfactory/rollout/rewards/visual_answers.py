@@ -4,17 +4,20 @@ choice, counting."""
 import re
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from rapidfuzz.distance import Levenshtein
 
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted, field_of
+from agentfactory.tools.user_code.extras import check_extra
 
 
 def anls(prediction: str, answers: list[str], threshold: float = 0.5) -> float:
     """Return the normalised Levenshtein similarity to the nearest answer (Biten et al., 2019, arXiv:1905.13648,
     equation 1): 1 - NL if NL < `threshold`, else 0. Ignores case and the amount of whitespace."""
+    # of the extra `rewards`, which the other rewards here do not need
+    from rapidfuzz.distance import Levenshtein
+
     nearest = min(Levenshtein.normalized_distance(_plain(prediction), _plain(answer)) for answer in answers)
     return 1 - nearest if nearest < threshold else 0.0
 
@@ -90,6 +93,11 @@ class Anls:
     """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Normalised distance from which on the reward is 0."""
+
+    @model_validator(mode="after")
+    def _can_work(self) -> "Anls":
+        check_extra("rewards")
+        return self
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""

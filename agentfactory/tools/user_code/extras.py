@@ -7,7 +7,7 @@ from importlib.metadata import requires
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 
-_REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == \"([\w-]+)\"")
+_REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]")
 
 
 @cache

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +41,10 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
         return load_named(prebuilt[reference])
     file, separator, name = reference.rpartition(":")
     if prebuilt is not None and not separator:
-        raise UserCodeError(f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME")
+        problem = f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME"
+        if close := get_close_matches(reference, prebuilt, 1):
+            raise UserCodeError(problem, f"write {close[0]}, or name an object that a file defines, as FILE.py:NAME")
+        raise UserCodeError(problem)
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise UserCodeError(f"{reference!r} is not of the form FILE.py:NAME")
     path = (base / file).resolve()

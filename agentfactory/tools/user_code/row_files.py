@@ -19,6 +19,8 @@ def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes
     for name in contents:
         if not is_inside(name):
             raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
+        if inside := [str(parent) for parent in PurePosixPath(name).parents if str(parent) in contents]:
+            raise ValueError(f"files: {inside[0]!r} is both a file and the folder of {name!r}; rename one of them")
     if (size := sum(map(len, contents.values())) / 2**20) > most_mb:
         raise ValueError(f"files: they have {size:.0f} MiB; raise disk_mb ({most_mb})")
     return contents
