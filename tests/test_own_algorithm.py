@@ -257,7 +257,7 @@ REFUSED = {
         ["data.path=null", "data.source=sums.py:sums", "data.split=test"],
         "data.split: got 'test'",
     ),
-    "data twice": (["data.source=sums.py:sums"], "data: got path=.* and source=.*; fix: give one"),
+    "data twice": (["data.source=sums.py:sums"], "data: got path=.* and source=.*; fix: set one"),
     "a source's option": (
         ["data.path=null", "data.source=sums.py:sums", "data.options={counts: 3}"],
         r"data\.source: .* a parameter 'count' without a value; fix: set data\.options\.count",

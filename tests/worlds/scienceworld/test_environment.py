@@ -18,6 +18,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.tool import Finish
+from agentfactory.tools.user_code import extras
 from agentfactory.worlds.scienceworld import jvm as jvm_module
 from agentfactory.worlds.scienceworld import jvms as jvms_module
 from agentfactory.worlds.scienceworld.jvm import GameLost
@@ -357,7 +358,7 @@ def test_missing_java_is_told_before_any_chain_begins(command: str, tmp_path: Pa
 
 
 def test_a_missing_engine_is_told_with_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jvm_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "is_installed", lambda name: False)
     for use in (lambda: scienceworld_tasks("train"), ScienceWorld):
         with pytest.raises(SettingError, match=r"not installed; fix: pip install 'agentfactory\[scienceworld\]'"):
             use()
