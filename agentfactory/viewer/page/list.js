@@ -34,7 +34,7 @@ const CHAIN_COLUMNS = [
   { title: "seconds", sort: "seconds", figure: "seconds", digits: 1 },
 ];
 
-const NO_GRADIENT = "An advantage relative to the group is 0: these chains have no gradient.";
+const NO_GRADIENT = "For algorithms with advantages relative to the group, such as GRPO, these chains have no gradient.";
 
 function haveEqualRewards(group) {
   return group.chains > 1 && !group.unscored && group.lowest === group.highest;
