@@ -158,7 +158,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m agentfactory.recipe.reference docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The learning runs of CI: the quickstart, one ahead of training, and one of a network with eyes; `make test-wheel` trains
+# The learning runs of CI: the quickstart, one ahead of training, and one of a vision-language network; `make test-wheel` trains
 # the task that `agentfactory new` writes.
 LEARN := SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800
 learn-ci: $(VENV)/.installed-dev
@@ -166,7 +166,7 @@ learn-ci: $(VENV)/.installed-dev
 		'tests/learn/learn_staleness.py::test_training_ahead_learns_too[2]' tests/learn/learn_zoom.py $(ARGS)
 
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
-# ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; a shop; ScienceWorld; the
+# ahead of training, on rounded weights, in turns; the code interpreter; a vision-language network; a shop; ScienceWorld; the
 # tasks that `agentfactory new` writes. recipes/alfworld, recipes/screens and the formats of gpt-oss and DeepSeek have no
 # short form. Not part of CI.
 learn: $(VENV)/.installed-dev

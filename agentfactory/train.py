@@ -115,16 +115,16 @@ def main() -> int:
     try:
         ended_by = train(recipe, asked)
     except MostChainsDroppedError as error:
-        say_why(error)
+        print_error(error)
         return MOSTLY_DROPPED
     except (LaunchError, RunFolderError, SettingError) as error:
         # all ranks find the error, except one about a machine's disk; one rank of each machine prints it
         if os.environ.get("LOCAL_RANK", "0") == "0":
             # the launcher repeats a single line, and messages of other libraries may span several
-            say_why(" ".join(str(error).split()))
+            print_error(" ".join(str(error).split()))
         return 2
     except (WorkerDiedError, SyncError, TrackingError, DiskError, ValueError, FloatingPointError) as error:
-        say_why(error)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -134,7 +134,7 @@ def main() -> int:
     return 128 + ended_by if ended_by else 0
 
 
-def say_why(error: Exception | str) -> None:
+def print_error(error: Exception | str) -> None:
     """Print the error that ended this process. With several processes, prefix it with the rank as torch prefixes a
     traceback, so that the launcher can tell the cause from its consequences."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1

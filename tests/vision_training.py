@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.sync.canary import Canary, canary_rows, with_eyes
+from agentfactory.trainers.sync.canary import Canary, canary_rows, with_image_rows
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.server_control import ServerControl
@@ -32,7 +32,7 @@ class SeeingRun:
         rows = canary_rows(range(LEAST, MOST), longest=144)
         vision = load_vision(model["path"])
         assert vision is not None
-        self.canary = Canary([self.server], with_eyes(rows, vision, self.album.store), "float32")
+        self.canary = Canary([self.server], with_image_rows(rows, vision, self.album.store), "float32")
         self.sync = FileSync([self.server], folder / "sync")
 
     def train(self) -> None:

@@ -45,7 +45,7 @@ _COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH attaches an image to
 
 
 @dataclass(frozen=True)
-class Said:
+class UserLine:
     """A line of the user, with the paths of the images attached to it."""
 
     text: str
@@ -161,7 +161,7 @@ class Conversation(PolicyTurns):
                 message = await self._message(said) if said.text else None
             stopped = await self._hear(session, message)
 
-    async def _message(self, said: Said) -> Message | None:
+    async def _message(self, said: UserLine) -> Message | None:
         """Return a line as a message with stored images; if they are unusable, print the reason and return None."""
         try:
             row = await self._runner.take(said.row(), "the images")
@@ -194,10 +194,10 @@ class Conversation(PolicyTurns):
 
     def _show(self) -> None:
         for message in self.episode.trajectory.messages[self._shown :]:
-            _show_message(message, self._told(message), opening=self.episode.trajectory.turns == 0)
+            _show_message(message, self._content_text(message), opening=self.episode.trajectory.turns == 0)
         self._shown = len(self.episode.trajectory.messages)
 
-    def _told(self, message: Message) -> str:
+    def _content_text(self, message: Message) -> str:
         """Return a message's content as text, with the files of the images that the model gets."""
         content = message.get("content") or ""
         if isinstance(content, str):
@@ -251,7 +251,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _next(lines: AsyncIterator[str]) -> Said | None:
+async def _next(lines: AsyncIterator[str]) -> UserLine | None:
     """Return the next line, stripped, with the images attached to it; None at the end of the input. Report
     unknown commands, and images that cannot be read."""
     typed = sys.stdin.isatty()
@@ -266,7 +266,7 @@ async def _next(lines: AsyncIterator[str]) -> Said | None:
             return None
         if text == NEW or not _COMMAND.match(text):
             if text or not images:
-                return Said(text, images)
+                return UserLine(text, images)
         elif text.split()[0] == IMAGE:
             path = str(Path(text.removeprefix(IMAGE).strip()).expanduser())
             try:

@@ -402,7 +402,7 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
             rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
             return rows, f"the first row of {name}"
         except SettingError as error:
-            raise ToolsCommandError(f"{error.told}; fix: {error.fix}, or give --task") from error
+            raise ToolsCommandError(f"{error.without_fix}; fix: {error.fix}, or give --task") from error
         except Exception as error:  # boundary: files of any content, and the hub
             raise ToolsCommandError(f"{name}.path: {error}; fix: correct it, or give --task") from error
     return [{}], "an empty row, for the recipe has no data"

@@ -86,13 +86,13 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
         try:
             loaded = load_recipe(recipe, overrides, "train", lacks)
         except SettingError as error:
-            yield problem("recipe", error.told, error.fix)
+            yield problem("recipe", error.without_fix, error.fix)
         else:
             stages = stages_of(loaded)
             if not lacks:
                 yield ok("recipe", f"{loaded.name} is valid")
         for lack in {str(lack): lack for lack in lacks}.values():
-            yield problem("recipe", lack.told, lack.fix)
+            yield problem("recipe", lack.without_fix, lack.fix)
     yield from _safely("disk", partial(check_disk, stages[0].output if stages else Path.cwd()))
     most = max(map(open_files, stages), default=None)
     yield from _safely("open files", check_open_files if most is None else partial(check_open_files, most))

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from agentfactory.agent import Agent
 from agentfactory.doctor.finding import Finding, ok, problem, warning
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.images.families import load_vision, view_of, why_unseen
+from agentfactory.rollout.images.families import load_vision, view_of, why_no_images
 from agentfactory.rollout.rewards.boxes_and_points import Box, iou, read_box
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
@@ -73,7 +73,7 @@ def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
         return
     vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
     if vision is None:
-        yield problem(subject, why_unseen(model.path), "use a vision-language model")
+        yield problem(subject, why_no_images(model.path), "use a vision-language model")
         return
     asked = pictures()
     answers = asyncio.run(_ask(recipe, asked))

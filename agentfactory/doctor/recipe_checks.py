@@ -122,7 +122,7 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
     try:
         info = try_template(recipe)
     except SettingError as error:
-        yield problem("format", error.told, error.fix)
+        yield problem("format", error.without_fix, error.fix)
         return
     yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
     if has_tasks(recipe) and not _has_own_loop(recipe):

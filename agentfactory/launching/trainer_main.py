@@ -35,7 +35,7 @@ from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
-from agentfactory.tools.calls.run_notices import Notice, Notices, tell
+from agentfactory.tools.calls.run_notices import Notice, Notices, notify
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
@@ -50,7 +50,7 @@ from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.sync.backends import backend_of, make_sync
-from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_eyes
+from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_image_rows
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.tracking import Tracking
@@ -255,7 +255,7 @@ class _Display:
         if self._tracking is not None:
             self._tracking.log(metrics)
         for finding in self._health.note(metrics):
-            tell(logger, finding.symptom, finding.text)
+            notify(logger, finding.symptom, finding.text)
             self.findings.append(finding)
             if finding.symptom in self._stop_when:
                 self._stop.ask(finding.symptom)
@@ -335,7 +335,7 @@ def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolde
     if vision is None:
         return rows
     # a frozen vision tower is the same as the one that the server has loaded
-    return with_eyes(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
+    return with_image_rows(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
 
 
 def _summary(

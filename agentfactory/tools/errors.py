@@ -15,14 +15,14 @@ class SettingError(ValueError):
 
     def __init__(self, field: str, problem: str, fix: str = "", source: str = "") -> None:
         self.field, self.problem, self.fix, self.source = field, problem, fix, source
-        super().__init__(self.told + (f"; fix: {fix}" if fix else ""))
+        super().__init__(self.without_fix + (f"; fix: {fix}" if fix else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # by default, only the message of an exception is pickled
         return SettingError, (self.field, self.problem, self.fix, self.source)
 
     @property
-    def told(self) -> str:
+    def without_fix(self) -> str:
         """The whole message except the fix."""
         return ": ".join(part for part in (self.source, self.field, self.problem) if part)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from agentfactory.rollout.text.parsers.formats.tags import Tags
-from agentfactory.rollout.text.parsers.parser import tell
+from agentfactory.rollout.text.parsers.parser import join_results
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 
@@ -21,4 +21,4 @@ class ThinkAndAct(Tags):
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """See Parser: the results alone."""
-        return [tell([("", result, "") for result in results])]
+        return [join_results([("", result, "") for result in results])]

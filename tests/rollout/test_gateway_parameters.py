@@ -12,7 +12,7 @@ from openai.types.responses import response_create_params
 
 from agentfactory.rollout.gateway import anthropic_messages as messages
 from agentfactory.rollout.gateway import chat_completions, responses
-from agentfactory.rollout.gateway.request_options import Asked, Refusal
+from agentfactory.rollout.gateway.request_options import Refusal, TurnRequest
 from tests.conftest import REPOSITORY
 
 USER = [{"role": "user", "content": "go"}]
@@ -58,7 +58,7 @@ APPLIED: dict[Any, dict[str, tuple[Any, str, Any]]] = {
         "thinking": ({"type": "enabled"}, "options", {"thinking": True}),
     },
 }
-"""Parameter -> a value, the field of Asked that it sets, and the field's resulting value."""
+"""Parameter -> a value, the field of TurnRequest that it sets, and the field's resulting value."""
 ELSEWHERE = {"messages", "input", "tools", "previous_response_id", "include", "store"}
 """Applied, and tested with the agents that send them."""
 SAMPLING = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "seed": 1}
@@ -154,8 +154,8 @@ NO_EFFECT: dict[Any, set[str]] = {
 APIS = pytest.mark.parametrize("api", list(SDK), ids=lambda api: api.__name__.rpartition(".")[2])
 
 
-def read(api: Any, **fields: Any) -> Asked:
-    asked: Asked = api.read({**PLAIN[api], **fields}, 1.0, {})
+def read(api: Any, **fields: Any) -> TurnRequest:
+    asked: TurnRequest = api.read({**PLAIN[api], **fields}, 1.0, {})
     return asked
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.gateway.content import assistant
-from agentfactory.rollout.gateway.message_equality import Delivered, Said, content_text, print_of
+from agentfactory.rollout.gateway.message_equality import ComparedMessage, Delivered, content_text, print_of
 from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
@@ -203,8 +203,8 @@ def test_a_session_tells_equal_turns_apart(appending: TemplateRenderer) -> None:
 def test_the_stop_string_may_come_back(appending: TemplateRenderer) -> None:
     delivered = Delivered.of(assistant("print(1)", []), "</code>")
     for text in ("print(1)", "print(1)</code>", " print(1)\n</code>"):
-        assert delivered.likeness(Said.of(assistant(text, []))) is not None
-    assert delivered.likeness(Said.of(assistant("print(2)", []))) is None
+        assert delivered.likeness(ComparedMessage.of(assistant(text, []))) is not None
+    assert delivered.likeness(ComparedMessage.of(assistant("print(2)", []))) is None
 
 
 def test_an_agent_may_write_on_behind_a_stop_string(appending: TemplateRenderer) -> None:
@@ -235,9 +235,9 @@ def test_an_agent_may_write_on_behind_a_stop_string(appending: TemplateRenderer)
 
 def test_reasoning_need_not_come_back_but_must_not_be_another(appending: TemplateRenderer) -> None:
     delivered = Delivered.of(assistant("Yes", [], "hm"))
-    assert delivered.likeness(Said.of(assistant("Yes", []))) is not None
-    assert delivered.likeness(Said.of(assistant("Yes", [], " hm\n"))) is not None
-    assert delivered.likeness(Said.of(assistant("Yes", [], "so"))) is None
+    assert delivered.likeness(ComparedMessage.of(assistant("Yes", []))) is not None
+    assert delivered.likeness(ComparedMessage.of(assistant("Yes", [], " hm\n"))) is not None
+    assert delivered.likeness(ComparedMessage.of(assistant("Yes", [], "so"))) is None
 
 
 def test_messages_of_the_agent_are_compared_whole() -> None:

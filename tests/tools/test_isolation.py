@@ -342,7 +342,7 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
         assert 200 < each < 341
         # the reported size is rounded down to mebibytes, so one process fewer may fit
         assert (1 << 10) // (each + 1) <= processes <= (1 << 10) // each
-        assert f"up to {processes} at a time, of about {each} MiB each" in server.told_isolation
+        assert f"up to {processes} at a time, of about {each} MiB each" in server.isolation_text
         leases = [(await server.acquire(str(number)))[1] for number in range(processes)]
         further = asyncio.create_task(server.acquire("further"))
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger("agentfactory")
 
@@ -13,9 +13,9 @@ logger = logging.getLogger("agentfactory")
 def run(said: list[str]) -> None:
     with tell_warnings(said.append):
         for died in ("call 3", "call 9", "call 12"):
-            tell(logger, "tool server search", f"tool server search was restarted at {died}", see="logs/worker.log")
+            notify(logger, "tool server search", f"tool server search was restarted at {died}", see="logs/worker.log")
         for lost in (4, 80):
-            tell(logger, "lost chains", f"{lost} of 128 chains are lost", times=0)
+            notify(logger, "lost chains", f"{lost} of 128 chains are lost", times=0)
         logger.warning("some other warning")
         said.append("a step")
         raise InterruptedError

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
-from agentfactory.rollout.images.families import load_vision, why_unseen
+from agentfactory.rollout.images.families import load_vision, why_no_images
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.patches import PatchVision
@@ -153,7 +153,7 @@ def test_images_without_torchvision_are_refused_with_the_reason(
     path = str(make_family(tmp_path / "internvl", "internvl"))
     monkeypatch.setattr("agentfactory.rollout.images.families.is_installed", lambda name: False)
     assert load_vision(path) is None
-    assert why_unseen(path) == f"{path} (internvl) needs torchvision for its images, which is not installed"
+    assert why_no_images(path) == f"{path} (internvl) needs torchvision for its images, which is not installed"
 
 
 @pytest.mark.parametrize("kind", ["glm4v", "glm4v_moe"])

@@ -26,7 +26,7 @@ from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
-from agentfactory.trainers.sync.canary import canary_rows, trainer_scores, with_eyes
+from agentfactory.trainers.sync.canary import canary_rows, trainer_scores, with_image_rows
 from agentfactory.trainers.update.learner import Learner, Terms
 from tests.saved_checkpoint import save_checkpoint
 from tests.saved_groups import write_groups
@@ -318,7 +318,7 @@ def test_a_network_without_a_tower_trains_none(model_folder: Path) -> None:
 def test_the_canary_sees_what_the_tower_learns(model: Path, album: Album) -> None:
     learner = Learner(recipe_of(model, vision="trained"), Accelerator(cpu=True), images=album.store.folder)
     blind = canary_rows(range(20, 300), longest=144)
-    rows = with_eyes(blind, album.vision, album.store)
+    rows = with_image_rows(blind, album.vision, album.store)
     assert [len(row.context) for row in rows] == [len(row.context) for row in blind]
     assert [len(row.images) for row in rows] == [1, 0] * (len(rows) // 2)
 

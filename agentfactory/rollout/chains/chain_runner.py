@@ -28,7 +28,7 @@ from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Rates, check_limits
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.calls.truncation import Cut
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
@@ -105,7 +105,7 @@ def _tell_nulls(tasks: Sequence[Task], section: str, needed: Mapping[str, str]) 
         nulls = [number for number, task in enumerate(tasks, 1) if task.get(name) is None]
         if nulls and len(nulls) < len(tasks):
             text = f"{section}: the field {name}, which {who} needs, is null in {len(nulls)} of {len(tasks)} rows"
-            tell(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
+            notify(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
 
 
 class ChainWatch:

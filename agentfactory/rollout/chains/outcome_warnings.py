@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import OutcomePolicy, RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ChainOutcomes:
             text = commonest_ending(self._errors[outcome], self._ended)
             fate = "" if not lost else "; they are not trained"
             fix = f"; fix: {_FIXES[outcome]}" if outcome in _FIXES else ""
-            tell(logger, f"chains that end as {outcome}", f"{text}{fate}{fix}", times=0)
+            notify(logger, f"chains that end as {outcome}", f"{text}{fate}{fix}", times=0)
 
 
 def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:

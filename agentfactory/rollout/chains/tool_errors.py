@@ -4,7 +4,7 @@ truncated to `limits.result_bytes`."""
 import logging
 from collections import Counter, defaultdict
 
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.messages import CallError, ToolResult, text_of
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class ToolErrors:
         """Warn if `limits.result_bytes` truncated a result by `left_out` bytes."""
         if left_out:
             text = f"tool {tool}: a result exceeded limits.result_bytes by {left_out:,} bytes and was truncated"
-            tell(logger, f"tool {tool} is cut", text)
+            notify(logger, f"tool {tool} is cut", text)
 
     def report(self) -> None:
         """Warn, once per tool, if at least half of a tool's calls since the last check failed."""
@@ -43,4 +43,4 @@ class ToolErrors:
                 [(error, _)] = found.most_common(1)
                 self._told.add(tool)
                 text = f"tool {tool}: {calls - fine} of {calls} calls failed, such as: {error}"
-                tell(logger, f"tool {tool} raises", text, times=0)
+                notify(logger, f"tool {tool} raises", text, times=0)

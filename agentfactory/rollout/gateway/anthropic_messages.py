@@ -7,9 +7,9 @@ from typing import Any
 from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
-    Asked,
     Refusal,
-    Said,
+    Reply,
+    TurnRequest,
     integer,
     refuse,
     stops,
@@ -28,7 +28,7 @@ _REFUSED = {
 }
 
 
-def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
+def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
     """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
     request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
@@ -46,8 +46,8 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
     choice = body.get("tool_choice") or {"type": "auto"}
     specs = tool_specs(tools, functions, "input_schema") if choice.get("type") != "none" else []
     thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
-    asked = {**body, "tool_choice": {"type": choice.get("type")}}
-    return Asked(
+    requested = {**body, "tool_choice": {"type": choice.get("type")}}
+    return TurnRequest(
         messages,
         specs,
         str(body.get("model") or ""),
@@ -55,7 +55,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
         stops(body.get("stop_sequences")),
         1,
         bool(body.get("stream")),
-        unmet(asked, temperature) | ({"tools": left_out} if left_out else {}),
+        unmet(requested, temperature) | ({"tools": left_out} if left_out else {}),
         options={"thinking": thinks},
     )
 
@@ -86,8 +86,10 @@ def _messages(message: Any) -> list[Message]:
         if block.get("type") == "tool_result"
     ]
     rest = [block for block in blocks if block.get("type") != "tool_result"]
-    said: list[Message] = [{"role": "user", "content": read_content(rest, _part)}] if rest or not results else []
-    return [*results, *said]
+    user_message: list[Message] = (
+        [{"role": "user", "content": read_content(rest, _part)}] if rest or not results else []
+    )
+    return [*results, *user_message]
 
 
 def _part(block: Part) -> Part | None:
@@ -102,24 +104,24 @@ def _part(block: Part) -> Part | None:
     raise unknown(block)
 
 
-def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
     """Return the response to a request, which has one turn."""
     (turn,) = turns
     return {
-        **_frame(asked, turn),
-        "content": _blocks(asked, turn),
+        **_frame(turn_request, turn),
+        "content": _blocks(turn_request, turn),
         "stop_reason": _reason(turn),
         "stop_sequence": turn.stop,
         "usage": {**_used(turn), "output_tokens": turn.tokens},
     }
 
 
-def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
     """Yield the response as server-sent events."""
     (turn,) = turns
-    begun = {**_frame(asked, turn), "content": [], "stop_reason": None, "stop_sequence": None}
+    begun = {**_frame(turn_request, turn), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message={**begun, "usage": {**_used(turn), "output_tokens": 0}})
-    for place, block in enumerate(_blocks(asked, turn)):
+    for place, block in enumerate(_blocks(turn_request, turn)):
         for kind, fields in _pieces(block):
             yield _event(kind, index=place, **fields)
     ended = {"stop_reason": _reason(turn), "stop_sequence": turn.stop}
@@ -166,19 +168,19 @@ PING = 'event: ping\ndata: {"type": "ping"}\n\n'
 """Keep-alive of a stream until the turn is sampled."""
 
 
-def _frame(asked: Asked, turn: Said) -> dict[str, Any]:
-    return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": asked.model}
+def _frame(turn_request: TurnRequest, turn: Reply) -> dict[str, Any]:
+    return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": turn_request.model}
 
 
-def _used(turn: Said) -> dict[str, int]:
+def _used(turn: Reply) -> dict[str, int]:
     return {"input_tokens": turn.prompt_tokens, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _blocks(asked: Asked, turn: Said) -> list[dict[str, Any]]:
+def _blocks(turn_request: TurnRequest, turn: Reply) -> list[dict[str, Any]]:
     """Return the blocks of a turn. Reasoning is included only for clients that enable thinking; they return its
     signature."""
     blocks: list[dict[str, Any]] = []
-    if turn.reasoning and asked.options["thinking"]:
+    if turn.reasoning and turn_request.options["thinking"]:
         blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": turn.id})
     if turn.text:
         blocks.append({"type": "text", "text": turn.text})
@@ -186,7 +188,7 @@ def _blocks(asked: Asked, turn: Said) -> list[dict[str, Any]]:
     return blocks
 
 
-def _reason(turn: Said) -> str:
+def _reason(turn: Reply) -> str:
     if turn.stop is not None:
         return "stop_sequence"
     return "max_tokens" if turn.cut else "tool_use" if turn.calls else "end_turn"

@@ -9,9 +9,9 @@ from agentfactory.rollout.gateway.content import assistant, read_content, read_i
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
     MOST_CHOICES,
-    Asked,
     Refusal,
-    Said,
+    Reply,
+    TurnRequest,
     integer,
     refuse,
     stops,
@@ -32,7 +32,7 @@ _REFUSED = {
 }
 
 
-def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
+def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
     """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
     request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
@@ -47,7 +47,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> Asked:
     functions = [tool["function"] for tool in tools or [] if tool.get("type") == "function"]
     left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
     chosen = body.get("tool_choice") != "none"
-    return Asked(
+    return TurnRequest(
         [_message(message) for message in given],
         tool_specs(tools, functions, "parameters") if chosen else [],
         str(body.get("model") or ""),
@@ -98,18 +98,26 @@ def _part(part: dict[str, Any]) -> dict[str, Any] | None:
     raise unknown(part)
 
 
-def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
     """Return the response to a request, with one choice per turn."""
     choices = [
-        {"index": n, "message": _said(turn), "logprobs": _logprobs(asked, turn), "finish_reason": _reason(turn)}
+        {
+            "index": n,
+            "message": _reply_message(turn),
+            "logprobs": _logprobs(turn_request, turn),
+            "finish_reason": _reason(turn),
+        }
         for n, turn in enumerate(turns)
     ]
-    return {**_frame(asked, turns, "chat.completion"), "choices": choices, "usage": _usage(turns)}
+    return {**_frame(turn_request, turns, "chat.completion"), "choices": choices, "usage": _usage(turns)}
 
 
-def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
     """Yield the response as server-sent events."""
-    frame = {**_frame(asked, turns, "chat.completion.chunk"), **({"usage": None} if asked.options["usage"] else {})}
+    frame = {
+        **_frame(turn_request, turns, "chat.completion.chunk"),
+        **({"usage": None} if turn_request.options["usage"] else {}),
+    }
 
     def chunk(number: int, delta: dict[str, Any], **more: Any) -> str:
         choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **more}
@@ -120,14 +128,14 @@ def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
         if turn.reasoning:
             yield chunk(number, {"reasoning_content": turn.reasoning})
         if turn.text:
-            yield chunk(number, {"content": turn.text}, logprobs=_logprobs(asked, turn))
+            yield chunk(number, {"content": turn.text}, logprobs=_logprobs(turn_request, turn))
         for place, call in enumerate(_calls(turn)):
             function = call["function"]
             begun = {**call, "index": place, "function": {"name": function["name"], "arguments": ""}}
             yield chunk(number, {"tool_calls": [begun]})
             yield chunk(number, {"tool_calls": [{"index": place, "function": {"arguments": function["arguments"]}}]})
         yield chunk(number, {}, finish_reason=_reason(turn))
-    if asked.options["usage"]:
+    if turn_request.options["usage"]:
         yield f"data: {json.dumps({**frame, 'choices': [], 'usage': _usage(turns)})}\n\n"
     yield "data: [DONE]\n\n"
 
@@ -147,11 +155,11 @@ PING = ": sampling\n\n"
 """Keep-alive of a stream until the turn is sampled."""
 
 
-def _frame(asked: Asked, turns: Sequence[Said], kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{turns[0].id}", "object": kind, "created": int(time.time()), "model": asked.model}
+def _frame(turn_request: TurnRequest, turns: Sequence[Reply], kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{turns[0].id}", "object": kind, "created": int(time.time()), "model": turn_request.model}
 
 
-def _said(turn: Said) -> dict[str, Any]:
+def _reply_message(turn: Reply) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": turn.text or (None if turn.calls else ""),
@@ -164,29 +172,29 @@ def _said(turn: Said) -> dict[str, Any]:
     return message
 
 
-def _calls(turn: Said) -> list[dict[str, Any]]:
+def _calls(turn: Reply) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
         for call in turn.calls
     ]
 
 
-def _reason(turn: Said) -> str:
+def _reason(turn: Reply) -> str:
     return "length" if turn.cut else "tool_calls" if turn.calls else "stop"
 
 
-def _usage(turns: Sequence[Said]) -> dict[str, Any]:
+def _usage(turns: Sequence[Reply]) -> dict[str, Any]:
     prompt, sampled = turns[0].prompt_tokens, sum(turn.tokens for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _logprobs(asked: Asked, turn: Said) -> dict[str, Any] | None:
-    if not asked.options["logprobs"]:
+def _logprobs(turn_request: TurnRequest, turn: Reply) -> dict[str, Any] | None:
+    if not turn_request.options["logprobs"]:
         return None
     return {"content": token_logprobs(turn), "refusal": None}
 
 
-def token_logprobs(turn: Said) -> list[dict[str, Any]]:
+def token_logprobs(turn: Reply) -> list[dict[str, Any]]:
     """Return the logprobs of a turn's tokens in OpenAI's format; empty if the request did not ask for them."""
     return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

@@ -238,7 +238,7 @@ class FunctionAgent(ClientAgent):
             raise
         except Exception as error:  # boundary: user code
             logger.info("the agent failed in chain %s", visit.chain, exc_info=error)
-            raise AgentFailed(f"{self._name}: {_told(error)}") from error
+            raise AgentFailed(f"{self._name}: {_describe(error)}") from error
         if answer is not None and not isinstance(answer, str):
             raise AgentFailed(f"{self._name} returned {answer!r:.200}; return the answer as a string, or None")
         return answer
@@ -255,7 +255,7 @@ def _client(name: str, reference: str) -> Callable[..., Any]:
     return found
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if "site-packages" not in frame.filename]
     place = f" ({Path(users[-1].filename).name}, line {users[-1].lineno})" if users else ""

@@ -10,9 +10,9 @@ from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
 from agentfactory.rollout.gateway.gateway_server import Gateway
-from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key
+from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key
 from agentfactory.rollout.gateway.responses import Stored
-from agentfactory.rollout.gateway.sampled_turns import AskedTurns, SampledTurn, unavailable
+from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, SampledTurn, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.trajectory import Activity, StopReason
@@ -24,7 +24,9 @@ class GatewayChain:
     """A chain driven by an agent with its own client, whose requests it answers; see Player and gateway_server.Asking.
     `judged`: the recipe scores the chain without the agent's own report."""
 
-    def __init__(self, episode: Episode, turns: AskedTurns, gateway: Gateway, agent: ClientAgent, judged: bool) -> None:
+    def __init__(
+        self, episode: Episode, turns: RequestedTurns, gateway: Gateway, agent: ClientAgent, judged: bool
+    ) -> None:
         self.episode = episode
         self.turns = turns
         self.gateway = gateway
@@ -129,24 +131,24 @@ class GatewayChain:
 
     # ---- the agent's requests
 
-    async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
+    async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
         """See gateway_server.Asking: render the conversation, and check that a turn fits."""
-        self.turns.check(asked)
+        self.turns.check(turn_request)
         left = self.episode.max_turns - self._taken
-        if self._ended.done() or left < asked.choices:
+        if self._ended.done() or left < turn_request.choices:
             self._end(StopReason.MAX_TURNS)
             raise Refusal(400, "max_turns", f"the chain has rollout.max_turns={self.episode.max_turns} turns")
-        plan = await self.turns.plan(asked)
+        plan = await self.turns.plan(turn_request)
         room = self.turns.room(plan)
-        self._taken += asked.choices
+        self._taken += turn_request.choices
         longest = self.episode.setup.config.max_tokens
-        return self._sample(asked, plan, min(room, longest, asked.max_tokens or longest))
+        return self._sample(turn_request, plan, min(room, longest, turn_request.max_tokens or longest))
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, turn_request: TurnRequest) -> int:
         """See gateway_server.Asking."""
-        return len((await self.turns.plan(asked)).ids)
+        return len((await self.turns.plan(turn_request)).ids)
 
-    async def _sample(self, asked: Asked, plan: Plan, most: int) -> list[Said]:
+    async def _sample(self, turn_request: TurnRequest, plan: Plan, most: int) -> list[Reply]:
         if self._closed:  # the chain ended after the request was admitted
             raise foreign_key()
         request = asyncio.current_task()
@@ -154,9 +156,9 @@ class GatewayChain:
         self._requests.add(request)
         start = time.monotonic()
         try:
-            turns = await self.turns.sample(asked, plan, self.episode.sampling, most)
+            turns = await self.turns.sample(turn_request, plan, self.episode.sampling, most)
         except (Refusal, asyncio.CancelledError):
-            self._taken -= asked.choices
+            self._taken -= turn_request.choices
             raise
         except (InferenceError, ServerUnreachableError) as error:
             self._fail(error)
@@ -166,7 +168,7 @@ class GatewayChain:
         self.episode.trajectory.messages += plan.given
         for turn in turns:
             self._note(turn, start)
-        return [turn.said for turn in turns]
+        return [turn.reply for turn in turns]
 
     def _note(self, turn: SampledTurn, start: float) -> None:
         episode, number, cut = self.episode, turn.node.number, turn.completion.cut

@@ -10,7 +10,7 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent
 from agentfactory.rollout.gateway.gateway_chain import GatewayChain
 from agentfactory.rollout.gateway.gateway_server import Gateway
-from agentfactory.rollout.gateway.sampled_turns import AskedTurns
+from agentfactory.rollout.gateway.sampled_turns import RequestedTurns
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
@@ -53,7 +53,7 @@ class GatewayRunner(ChainRunner):
     def player(self, episode: Episode) -> GatewayChain:
         """See Runner."""
         longest = self.setup.config.max_total_tokens
-        turns = AskedTurns(episode.trajectory.rows, self.renderer, self.sampler, longest)
+        turns = RequestedTurns(episode.trajectory.rows, self.renderer, self.sampler, longest)
         judged = bool(self.setup.recipe.rewards) or self.toolset.judges
         return GatewayChain(episode, turns, self.gateway, self.client_agent, judged)
 

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler
 
 from agentfactory.rollout.gateway import anthropic_messages as messages
 from agentfactory.rollout.gateway import chat_completions, responses
-from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, foreign_key
+from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key
 from agentfactory.rollout.text.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
 from agentfactory.tools.http import connections
 
@@ -47,13 +47,13 @@ class Api(Protocol):
     ROUTE: str
     PING: str
 
-    def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> Asked:
+    def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> TurnRequest:
         """Parse a request. Raise Refusal if it is invalid or unsupported."""
 
-    def write(self, asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+    def write(self, turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
         """Return the response."""
 
-    def events(self, asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+    def events(self, turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
         """Yield the response as server-sent events."""
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
@@ -72,10 +72,10 @@ class Asking(Protocol):
     temperature: float
     stored: responses.Stored
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, turn_request: TurnRequest) -> int:
         """Return the number of tokens of a conversation. Raise Refusal if it cannot be rendered."""
 
-    async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
+    async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
         """Check a request, and return an awaitable that samples its turns. Raise Refusal if the check fails."""
 
 
@@ -221,8 +221,8 @@ class Gateway:
     async def _count(self, request: web.Request) -> web.Response:
         try:
             chain, body = await self.hear(request)
-            asked = _read(messages, body, chain)
-            return web.json_response({"input_tokens": await chain.count(asked)})
+            turn_request = _read(messages, body, chain)
+            return web.json_response({"input_tokens": await chain.count(turn_request)})
         except Refusal as refusal:
             return web.json_response(messages.error(refusal), status=refusal.status)
 
@@ -246,11 +246,11 @@ def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             chain, body = await gateway.hear(request)
-            asked = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
-            sampling = await chain.admit(asked)
-            if asked.stream:
-                return await _stream(request, api, asked, sampling)
-            return web.json_response(api.write(asked, await sampling))
+            turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
+            sampling = await chain.admit(turn_request)
+            if turn_request.stream:
+                return await _stream(request, api, turn_request, sampling)
+            return web.json_response(api.write(turn_request, await sampling))
         except Refusal as refusal:
             return web.json_response(api.error(refusal), status=refusal.status)
 
@@ -308,7 +308,7 @@ def _code(status: int) -> str:
     return HTTPStatus(status).name.lower()
 
 
-def _read(api: Api, body: dict[str, Any], chain: Asking) -> Asked:
+def _read(api: Api, body: dict[str, Any], chain: Asking) -> TurnRequest:
     try:
         return api.read(body, chain.temperature, chain.stored)
     except (TypeError, KeyError, AttributeError) as error:
@@ -317,14 +317,16 @@ def _read(api: Api, body: dict[str, Any], chain: Asking) -> Asked:
         raise Refusal(400, "invalid_request", problem) from error
 
 
-async def _stream(request: web.Request, api: Api, asked: Asked, sampling: Awaitable[list[Said]]) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, api: Api, turn_request: TurnRequest, sampling: Awaitable[list[Reply]]
+) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     async with _running(sampling) as turns:
         while not (await asyncio.wait([turns], timeout=PING_SECONDS))[0]:
             await response.write(api.PING.encode())
         try:
-            for event in api.events(asked, await turns):
+            for event in api.events(turn_request, await turns):
                 await response.write(event.encode())
         except Refusal as refusal:
             await response.write(api.failed(refusal).encode())
@@ -333,7 +335,7 @@ async def _stream(request: web.Request, api: Api, asked: Asked, sampling: Awaita
 
 
 @asynccontextmanager
-async def _running(sampling: Awaitable[list[Said]]) -> AsyncIterator["asyncio.Future[list[Said]]"]:
+async def _running(sampling: Awaitable[list[Reply]]) -> AsyncIterator["asyncio.Future[list[Reply]]"]:
     """Run `sampling` as a task that is cancelled when the context ends."""
     task = asyncio.ensure_future(sampling)
     try:

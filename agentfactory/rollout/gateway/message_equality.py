@@ -15,7 +15,7 @@ _SPACE = re.compile(r"\s+")
 
 
 @dataclass(frozen=True)
-class Said:
+class ComparedMessage:
     """An assistant message in a form for comparison.
 
     `key` is equal for messages with the same content: text without whitespace, and calls, with arguments as JSON
@@ -28,7 +28,7 @@ class Said:
     ids: tuple[str, ...]
 
     @classmethod
-    def of(cls, message: Message) -> "Said":
+    def of(cls, message: Message) -> "ComparedMessage":
         """Return the comparison form of an assistant message."""
         text = content_text(message.get("content"))
         calls = message.get("tool_calls") or []
@@ -47,30 +47,30 @@ class Delivered:
     """A sampled turn as the agent received it. A stop string that ended it is removed from its text, but some clients
     append it again, and more text. `whole` is the text of such a turn up to its last token."""
 
-    said: Said
-    stopped: Said | None = None
+    sent: ComparedMessage
+    stopped: ComparedMessage | None = None
     whole: str = ""
 
     @classmethod
     def of(cls, message: Message, stop: str | None = None, whole: str = "") -> "Delivered":
         """Return the forms in which an agent may send `message` back."""
         if stop is None:
-            return cls(Said.of(message))
+            return cls(ComparedMessage.of(message))
         stopped = {**message, "content": content_text(message.get("content")) + stop}
-        return cls(Said.of(message), Said.of(stopped), whole)
+        return cls(ComparedMessage.of(message), ComparedMessage.of(stopped), whole)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of messages that repeat this turn."""
-        return (self.said.key,) if self.stopped is None else (self.said.key, self.stopped.key)
+        return (self.sent.key,) if self.stopped is None else (self.sent.key, self.stopped.key)
 
-    def likeness(self, replayed: Said) -> tuple[bool, bool] | None:
+    def likeness(self, replayed: ComparedMessage) -> tuple[bool, bool] | None:
         """Return the strength of the match between a message and this turn: (call ids equal, text equal), or None if
         they do not match. Reasoning may be missing from the message; otherwise it must be the turn's."""
-        said = self.stopped if self.stopped is not None and replayed.key == self.stopped.key else self.said
-        if replayed.key != said.key or replayed.reasoning not in ("", said.reasoning):
+        sent = self.stopped if self.stopped is not None and replayed.key == self.stopped.key else self.sent
+        if replayed.key != sent.key or replayed.reasoning not in ("", sent.reasoning):
             return None
-        return bool(said.ids) and replayed.ids == said.ids, replayed.text == said.text
+        return bool(sent.ids) and replayed.ids == sent.ids, replayed.text == sent.text
 
     def continued(self, replayed: Message) -> str | None:
         """Return the text that the agent appended to this turn in a message that repeats it; None if the message does
@@ -84,7 +84,7 @@ class Delivered:
 def print_of(message: Message) -> str:
     """Return a fingerprint for comparing messages that were not sampled."""
     if message["role"] == "assistant":
-        return "assistant" + Said.of(message).key
+        return "assistant" + ComparedMessage.of(message).key
     content = message.get("content")
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
         content = content_text(content)

@@ -18,7 +18,7 @@ from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.gateway_server import Gateway, key_of
 from agentfactory.rollout.gateway.request_options import Refusal, foreign_key, wrong
-from agentfactory.tools.calls.run_notices import inform, tell
+from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 
@@ -124,12 +124,12 @@ class OutsideAgent(ClientAgent):
         taken = self._taken[visit.endpoint.key] = _Taken(visit, asyncio.get_running_loop().create_future())
         asker.task.set_result(self._described(visit))
         try:
-            said = await taken.end
+            ended = await taken.end
         finally:
             del self._taken[visit.endpoint.key]
-        if said.get("error") is not None:
-            raise AgentFailed(said["error"], said.get("answer"))
-        answer: str | None = said.get("answer")
+        if ended.get("error") is not None:
+            raise AgentFailed(ended["error"], ended.get("answer"))
+        answer: str | None = ended.get("answer")
         return answer
 
     def _described(self, visit: Visit) -> dict[str, Any]:
@@ -247,4 +247,4 @@ def _answering(handle: Callable[[web.Request], Awaitable[web.Response]]) -> Call
 
 def _tell_waiting() -> None:
     text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to fetch its task"
-    tell(logger, "chains that no program takes", text, see=_PAGE)
+    notify(logger, "chains that no program takes", text, see=_PAGE)

@@ -153,15 +153,15 @@ class ProgramAgent(ClientAgent):
             result = await run_program(
                 command, view, self._limits, env, characters=_KEPT, port=port, listening=visit.listening
             )
-            status, said, errors, ended = result.status, result.stdout.strip(), result.stderr, result.ended
+            status, output, errors, ended = result.status, result.stdout.strip(), result.stderr, result.ended
         else:
-            status, said, errors = await _keep(command, visit.workspace, env)
+            status, output, errors = await _keep(command, visit.workspace, env)
         if status != 0:
             lines = [line.strip() for line in errors.splitlines() if line.strip()]
             last = f": {lines[-1][:500]}" if lines else ""
             problem = f"was ended: {ended}" if ended else f"ended with exit status {status}{last}"
-            raise AgentFailed(f"{Path(self._command[0]).name} {problem}", said or None)
-        return said or None
+            raise AgentFailed(f"{Path(self._command[0]).name} {problem}", output or None)
+        return output or None
 
     def _contents(self, task: Task) -> dict[str, bytes]:
         return load_files(task.get("files"), self._files, self._limits.disk_mb)
@@ -210,8 +210,8 @@ async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[
     try:
         assert process.stdout is not None
         assert process.stderr is not None
-        said, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
-        return await process.wait(), said, errors
+        output, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+        return await process.wait(), output, errors
     finally:
         # the keeper ends all processes and then itself; the caller must wait for that
         assert process.stdin is not None

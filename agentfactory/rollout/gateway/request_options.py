@@ -51,7 +51,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequest:
     """A request for the next turn of a conversation. `unmet` are parameters that are not applied, with their values."""
 
     messages: list[Message]
@@ -65,12 +65,12 @@ class Asked:
     session: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that only affect the protocol's response."""
-    remember: Callable[[Sequence["Said"]], None] = lambda turns: None
+    remember: Callable[[Sequence["Reply"]], None] = lambda turns: None
     """Callback that gets the sampled turns."""
 
 
 @dataclass(frozen=True)
-class Said:
+class Reply:
     """A sampled turn for the agent. `stop` is the stop string that ended it. `prompt_tokens` is its prompt's length."""
 
     id: str
@@ -101,8 +101,8 @@ def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     found = {
         name: value for name, value in values.items() if value is not None and value not in _IS_DEFAULT.get(name, ())
     }
-    asked = body.get("temperature")
-    return found if asked is None or asked == temperature else {"temperature": asked, **found}
+    requested = body.get("temperature")
+    return found if requested is None or requested == temperature else {"temperature": requested, **found}
 
 
 def _value_of(body: Mapping[str, Any], name: str) -> Any:

@@ -9,9 +9,9 @@ from agentfactory.rollout.gateway.chat_completions import SAMPLED_ONLY, error, t
 from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
-    Asked,
     Refusal,
-    Said,
+    Reply,
+    TurnRequest,
     integer,
     refuse,
     tool_specs,
@@ -64,7 +64,7 @@ class Stored:
         return {str(item.get("id")): item for items, _ in self._answers.values() for item in items}
 
 
-def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
+def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnRequest:
     """Parse a request. `temperature` is that of the chains; `stored` has the items of the chain's conversations up to
     each response. Raise Refusal if the request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
@@ -77,7 +77,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
     kept = body.get("store") is not False
     characters = len(json.dumps(given)) if kept else 0
 
-    def remember(turns: Sequence[Said]) -> None:
+    def remember(turns: Sequence[Reply]) -> None:
         if kept:
             stored.keep(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
 
@@ -87,7 +87,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
     functions = [tool for tool in tools or [] if tool.get("type") == "function"]
     left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
     chosen = body.get("tool_choice") != "none"
-    return Asked(
+    return TurnRequest(
         [*messages, *_messages(items)],
         tool_specs(tools, functions, "parameters") if chosen else [],
         str(body.get("model") or ""),
@@ -147,10 +147,13 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def _turn(items: Sequence[dict[str, Any]]) -> Message:
-    said = [item for item in items if item.get("type") in (None, "message")]
+    message_items = [item for item in items if item.get("type") in (None, "message")]
     calls = [item for item in items if item.get("type") == "function_call"]
     thoughts = [item for item in items if item.get("type") == "reasoning"]
-    texts = [content if isinstance(content := read_content(item.get("content"), _part), str) else "" for item in said]
+    texts = [
+        content if isinstance(content := read_content(item.get("content"), _part), str) else ""
+        for item in message_items
+    ]
     reasoning = [
         "".join(part["text"] for part in (item.get("content") or item.get("summary") or [])) for item in thoughts
     ]
@@ -179,12 +182,12 @@ def _part(part: Part) -> Part | None:
     raise unknown(part)
 
 
-def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
     """Return the response to a request, which has one turn."""
     (turn,) = turns
     status = "incomplete" if turn.cut else "completed"
     return {
-        **_frame(asked, turn, status),
+        **_frame(turn_request, turn, status),
         "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
         "output": _items(turn, status),
         "usage": {
@@ -197,11 +200,11 @@ def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
     }
 
 
-def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
     """Yield the response as server-sent events."""
     (turn,) = turns
-    done = write(asked, turns)
-    begun = {**_frame(asked, turn, "in_progress"), "output": [], "usage": None, "incomplete_details": None}
+    done = write(turn_request, turns)
+    begun = {**_frame(turn_request, turn, "in_progress"), "output": [], "usage": None, "incomplete_details": None}
     made: list[tuple[str, dict[str, Any]]] = [
         ("response.created", {"response": begun}),
         ("response.in_progress", {"response": begun}),
@@ -227,9 +230,9 @@ def _pieces(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             (part,) = item["content"]
             where = {"content_index": 0}
             yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
-            said = {**where, "logprobs": part["logprobs"]}
-            yield "response.output_text.delta", {**said, "delta": part["text"]}
-            yield "response.output_text.done", {**said, "text": part["text"]}
+            with_logprobs = {**where, "logprobs": part["logprobs"]}
+            yield "response.output_text.delta", {**with_logprobs, "delta": part["text"]}
+            yield "response.output_text.done", {**with_logprobs, "text": part["text"]}
             yield "response.content_part.done", {**where, "part": part}
         case "reasoning":
             (part,) = item["content"]
@@ -247,8 +250,8 @@ PING = ": sampling\n\n"
 """Keep-alive of a stream until the turn is sampled."""
 
 
-def _frame(asked: Asked, turn: Said, status: str) -> dict[str, Any]:
-    request = asked.options["request"]
+def _frame(turn_request: TurnRequest, turn: Reply, status: str) -> dict[str, Any]:
+    request = turn_request.options["request"]
     return {
         "id": f"resp_{turn.id}",
         "object": "response",
@@ -258,7 +261,7 @@ def _frame(asked: Asked, turn: Said, status: str) -> dict[str, Any]:
         "instructions": request.get("instructions"),
         "max_output_tokens": request.get("max_output_tokens"),
         "metadata": request.get("metadata") or {},
-        "model": asked.model,
+        "model": turn_request.model,
         "parallel_tool_calls": True,
         "previous_response_id": request.get("previous_response_id"),
         "temperature": request.get("temperature"),
@@ -270,7 +273,7 @@ def _frame(asked: Asked, turn: Said, status: str) -> dict[str, Any]:
     }
 
 
-def _items(turn: Said, status: str) -> list[dict[str, Any]]:
+def _items(turn: Reply, status: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if turn.reasoning:
         content = [{"type": "reasoning_text", "text": turn.reasoning}]

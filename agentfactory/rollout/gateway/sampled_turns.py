@@ -10,7 +10,7 @@ from typing import Any
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.message_equality import Delivered, content_text
-from agentfactory.rollout.gateway.request_options import Asked, Refusal, Said, wrong
+from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, wrong
 from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
@@ -19,7 +19,7 @@ from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import StopReason
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class SampledTurn:
     completion: Completion
     parsed: Parsed
     node: Node
-    said: Said
+    reply: Reply
 
 
-class AskedTurns:
+class RequestedTurns:
     """A sampler of the requested turns of one chain or conversation, which appends them to `rows`. `longest` is the
     maximum number of tokens of a row."""
 
@@ -52,29 +52,31 @@ class AskedTurns:
         self._images = renderer.images
         self._sampler = sampler
         self._longest = longest
-        self._asked = 0
+        self._requested = 0
         """Number of turns requested so far, including failed ones: each has its own seed."""
         self._calls = 0
         """Number of tool calls that the model made so far, including the agent's own tools."""
 
-    def check(self, asked: Asked) -> None:
+    def check(self, turn_request: TurnRequest) -> None:
         """Warn about parameters of a request that are not applied. Raise Refusal if its turns cannot be sampled."""
-        for name, value in asked.unmet.items():
+        for name, value in turn_request.unmet.items():
             self.counts["gateway/unmet_parameters"] += 1
             told = f"an agent requests {name}={str(value)[:80]}, which is not applied; the recipe's settings hold"
-            tell(logger, f"agents ask for {name}", told, see=_PAGE)
-        if asked.messages[-1]["role"] == "assistant":
+            notify(logger, f"agents ask for {name}", told, see=_PAGE)
+        if turn_request.messages[-1]["role"] == "assistant":
             raise wrong("messages: the last one is an assistant's; continuing an assistant message is not supported")
 
-    async def plan(self, asked: Asked) -> Plan:
+    async def plan(self, turn_request: TurnRequest) -> Plan:
         """Render a conversation. Raise Refusal if it is too long or the chat template refuses it."""
         try:
-            characters = sum(map(_characters, [*asked.messages, *(spec.to_openai() for spec in asked.specs)]))
+            characters = sum(
+                map(_characters, [*turn_request.messages, *(spec.to_openai() for spec in turn_request.specs)])
+            )
             # rendering a hundred megabytes would block all chains of the process
             if characters > _MOST_CHARACTERS * self._longest:
                 raise self._overflow(f"{characters} characters")
-            messages = await self._images.take_messages(asked.messages)
-            return self.tree.plan(messages, asked.specs, asked.session)
+            messages = await self._images.take_messages(turn_request.messages)
+            return self.tree.plan(messages, turn_request.specs, turn_request.session)
         except (RenderError, TypeError, ValueError, RecursionError) as error:
             raise wrong(f"messages: {error}") from error
 
@@ -84,31 +86,31 @@ class AskedTurns:
             raise self._overflow(f"{len(plan.ids)} tokens")
         return room
 
-    async def sample(self, asked: Asked, plan: Plan, sampling: Sampling, most: int) -> list[SampledTurn]:
+    async def sample(self, turn_request: TurnRequest, plan: Plan, sampling: Sampling, most: int) -> list[SampledTurn]:
         """Sample the requested turns, of at most `most` tokens each. Raise Refusal if they do not fit the server's
         context, InferenceError or ServerUnreachableError."""
 
         async def complete() -> Completion:
-            self._asked += 1
+            self._requested += 1
             return await self._sampler.sample(
-                plan.ids, sampling, self._asked, most, images=plan.images, stops=asked.stop
+                plan.ids, sampling, self._requested, most, images=plan.images, stops=turn_request.stop
             )
 
         try:
-            completions = await asyncio.gather(*(complete() for _ in range(asked.choices)))
+            completions = await asyncio.gather(*(complete() for _ in range(turn_request.choices)))
         except ContextOverflowError as error:
             raise self._overflow(str(error)) from error
         self._note_unmatched(plan)
-        turns = [self._take(asked, plan, completion) for completion in completions]
-        asked.remember([turn.said for turn in turns])
+        turns = [self._take(turn_request, plan, completion) for completion in completions]
+        turn_request.remember([turn.reply for turn in turns])
         return turns
 
-    def _take(self, asked: Asked, plan: Plan, completion: Completion) -> SampledTurn:
+    def _take(self, turn_request: TurnRequest, plan: Plan, completion: Completion) -> SampledTurn:
         """Record a sampled turn in the rows."""
-        completion, stop = self._stopped(completion, asked.stop)
+        completion, stop = self._stopped(completion, turn_request.stop)
         ids = completion.token_ids
-        if asked.specs:
-            parsed = self._renderer.parse(ids, self._calls, specs=asked.specs)
+        if turn_request.specs:
+            parsed = self._renderer.parse(ids, self._calls, specs=turn_request.specs)
         else:
             parsed = self._renderer.parse_text(ids)
         self._calls += len(parsed.calls)
@@ -121,8 +123,8 @@ class AskedTurns:
         shown = assistant(text, [(call.id, call.name, call.arguments) for call in calls], reasoning)
         node = self.tree.record(plan, completion, parsed, Delivered.of(shown, stop, whole))
         self.last = StopReason.MAX_TOKENS if completion.cut and not calls else StopReason.ANSWER
-        logprobs = zip(ids, completion.logprobs, strict=True) if asked.options.get("logprobs") else ()
-        said = Said(
+        logprobs = zip(ids, completion.logprobs, strict=True) if turn_request.options.get("logprobs") else ()
+        reply = Reply(
             secrets.token_hex(12),
             text,
             reasoning,
@@ -133,7 +135,7 @@ class AskedTurns:
             len(ids),
             [(self._renderer.decode([token]), logprob) for token, logprob in logprobs],
         )
-        return SampledTurn(completion, parsed, node, said)
+        return SampledTurn(completion, parsed, node, reply)
 
     def _stopped(self, completion: Completion, stops: tuple[str, ...]) -> tuple[Completion, str | None]:
         """Truncate a turn after the token that completes a stop string; the tokens after it are discarded. The end
@@ -156,7 +158,7 @@ class AskedTurns:
             self.counts["gateway/unmatched_turns"] += 1
             text = content_text(message.get("content")) or str(message.get("tool_calls"))
             told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained"
-            tell(logger, "assistant messages of agents", told, see=_PAGE)
+            notify(logger, "assistant messages of agents", told, see=_PAGE)
 
 
 def unavailable(error: InferenceError | ServerUnreachableError) -> Refusal:

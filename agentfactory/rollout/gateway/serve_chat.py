@@ -15,9 +15,9 @@ from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.gateway.gateway_runner import check_native
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
 from agentfactory.rollout.gateway.message_equality import print_of
-from agentfactory.rollout.gateway.request_options import Asked, Said, wrong
+from agentfactory.rollout.gateway.request_options import Reply, TurnRequest, wrong
 from agentfactory.rollout.gateway.responses import Stored
-from agentfactory.rollout.gateway.sampled_turns import AskedTurns, unavailable
+from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -46,26 +46,26 @@ class ChatService:
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
         self._begun = 0
 
-    async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
+    async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
         """See gateway_server.Asking."""
-        conversation = self._conversation(asked)
-        asked = _without_temperature(asked)
-        conversation.turns.check(asked)
-        plan = await conversation.turns.plan(asked)
-        most = min(conversation.turns.room(plan), asked.max_tokens or self._config.max_tokens)
-        return self._sample(conversation, asked, plan, most)
+        conversation = self._conversation(turn_request)
+        turn_request = _without_temperature(turn_request)
+        conversation.turns.check(turn_request)
+        plan = await conversation.turns.plan(turn_request)
+        most = min(conversation.turns.room(plan), turn_request.max_tokens or self._config.max_tokens)
+        return self._sample(conversation, turn_request, plan, most)
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, turn_request: TurnRequest) -> int:
         """See gateway_server.Asking."""
-        return len((await self._conversation(asked).turns.plan(asked)).ids)
+        return len((await self._conversation(turn_request).turns.plan(turn_request)).ids)
 
-    def _conversation(self, asked: Asked) -> "_Conversation":
+    def _conversation(self, turn_request: TurnRequest) -> "_Conversation":
         """Return the conversation with the same tools and messages before its first turn."""
-        roles = [*(message["role"] for message in asked.messages), "assistant"]
-        tools = [spec.to_openai() for spec in asked.specs]
-        key = json.dumps([tools, [print_of(message) for message in asked.messages[: roles.index("assistant")]]])
+        roles = [*(message["role"] for message in turn_request.messages), "assistant"]
+        tools = [spec.to_openai() for spec in turn_request.specs]
+        key = json.dumps([tools, [print_of(message) for message in turn_request.messages[: roles.index("assistant")]]])
         if key not in self._conversations:
-            turns = AskedTurns([], self._renderer, self._sampler, self._config.max_total_tokens)
+            turns = RequestedTurns([], self._renderer, self._sampler, self._config.max_total_tokens)
             self._conversations[key] = _Conversation(f"chat{self._begun}", turns)
             self._begun += 1
         self._conversations.move_to_end(key)
@@ -73,11 +73,13 @@ class ChatService:
             self._conversations.popitem(last=False)
         return self._conversations[key]
 
-    async def _sample(self, conversation: "_Conversation", asked: Asked, plan: Plan, most: int) -> list[Said]:
+    async def _sample(
+        self, conversation: "_Conversation", turn_request: TurnRequest, plan: Plan, most: int
+    ) -> list[Reply]:
         # use the request's temperature, since these turns are not trained
-        sampling = Sampling(self._model, asked.options.get("temperature", self.temperature), conversation.name)
+        sampling = Sampling(self._model, turn_request.options.get("temperature", self.temperature), conversation.name)
         try:
-            turns = await conversation.turns.sample(asked, plan, sampling, most)
+            turns = await conversation.turns.sample(turn_request, plan, sampling, most)
         except (InferenceError, ServerUnreachableError) as error:
             raise unavailable(error) from error
         for turn in turns:
@@ -95,33 +97,33 @@ class ChatService:
                 "versions": [asdict(span) for span in turn.completion.versions],
                 "messages": plan.given,
                 "message": node.message,
-                "stop": turn.said.stop,
-                "cut": turn.said.cut,
+                "stop": turn.reply.stop,
+                "cut": turn.reply.cut,
             }
             self._log.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._log.flush()
-        return [turn.said for turn in turns]
+        return [turn.reply for turn in turns]
 
 
 @dataclass(frozen=True)
 class _Conversation:
     name: str
-    turns: AskedTurns
+    turns: RequestedTurns
 
 
-def _without_temperature(asked: Asked) -> Asked:
+def _without_temperature(turn_request: TurnRequest) -> TurnRequest:
     """Move the temperature from `unmet` to the options. At temperature 0, also remove parameters that only affect
     random sampling from `unmet`. Raise Refusal if the temperature is invalid."""
-    unmet = dict(asked.unmet)
+    unmet = dict(turn_request.unmet)
     temperature = unmet.pop("temperature", None)
     if temperature is None:
-        return asked
+        return turn_request
     if type(temperature) not in (int, float) or not 0 <= temperature <= _HOTTEST:
         raise wrong(f"temperature: got {temperature!r:.200}; use a number from 0 to {_HOTTEST}")
     if temperature == 0:
         for name in ("seed", "top_p", "top_k", "min_p"):
             unmet.pop(name, None)
-    return replace(asked, unmet=unmet, options={**asked.options, "temperature": float(temperature)})
+    return replace(turn_request, unmet=unmet, options={**turn_request.options, "temperature": float(temperature)})
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from agentfactory.rollout.chains.row_rendering import RowRenderer, append_turn, note_roles
-from agentfactory.rollout.gateway.message_equality import Delivered, Said, print_of
+from agentfactory.rollout.gateway.message_equality import ComparedMessage, Delivered, print_of
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.templates import RenderError
@@ -160,8 +160,8 @@ class ChainTree:
         (self._roots[plan.head] if parent is None else parent.children).append(node)
         for key in delivered.keys:
             self._by_key[key].append(node)
-        if delivered.said.ids:
-            self._by_ids[delivered.said.ids] = node
+        if delivered.sent.ids:
+            self._by_ids[delivered.sent.ids] = node
         return node
 
     def name_calls(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
@@ -175,7 +175,7 @@ class ChainTree:
             named.append(replace(call, id=identity))
         return named
 
-    def _likeness(self, node: Node, replayed: Said) -> tuple[bool, bool] | None:
+    def _likeness(self, node: Node, replayed: ComparedMessage) -> tuple[bool, bool] | None:
         """See Delivered.likeness. A message with the call ids of another turn matches only that turn, even if both have
         the same content."""
         if self._by_ids.get(replayed.ids, node) is not node:
@@ -199,7 +199,7 @@ class ChainTree:
             at = start + len(node.given)
             if at >= len(messages) or messages[at]["role"] != "assistant" or prints[start:at] != node.prints:
                 continue
-            sure, written = self._likeness(node, Said.of(messages[at])), ""
+            sure, written = self._likeness(node, ComparedMessage.of(messages[at])), ""
             if sure is None:
                 added = node.delivered.continued(messages[at])
                 if added is None:
@@ -212,11 +212,11 @@ class ChainTree:
 
     def _find(self, message: Message, session: str) -> Node | None:
         """Return the sampled turn that a message repeats outside the turn's own history, or None."""
-        said = Said.of(message)
+        reply = ComparedMessage.of(message)
         found = [
             ((*sure, node.session == session, node.number), node)
-            for node in self._by_key[said.key]
-            if (sure := self._likeness(node, said)) is not None
+            for node in self._by_key[reply.key]
+            if (sure := self._likeness(node, reply)) is not None
         ]
         return max(found, key=lambda each: each[0])[1] if found else None
 

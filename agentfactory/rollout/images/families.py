@@ -40,7 +40,7 @@ STATED = {
 BY_OWN_PROCESSOR = frozenset({"internvl", "mistral3", "idefics3", "smolvlm"})
 """Values of model_type whose images their own processor converts. Positions are one-dimensional, and images do not
 change the attention mask."""
-UNSEEN = {
+WITHOUT_IMAGES = {
     "gemma3": "the tokens of an image attend to each other in both directions, but rows here attend causally",
     "gemma4": "in some sizes, the tokens of an image attend to each other in both directions, but rows here attend "
     "causally",
@@ -48,13 +48,13 @@ UNSEEN = {
 """Values of model_type whose images are not supported, with the reason."""
 
 
-def is_seen(model_type: str) -> bool:
+def supports_images(model_type: str) -> bool:
     """Return whether images of models of this type are supported. Models with their own processor need torchvision,
     with which transformers resizes as servers do."""
     return model_type in BY_PATCHES or (model_type in BY_OWN_PROCESSOR and is_installed("torchvision"))
 
 
-def why_unseen(path: str) -> str:
+def why_no_images(path: str) -> str:
     """Return the reason why images of the model at `path` are not supported."""
     config = _read(path, "config.json")
     kind = config.get("model_type")
@@ -62,21 +62,21 @@ def why_unseen(path: str) -> str:
         return f"{path} accepts only text"
     if kind in BY_OWN_PROCESSOR:
         return f"{path} ({kind}) needs torchvision for its images, which is not installed"
-    if kind in UNSEEN:
-        return f"{path} ({kind}): {UNSEEN[kind]}"
+    if kind in WITHOUT_IMAGES:
+        return f"{path} ({kind}): {WITHOUT_IMAGES[kind]}"
     return f"{path} is of the family {kind}, whose images are not supported"
 
 
 def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Vision | None:
     """Return the image processing of the model at `path`, a folder or hub name; None if it accepts only text, or if its
-    images are not supported (see why_unseen), so that its chains are text only.
+    images are not supported (see why_no_images), so that its chains are text only.
 
     `min_pixels` and `max_pixels` are the recipe's limits. Raise SettingError if the model has no processor, or if the
     limits contradict each other.
     """
     config = _read(path, "config.json")
     kind = config.get("model_type", "")
-    if "vision_config" not in config or not is_seen(kind):
+    if "vision_config" not in config or not supports_images(kind):
         return None
     processor = _read(path, "preprocessor_config.json") or _read(path, "processor_config.json").get("image_processor")
     if not processor:

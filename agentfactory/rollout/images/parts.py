@@ -119,12 +119,12 @@ def show_in_user_turns(messages: Sequence[Message]) -> list[Message]:
             waiting = []
         if message["role"] == "tool" and (images := [p for p in parts_of(message) if p["type"] == "image_url"]):
             waiting += images
-            message = {**message, "content": _told(message)}
+            message = {**message, "content": _as_text(message)}
         shown.append(message)
     return [*shown, {"role": "user", "content": waiting}] if waiting else shown
 
 
-def _told(message: Message) -> str:
+def _as_text(message: Message) -> str:
     told = [part["text"] if part["type"] == "text" else "[image: see below]" for part in parts_of(message)]
     return "\n".join(told)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.images.families import view_of, why_unseen
+from agentfactory.rollout.images.families import view_of, why_no_images
 from agentfactory.rollout.images.image_intake import Images, ShownImages
 from agentfactory.rollout.images.parts import has_images
 from agentfactory.rollout.images.places_in_text import state_places, unknown_way
@@ -67,5 +67,5 @@ class TaskImages:
                 return self._images
             problem = "it does not render images, but rows of the data have some"
             raise SettingError("model.chat_template", problem, "set null, to use the model's own, which does")
-        problem = f"its rows have images, but {why_unseen(self._recipe.model.path)}"
+        problem = f"its rows have images, but {why_no_images(self._recipe.model.path)}"
         raise SettingError(section, problem, "use a vision-language model, or remove the column `images`")

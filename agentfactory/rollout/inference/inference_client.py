@@ -26,7 +26,7 @@ from agentfactory.rollout.inference.server_metrics import Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import Span
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.http.retries import Retries
 from agentfactory.tools.http.server_keys import pinned
 
@@ -144,7 +144,7 @@ class InferenceClient:
                 }
                 if not await self._connection.is_guarded(url):
                     text = f"server {url} accepts requests without a key: anyone who reaches it can change its weights"
-                    tell(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
+                    notify(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
                 await self._count_replicas(url)
             except LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
@@ -156,7 +156,7 @@ class InferenceClient:
             await self._recovery.count_replicas(url)
         except ValueError as error:
             text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
-            tell(logger, f"{url} reports no load", f"{text}; start it without --disable-log-stats", see=_PAGE)
+            notify(logger, f"{url} reports no load", f"{text}; start it without --disable-log-stats", see=_PAGE)
 
     async def generate(
         self,

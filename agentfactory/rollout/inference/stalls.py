@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from agentfactory.rollout.inference.http_transport import Connection, LostError
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.inference.server_metrics import Load, combined
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Stall:
 
     deadlines: list[asyncio.Timeout] = field(default_factory=list)
     """One per pending request."""
-    told: float | None = None
+    reported_at: float | None = None
     """Start of the stall that the user was informed of; None if there is none."""
     _since: float = 0.0
     _tokens: float | None = None
@@ -95,7 +95,7 @@ class StallWatch:
 
     async def _look(self, url: str, stalls: dict[Replica, Stall]) -> None:
         now = time.monotonic()
-        if all(stall.seconds(now) < LOOK_SECONDS and stall.told is None for stall in stalls.values()):
+        if all(stall.seconds(now) < LOOK_SECONDS and stall.reported_at is None for stall in stalls.values()):
             return
         loads, reason = await self._ask(url)
         for replica, stall in stalls.items():
@@ -110,16 +110,16 @@ class StallWatch:
         now = time.monotonic()
         quiet = stall.seconds(now)
         if quiet < STALL_SECONDS:
-            if stall.told is not None:
-                text = f"{name} gives tokens again, after {now - stall.told:.0f} s"
-                tell(logger, f"{name} gives tokens again", text)
-                stall.told = None
-        elif reason is not None and stall.told is None:
-            stall.told = now - quiet
+            if stall.reported_at is not None:
+                text = f"{name} gives tokens again, after {now - stall.reported_at:.0f} s"
+                notify(logger, f"{name} gives tokens again", text)
+                stall.reported_at = None
+        elif reason is not None and stall.reported_at is None:
+            stall.reported_at = now - quiet
             count = len(stall.deadlines)
             waiting = "1 request waits" if count == 1 else f"{count} requests wait"
             text = f"{name} has given no token for {quiet:.0f} s: {waiting}, {reason}"
-            tell(logger, f"{name} gives no token", text)
+            notify(logger, f"{name} gives no token", text)
         if reason not in (None, _HELD) and quiet >= self._limit:
             for deadline in stall.deadlines:
                 deadline.reschedule(asyncio.get_running_loop().time())

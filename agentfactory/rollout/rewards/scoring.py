@@ -21,7 +21,7 @@ from agentfactory.rollout.rewards.reward_spec import (
 )
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import EnvironmentReward, text_of
@@ -221,7 +221,7 @@ class Rewards:
                 known[name] = value
         if left_out := metrics.keys() - known:
             text = f"chains report metrics under more than {MOST_NAMES} names; new ones are dropped ({min(left_out)})"
-            tell(logger, "names of metrics", f"{text}; fix: use names that do not change with the chain", see=_PAGE)
+            notify(logger, "names of metrics", f"{text}; fix: use names that do not change with the chain", see=_PAGE)
         return known
 
     def _weighted(self, entry: RewardSpec, verdict: EnvironmentReward) -> EnvironmentReward:

@@ -68,7 +68,7 @@ class Dialogue:
         written: list[Line] = []
         for role, group in groupby(lines, key=lambda line: line.message["role"]):
             if role == "tool":
-                written.append(_tell(list(group), parser, names))
+                written.append(_merge_results(list(group), parser, names))
             elif role == "assistant":
                 written += [replace(line, message=_write(line, parser, specs)) for line in group]
             else:
@@ -97,7 +97,7 @@ def as_lines(messages: Sequence[Message]) -> list[Line]:
     return [Line(message, index, weight) for index, (message, weight) in enumerate(zip(messages, weights, strict=True))]
 
 
-def _tell(lines: list[Line], parser: Parser, names: dict[str, str]) -> Line:
+def _merge_results(lines: list[Line], parser: Parser, names: dict[str, str]) -> Line:
     """Merge the tool messages of one turn into one user message."""
     if len({line.weight for line in lines}) > 1:
         raise RenderError(f"message {lines[0].index}: a turn's results become one message; give them equal weights")

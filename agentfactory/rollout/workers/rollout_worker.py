@@ -26,7 +26,7 @@ from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, connect, encode, encode_delivered, receive
-from agentfactory.tools.calls.run_notices import notice_of, tell
+from agentfactory.tools.calls.run_notices import notice_of, notify
 from agentfactory.tools.files.disk import append
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes import parent_watch
@@ -179,7 +179,7 @@ class Worker:
             runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
         )
         for mode, failure in failures.items():
-            tell(logger, f"held-out tasks, {mode}", failure)
+            notify(logger, f"held-out tasks, {mode}", failure)
         await self._send("evaluation", figures=metrics)
 
     async def _restore(self, url: str) -> bool:

@@ -15,7 +15,7 @@ from agentfactory.rollout.inference.stalls import STALL_SECONDS
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 
@@ -108,4 +108,4 @@ class RolloutWorkers:
                     del silent[worker]
                     text = f"the rollout worker has sent no message for {STALL_SECONDS:g} s"
                     text += ": its process is stopped, or code blocks its event loop"
-                    tell(logger, f"{worker.log_file.name} stands still", text, see=str(worker.log_file))
+                    notify(logger, f"{worker.log_file.name} stands still", text, see=str(worker.log_file))

@@ -1,6 +1,6 @@
 """Notices to the user of a run: shown once in the terminal, counted, and repeated at the end.
 
-Any module calls `tell`, which logs a warning in its process, or `inform` if there is no fault. The rollout worker
+Any module calls `notify`, which logs a warning in its process, or `inform` if there is no fault. The rollout worker
 forwards its notices to rank 0 of the trainer, and the user's command shows them (`launching.progress.tell_warnings`).
 """
 
@@ -24,7 +24,7 @@ class Notice:
         return f"{self.text}; see {self.see}" if self.see else self.text
 
 
-def tell(logger: logging.Logger, topic: str, text: str, *, see: str = "", times: int = 1) -> None:
+def notify(logger: logging.Logger, topic: str, text: str, *, see: str = "", times: int = 1) -> None:
     """Warn the user at the terminal. The first notice on a `topic` is shown immediately; the last one is repeated at
     the end, with the sum of their `times`."""
     log(logger, Notice(topic, text, see, times))
@@ -43,7 +43,7 @@ def log(logger: logging.Logger, notice: Notice) -> None:
 
 
 def notice_of(record: logging.LogRecord) -> Notice | None:
-    """Return the notice that `tell` put into this record; None for any other warning."""
+    """Return the notice that `notify` put into this record; None for any other warning."""
     return getattr(record, "notice", None)
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.pool_rules import Act, Instance, Ledger, Step
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -235,7 +235,7 @@ class Pool(Generic[T]):
 
     def _warn(self, what: str, error: BaseException) -> None:
         told = f"{self.name}: the {what} of an instance failed"
-        tell(logger, told, f"{told}: {type(error).__name__}: {error}")
+        notify(logger, told, f"{told}: {type(error).__name__}: {error}")
 
     def _give(self, instance: Instance[T], waiter: "asyncio.Future[Instance[T]] | None") -> None:
         if waiter is not None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mcp import StdioServerParameters
 
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import CHAIN
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal
@@ -186,7 +186,7 @@ def _keep(folder: Path, place: Path) -> None:
 
 def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
     told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
-    tell(logger, f"keep_workspaces {kept}", told)
+    notify(logger, f"keep_workspaces {kept}", told)
 
 
 def _copy_as_it_is(folder: Path, place: Path) -> None:
@@ -202,7 +202,7 @@ def remove_folder(folder: Path) -> None:
     """Remove a chain's folder, and notify the user of files that cannot be removed."""
     if left := removal.remove(folder):
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        tell(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
+        notify(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
 
 
 def _free(path: Path) -> Path:

@@ -115,7 +115,7 @@ class ToolServer:
         return lease.value, lease
 
     @property
-    def told_isolation(self) -> str:
+    def isolation_text(self) -> str:
         """Description of a chain's isolation, for the user."""
         config = self.config
         if not self.isolated:

@@ -25,7 +25,7 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.http.server_keys import key_header, pinned
@@ -207,7 +207,7 @@ class Connection:
             if self.generation > 0:
                 again = "it is started again" if self.reopens else "another instance is created"
                 text = f"tool server {self.name} was lost, and {again}: {reason}; chains that used it failed"
-                tell(logger, f"tool server {self.name} was lost", text)
+                notify(logger, f"tool server {self.name} was lost", text)
             if self.generation == 0 or not self.reopens:
                 self._failure = reason
             elif failures == len(REOPEN_DELAYS):

@@ -19,7 +19,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
 from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ async def stdio_transport(
                     garbage += 1
                     if garbage == 1:
                         name = " ".join([server.command, *server.args])
-                        tell(logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}")
+                        notify(
+                            logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}"
+                        )
                 try:
                     await incoming_end.send(message)
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):

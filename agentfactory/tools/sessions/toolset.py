@@ -120,7 +120,7 @@ class Toolset:
     @property
     def isolation(self) -> list[str]:
         """Descriptions of a chain's isolation in each server outside this process."""
-        return [server.told_isolation for server in self._servers if server.config.module is None]
+        return [server.isolation_text for server in self._servers if server.config.module is None]
 
     @property
     def judges(self) -> bool:

@@ -286,14 +286,14 @@ class Estimator:
         self._function = load_extension(field, config.estimator, ESTIMATORS, INPUTS, config)
         takes = self._function.takes
         if "groups" in takes and len(takes) > 1:
-            problem = f"{self._told} takes both {' and '.join(takes)}"
+            problem = f"{self._name} takes both {' and '.join(takes)}"
             raise SettingError(field, problem, "take groups alone, or rewards")
         if takes == ("batch_rewards",):
-            problem = f"{self._told} takes batch_rewards without rewards"
+            problem = f"{self._name} takes batch_rewards without rewards"
             raise SettingError(field, problem, "take rewards too: the rewards of one group")
 
     @property
-    def _told(self) -> str:
+    def _name(self) -> str:
         return self._function.name
 
     @property
@@ -322,7 +322,7 @@ class Estimator:
             scale: Scale = self._function.option("scale") or "none"
             return spread(groups, partial(self._of_group, batch), scale), []
         found = self._function(groups=groups)
-        if not self._told:
+        if not self._name:
             # our own functions may also return a critic's returns
             return found if isinstance(found, tuple) else (found, [])
         chains = [chain for group in groups for chain in group]
@@ -332,7 +332,7 @@ class Estimator:
         except (TypeError, ValueError, OverflowError):
             fits = False
         if not fits:
-            problem = f"{self._told} returned {short(found)}"
+            problem = f"{self._name} returned {short(found)}"
             fix = "return one flat list: for each chain of all groups in turn, a list of ChainRewards.tokens numbers"
             raise SettingError("train.advantage.estimator", problem, fix)
         return advantages, []
@@ -344,7 +344,7 @@ class Estimator:
         except (TypeError, ValueError, OverflowError):
             numbers = []
         if len(numbers) != len(rewards):
-            problem = f"{self._told} returned {short(found)} for a group of {len(rewards)} chains"
+            problem = f"{self._name} returned {short(found)} for a group of {len(rewards)} chains"
             raise SettingError("train.advantage.estimator", problem, "return one number for each of rewards")
         return numbers
 

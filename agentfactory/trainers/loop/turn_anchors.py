@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.loop.advantages import Groups, step_groups
 
@@ -57,6 +57,6 @@ def step_metrics(groups: Groups) -> dict[str, float]:
     if turns and not anchored:
         problem = "train.advantage.estimator=gigpo: no turn of a batch has an anchor, so it trains as grpo does"
         fix = "fix: let the environment give anchors, or set train.advantage.options.anchors=observation"
-        tell(logger, "no anchors", f"{problem}; {fix}", see="docs/algorithms.md")
+        notify(logger, "no anchors", f"{problem}; {fix}", see="docs/algorithms.md")
     shared = {"step_groups/turns": sum(sizes) / turns} if turns else {}
     return shared | ({"step_groups/size": fmean(sizes)} if sizes else {})

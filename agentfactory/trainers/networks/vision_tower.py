@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from agentfactory.rollout.images.families import BY_PATCHES, is_seen
+from agentfactory.rollout.images.families import BY_PATCHES, supports_images
 from agentfactory.rollout.images.families import banned_token_ids as banned_in
 from agentfactory.tools.errors import SettingError
 
@@ -15,7 +15,7 @@ _LANGUAGE = ("language_model", "text_model")
 
 def sees(config: Any) -> bool:
     """Return whether networks of this configuration are trained with images."""
-    return getattr(config, "vision_config", None) is not None and is_seen(config.model_type)
+    return getattr(config, "vision_config", None) is not None and supports_images(config.model_type)
 
 
 def is_rotary(config: Any) -> bool:

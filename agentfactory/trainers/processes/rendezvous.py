@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from torch.distributed import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.http.loopback import is_loopback, loopback_interface
 from agentfactory.trainers.config import PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
@@ -50,7 +50,7 @@ def init_method(urls: Iterable[str]) -> str | None:
     first = os.environ.get("RANK", "0") == "0"
     if not on_one_machine():
         if first:
-            tell(logger, "open ports", _REACHABLE.format(_address()), see=_PAGE)
+            notify(logger, "open ports", _REACHABLE.format(_address()), see=_PAGE)
         return None
     loopback = loopback_interface()
     if loopback is not None:
@@ -60,7 +60,7 @@ def init_method(urls: Iterable[str]) -> str | None:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     if first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        tell(logger, "open ports", _LAUNCHER.format(os.environ.get("MASTER_PORT")), see=_PAGE)
+        notify(logger, "open ports", _LAUNCHER.format(os.environ.get("MASTER_PORT")), see=_PAGE)
     file = _store_file() if "TORCHELASTIC_RUN_ID" in os.environ else None
     return f"{_SCHEME}://{file or ''}"
 

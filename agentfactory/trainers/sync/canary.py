@@ -95,7 +95,9 @@ def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[
     return [CanaryRow(draw.choices(vocabulary, k=length), draw.sample(vocabulary, count)) for _ in range(CONTEXTS)]
 
 
-def with_eyes(rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | None, seed: int = 0) -> list[CanaryRow]:
+def with_image_rows(
+    rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | None, seed: int = 0
+) -> list[CanaryRow]:
     """Return the rows for a vision-language model. With a `store`, which gets the image, every other context has an
     image in its middle, if there is room."""
     rows = [replace(row, banned=vision.banned_token_ids) for row in rows]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentfactory.rollout.inference.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.trainers.sync.served_layouts import Layout, Worker, is_experts, layouts
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
@@ -142,7 +142,7 @@ class Content:
         if left and not unknown:
             raise SyncError(f"the server returned no checksum for {_some(left)}")
         if unknown:
-            tell(
+            notify(
                 logger,
                 "weights that only the canary proves",
                 f"the server has {_some(unknown)} under a name or in a layout that the trainer does not know; of the "

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.server_keys import pinned
 
@@ -78,7 +78,7 @@ class ServerControl:
             text = (
                 f"server {self.url} does not report its load ({error}): if it has replicas, not all prove their weights"
             )
-            tell(logger, f"{self.url} reports no load", f"{text}; start it without --disable-log-stats")
+            notify(logger, f"{self.url} reports no load", f"{text}; start it without --disable-log-stats")
             count = 1
         return [*range(count)] if count > 1 else [None]
 
@@ -140,7 +140,7 @@ class ServerControl:
             connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
             if not _answers_within(connection.sock, STALL_SECONDS):
                 text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
-                tell(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
+                notify(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
         except OSError as error:

@@ -54,7 +54,7 @@ def marks_of(run: Run, messages: list[dict[str, Any]]) -> Marks:
     images: list[tuple[Part, str]] = []
     marks = Marks()
     for number, message in enumerate(messages):
-        for box, image in _told(message) if coordinates is Coordinates.PIXELS else _asked(message):
+        for box, image in _reported_box(message) if coordinates is Coordinates.PIXELS else _asked(message):
             if image < len(images):
                 part, url = images[image]
                 share = box if coordinates is Coordinates.PIXELS else _box_share(run, url, box, coordinates)
@@ -62,7 +62,7 @@ def marks_of(run: Run, messages: list[dict[str, Any]]) -> Marks:
                     marks.boxes.setdefault(part, []).append(share)
         infos = _infos_after(messages, number) if message.get("tool_calls") else {}
         for place, call in enumerate(message.get("tool_calls") or ()):
-            told = _places_told(infos.get(call.get("id")))
+            told = _reported_points(infos.get(call.get("id")))
             if images and (found := told or _places_asked(run, images[-1][1], call, coordinates)):
                 marks.places[number, place] = found
         content = message.get("content")
@@ -88,7 +88,7 @@ def _asked(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
                 yield (box[0], box[1], box[2], box[3]), numbers[0] if numbers else 0
 
 
-def _told(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
+def _reported_box(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
     """Yield the box that `image_tools` reports, as shares of a task's image, and the number of that image. Its full
     size is recorded nowhere else."""
     info = message.get("info")
@@ -101,7 +101,7 @@ def _told(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
         yield (left, top, right, bottom), number
 
 
-def _places_told(info: Any) -> list[Place]:
+def _reported_points(info: Any) -> list[Place]:
     """Return the points where a screen reports that it acted, from the info of a result."""
     given = info if isinstance(info, dict) else {}
     size, places = _numbers(given.get("size"), 2), given.get("places")

@@ -91,10 +91,10 @@ class Fetcher:
             raise self._down(url, f"did not answer within {self._seconds:g} s") from None
         except aiohttp.ClientConnectorSSLError as error:
             if "WRONG_VERSION_NUMBER" not in str(error):
-                raise self._down(url, f"does not answer ({_told(error)})") from error
+                raise self._down(url, f"does not answer ({_reason(error)})") from error
             raise PageError(f"{url.host}:{url.port} does not speak https; open it with http://.") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise self._down(url, f"does not answer ({_told(error)})") from error
+            raise self._down(url, f"does not answer ({_reason(error)})") from error
         raise PageError(f"{address} leads through more than {_MOST_REDIRECTS} redirects.")
 
     async def close(self) -> None:
@@ -208,6 +208,6 @@ async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = Fa
     return bytes(content)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     reason = getattr(error, "os_error", error)
     return getattr(reason, "strerror", None) or str(reason) or type(reason).__name__

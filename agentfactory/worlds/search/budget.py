@@ -5,7 +5,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.worlds.search.database import Database
 
@@ -50,7 +50,7 @@ class Budget:
             calls, cost = spent.calls + 1, spent.cost + self._price
             if reached := self._reached(calls, cost):
                 told = f"{self._name}: the budget of {reached} is used up ({self._database.path})"
-                tell(logger, f"budget of {self._name}", f"{told}; fix: raise the search's budget")
+                notify(logger, f"budget of {self._name}", f"{told}; fix: raise the search's budget")
                 raise BudgetUsedUp(told)
             connection.execute("INSERT OR REPLACE INTO spending VALUES (?, ?, ?)", (self._name, calls, cost))
 

@@ -56,7 +56,7 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Yield the connection for one SELECT. Raises ToolInfrastructureError."""
-        with self._lock, self._told():
+        with self._lock, self._errors_name_path():
             yield self._connection
 
     @contextmanager
@@ -65,7 +65,7 @@ class Database:
 
         Raises ToolInfrastructureError.
         """
-        with self._lock, self._told():
+        with self._lock, self._errors_name_path():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -80,7 +80,7 @@ class Database:
             self._connection.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors_name_path(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:

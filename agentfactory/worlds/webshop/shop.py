@@ -159,7 +159,7 @@ class Shop:
             yield
         except (sqlite3.Error, ValueError, OSError) as error:
             fix = "remove this folder, and the shop is built again"
-            told = error.told if isinstance(error, SettingError) else error
+            told = error.without_fix if isinstance(error, SettingError) else error
             raise ToolInfrastructureError(f"the shop in {self._folder} cannot be read: {told}; fix: {fix}") from error
 
 

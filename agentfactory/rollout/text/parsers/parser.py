@@ -97,7 +97,7 @@ class Parser:
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """Return the results as one user message."""
         told = [(f"Result of {call.name}:\n", result, "") for call, result in zip(calls, results, strict=True)]
-        return [tell(told)]
+        return [join_results(told)]
 
     def complaint(self, text: str) -> list[Message]:
         """Return the message about a malformed turn."""
@@ -161,7 +161,7 @@ def describe(specs: Sequence[ToolSpec]) -> str:
     return "You have these tools.\n\n" + "\n\n".join(told)
 
 
-def tell(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
+def join_results(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
     """Join several results into one user message, each between two texts. Images remain parts, in order."""
     message: Message = {"role": "user", "content": _join([(a, result.content, b) for a, result, b in told])}
     if info := {key: value for _, result, _ in told for key, value in result.info.items()}:

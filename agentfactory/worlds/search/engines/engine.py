@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import aiohttp
 
 from agentfactory.tools.calls.limits import Rates
-from agentfactory.tools.calls.run_notices import tell
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -233,7 +233,7 @@ class Engine(ABC):
             rate = self.options.calls_per_second or self.per_second
             told = f"{self.name}: at {rate:g} requests per second, a search would wait for {seconds:.0f} s"
             fix = "raise engine.calls_per_second if your plan allows it, name a cache, or lower rollout.concurrency"
-            tell(logger, f"rate of {self.name}", f"{told}; fix: {fix}")
+            notify(logger, f"rate of {self.name}", f"{told}; fix: {fix}")
             raise ToolInfrastructureError(told)
         await asyncio.sleep(self._rates.take(self.name, now))
 
@@ -259,7 +259,7 @@ class Engine(ABC):
         told = f"{self.name}: it refused a request with status {status}"
         if self.key:
             told += f"; fix: export {self.key} with a valid key that has credit left"
-            tell(logger, f"refusals of {self.name}", told)
+            notify(logger, f"refusals of {self.name}", told)
         raise ToolInfrastructureError(told)
 
 

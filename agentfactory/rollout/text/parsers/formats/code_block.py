@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, parameters, tell
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, join_results, parameters
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
@@ -65,7 +65,7 @@ class CodeBlock(Parser):
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """See Parser: `Output:` and the code's output."""
-        return [tell([("Output:\n", result, "") for result in results])]
+        return [join_results([("Output:\n", result, "") for result in results])]
 
 
 def _code_tool(specs: Sequence[ToolSpec]) -> str:

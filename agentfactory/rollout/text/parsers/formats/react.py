@@ -13,9 +13,9 @@ from agentfactory.rollout.text.parsers.parser import (
     Reading,
     describe,
     find_spec,
+    join_results,
     parameters,
     sole_parameter,
-    tell,
 )
 from agentfactory.rollout.text.parsers.values import convert, read_json
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
@@ -81,7 +81,7 @@ class React(Parser):
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """See Parser: `Observation: ...`."""
-        return [tell([("Observation: ", result, "") for result in results])]
+        return [join_results([("Observation: ", result, "") for result in results])]
 
 
 def _arguments(name: str, text: str, specs: Sequence[ToolSpec]) -> Arguments:

@@ -13,9 +13,9 @@ from agentfactory.rollout.text.parsers.parser import (
     Reading,
     describe,
     find_spec,
+    join_results,
     parameters,
     sole_parameter,
-    tell,
 )
 from agentfactory.rollout.text.parsers.values import convert, read_json
 from agentfactory.tools.errors import SettingError
@@ -87,7 +87,7 @@ class Tags(Parser):
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """See Parser: each result in `<information>`."""
-        return [tell([(f"<{RESULT}>", result, f"</{RESULT}>") for result in results])]
+        return [join_results([(f"<{RESULT}>", result, f"</{RESULT}>") for result in results])]
 
 
 def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
