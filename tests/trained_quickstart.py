@@ -14,8 +14,6 @@ OVERRIDES = [
     "sft.train.steps=120",
     "grpo.train.steps=2",
     "grpo.train.warmup_steps=0",
-    "grpo.train.schedule=constant",
-    "grpo.train.decay_steps=0",
     "grpo.eval.data.limit=10",
 ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_model import make_model, write_jsonl
-from transcripts import add_call
+from transcripts import add_call, add_malformed_call
 from treasure_hunt import SIZE, STEPS, TreasureHunt, compass, distance, opening
 
 HELD_OUT = 200
@@ -14,6 +14,8 @@ FINAL_ANSWER = "The hunt is over."
 TRANSCRIPTS = 3000
 FOLLOWS_TURNED_HINT = 0.6
 TRANSCRIPTS_WITH_SUCCESS = 0.2
+# without an example, the error message after a malformed call is new to the network, and its turns after it may not end
+MALFORMED_CALLS = 0.03
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -68,8 +70,9 @@ def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[li
 def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[dict[str, Any]]]:
     """Play one hunt with a policy that mostly follows the hint turned right by 90 degrees, and otherwise ignores it.
 
-    Return whether it was lucky, and the conversation. Success and failure end with the same answer: with a separate
-    answer for failure, a model that learns to avoid failure would unlearn how to answer.
+    Before some moves, the player writes a malformed call and gets the error message. Return whether it was lucky, and
+    the conversation. Success and failure end with the same answer: with a separate answer for failure, a model that
+    learns to avoid failure would unlearn how to answer.
     """
     hunt = TreasureHunt()
     hunt.reset(**task)
@@ -81,6 +84,8 @@ def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[dic
             direction = directions[(directions.index(hint) + 1) % 4]
         else:
             direction = rng.choice(directions)
+        if rng.random() < MALFORMED_CALLS:
+            add_malformed_call(messages, "move", {"direction": direction}, rng)
         add_call(messages, "move", {"direction": direction}, hunt.move(direction))
     success = hunt.here == hunt.treasure
     messages.append({"role": "assistant", "content": FINAL_ANSWER})

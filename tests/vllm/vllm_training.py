@@ -42,7 +42,7 @@ def trained_versions(run: Path) -> list[set[str]]:
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folder of a short quickstart on vLLM, all weights trained."""
     output = tmp_path_factory.mktemp("vllm") / "run"
-    short = [f"grpo.{override}" for override in (*SHORT, "train.schedule=constant", "train.decay_steps=0")]
+    short = [f"grpo.{override}" for override in SHORT]
     train(QUICKSTART / "quickstart.yaml", *VLLM, *short, "sft.train.steps=120", f"output={output}")
     return output
 

@@ -178,7 +178,6 @@ def test_it_is_launched_by_hand(programs: Path, place: Path) -> None:
 def test_its_recipes_run_from_any_folder(programs: Path, tmp_path: Path) -> None:
     """The quickstart's, with the configurations of accelerate that come with it."""
     settings = ["sft.train.steps=30", "grpo.train.steps=1", "grpo.train.warmup_steps=0", "grpo.eval.data=null"]
-    settings += ["grpo.train.schedule=constant", "grpo.train.decay_steps=0"]
     settings += ["train.processes=2", "train.strategy=fsdp2"]
     run(tmp_path, programs / "agentfactory", "train", "recipes/quickstart/quickstart.yaml", *settings)
     assert summary(tmp_path / "runs" / "quickstart")["status"] == "completed"
