@@ -1,6 +1,7 @@
 """The quickstart's environment, tasks, transcripts, tokenizer and chat template."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_transcripts_are_what_the_environment_says(prepared: Path) -> None:
     for row in read_rows(prepared / "transcripts.jsonl")[:100]:
         question, *rest = row["messages"]
         calls = [message["tool_calls"][0]["function"] for message in rest if message.get("tool_calls")]
-        said = [message["content"] for message in rest if message["role"] == "tool"]
+        said = [message["content"] for message in rest if "tool_call_id" in message]
         # an opening does not reveal the place: one of its hunts went this way
         replays = []
         for task in tasks[question["content"]]:
@@ -120,6 +121,25 @@ def test_transcripts_are_what_the_environment_says(prepared: Path) -> None:
             replays.append([environment.move(**call["arguments"]) for call in calls])
         assert said in replays
         assert rest[-1] == {"role": "assistant", "content": "The hunt is over."}
+
+
+def test_transcripts_show_errors_without_training_them(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The error messages are those of a rollout, and the malformed turns before them have no weight in the loss."""
+    renderer = load_renderer(
+        load_recipe(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes"
+    )
+    specs, errors = [TreasureHunt.move.spec], 0
+    for row in read_rows(prepared / "transcripts.jsonl")[:200]:
+        messages = row["messages"]
+        for turn, answer in pairwise(messages):
+            if turn["role"] != "assistant" or turn.get("tool_calls"):
+                assert turn.get("weight") is None
+                continue
+            errors += 1
+            assert turn["weight"] == 0
+            ids = [*tokenizer(turn["content"])["input_ids"], tokenizer.eos_token_id]
+            assert answer == {"role": "tool", "content": renderer.parse(ids, specs=specs).error}
+    assert 10 < errors < 60
 
 
 def test_transcripts_show_a_bad_policy(prepared: Path) -> None:
@@ -154,8 +174,9 @@ def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -
 
 
 def test_prompts_and_turns_are_short(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    assert AutoConfig.from_pretrained(prepared / "model").vocab_size == len(tokenizer) < 1000
-    for row in read_rows(prepared / "transcripts.jsonl")[:50]:
+    assert AutoConfig.from_pretrained(prepared / "model").vocab_size == len(tokenizer) <= 1000
+    rows = read_rows(prepared / "transcripts.jsonl")[:50]
+    for row in (row for row in rows if row["messages"][1].get("tool_calls")):
         prompt, call = (
             tokenizer.apply_chat_template(row["messages"][:end], tools=row["tools"], add_generation_prompt=end == 1)
             for end in (1, 2)
