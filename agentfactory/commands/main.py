@@ -9,11 +9,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
+from agentfactory.commands.supervised import DiedFromInside, supervised
 
 if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -23,6 +25,8 @@ OK, FAILED, REFUSED, STOPPED, MOSTLY_DROPPED, UNCHECKED, INTERRUPTED = 0, 1, 2, 
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
 train.stop_when; done, but most chains were dropped; no fault, but not everything was checked; Ctrl-C or SIGTERM."""
 
+_WITH_USER_CODE = ("rollout", "eval", "chat", "doctor", "tools")
+"""Commands whose own process runs the recipe's tools, rewards and agents; in training, the rollout worker does."""
 _TRACEBACK_LINES = 16
 """Maximum lines of a traceback to print, so that it fits on a screen with the error."""
 
@@ -46,6 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve_tools(given[2:])
     warnings.formatwarning = _formatted
     options = parse(given)
+    if arguments is None and options.command in _WITH_USER_CODE:
+        try:
+            return supervised(partial(_execute, options))
+        except DiedFromInside as error:
+            return _end(f"failed: the process of `agentfactory {options.command}` {error}", FAILED)
+    return _execute(options)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    """Run a parsed command; return its exit status."""
     run = _COMMANDS.get(options.command, _registered)
     try:
         with _terminable():

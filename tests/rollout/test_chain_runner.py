@@ -270,7 +270,8 @@ async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast
     rewards = ["diary.py:slow"]
     async with open_chains(tokenizer, Script(tokenizer, ["x"]), tmp_path, rollout=slow, rewards=rewards) as (runner, _):
         trajectory = await run_one(runner)
-    assert (trajectory.outcome, trajectory.reward) == (Outcome.TIMEOUT, None), "nor does a verdict last for ever"
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None), "nor does a verdict last for ever"
+    assert trajectory.error == "RewardError: slow took longer than rollout.timeout_seconds=0.3"
 
 
 @pytest.mark.processes

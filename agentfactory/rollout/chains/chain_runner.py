@@ -27,10 +27,10 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
-from agentfactory.tools.calls.limits import Rates, check_limits
-from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.calls.limits import Deadline, Rates, check_limits
+from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.calls.truncation import Cut
-from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
+from agentfactory.tools.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
 
@@ -42,6 +42,9 @@ ENDINGS = frozenset(outcome for outcome in Outcome if not outcome.failed)
 LEAST_FAILURES, LEAST_TASKS = 4, 3
 """Minimum numbers of chains and tasks for which a reward must fail before the run stops: a single row of the data may
 be at fault."""
+
+QUIET_SECONDS = 10.0
+"""Seconds after which the user is informed that the first reset takes long."""
 
 _OUTCOMES = {
     StopReason.ANSWER: Outcome.COMPLETED,
@@ -217,8 +220,15 @@ class Runner(ABC):
         self.toolset.check_rows(tasks, section)
         await self.task_images.check(tasks, section, self.rewards.takes)
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
-        async with self.toolset.chain("check", self.for_tools(await self.take(tasks[0], section, 1))):
-            pass
+        first = self.for_tools(await self.take(tasks[0], section, 1))
+        environments = ", ".join(self.toolset.environments)
+        text = f"the reset of {environments} by the first row of {section} has not returned after {QUIET_SECONDS:g} s"
+        slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, f"{text}; it is given more time")
+        try:
+            async with self.toolset.chain("check", first):
+                slow.cancel()
+        finally:
+            slow.cancel()
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
         """Run `chains` on one task concurrently, and add the group rewards."""
@@ -248,39 +258,41 @@ class Runner(ABC):
             player = self.player(episode)
             async with self.begun(episode):
                 try:
-                    async with asyncio.timeout(self.setup.config.timeout_seconds) as limit:
-                        await self._play_and_score(player, scored, limit)
-                except (TimeoutError, ToolInfrastructureError) as error:
+                    await self._play_and_score(player, scored)
+                except ToolInfrastructureError as error:
                     self._fail(trajectory, error)
             trajectory.seconds = episode.timeline.seconds
             trajectory.metrics = {**player.metrics(), **trajectory.metrics}
             if self._watch is not None:
                 self._watch.note(trajectory, task)
 
-    async def _play_and_score(self, player: Player, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
+    async def _play_and_score(self, player: Player, scored: frozenset[Outcome]) -> None:
         episode, trajectory = player.episode, player.episode.trajectory
-        async with self.toolset.chain(trajectory.id, self.for_tools(episode.task)) as session:
+        limit = self._deadline()
+        async with self.toolset.chain(trajectory.id, self.for_tools(episode.task), limit) as session:
             episode.timeline.note_setup(session.waits)
             trajectory.workspaces += session.kept
             # a chain that times out may still be scored: the limit ends its turns, not the session
-            deadline = limit.when()
-            limit.reschedule(None)
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(limit.until):
                     trajectory.stop_reason = await player.play(session)
                     trajectory.outcome = _OUTCOMES.get(trajectory.stop_reason, Outcome.TOOL_LIMIT)
-            except (TimeoutError, InferenceError, ToolInfrastructureError, AgentFailed) as error:
+            except TimeoutError:
+                trajectory.outcome = Outcome.TIMEOUT
+                cut = _activity_at(episode, limit.until)
+                trajectory.error = f"the chain took longer than {limit.setting}{cut}"
+            except (InferenceError, ToolInfrastructureError, AgentFailed) as error:
                 self._fail(trajectory, error)
-            limit.reschedule(asyncio.get_running_loop().time() + self.setup.config.timeout_seconds)
             if trajectory.outcome not in scored:
                 return
             with episode.timeline.measure(Activity.REWARD):
-                environment = episode.reported or await session.reward()
+                limit = self._deadline()
+                environment = episode.reported or await _reward_of(session, limit)
                 seen = self.setup.images.files_of(trajectory.messages)
                 # a user's reward may raise any exception, which says nothing about the policy
                 try:
                     verdict = await self.rewards.score(
-                        trajectory, episode.task, environment, seen, self.task_images.view, episode.workspace
+                        trajectory, episode.task, environment, seen, self.task_images.view, episode.workspace, limit
                     )
                 except Exception as error:
                     logger.exception("the reward raised an exception for chain %s", trajectory.id)
@@ -289,14 +301,12 @@ class Runner(ABC):
             trajectory.reward, trajectory.turn_rewards = verdict.reward - episode.penalty, verdict.turn_rewards
             trajectory.metrics = dict(verdict.metrics)
 
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self.setup.config.timeout_seconds, "rollout.timeout_seconds")
+
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         trajectory.error = str(error)
         match error:
-            case TimeoutError():
-                trajectory.outcome = Outcome.TIMEOUT
-                trajectory.error = (
-                    f"the chain took longer than rollout.timeout_seconds={self.setup.config.timeout_seconds}"
-                )
             case InferenceError():
                 trajectory.outcome = Outcome.INFERENCE_ERROR
             case AgentFailed():
@@ -305,6 +315,27 @@ class Runner(ABC):
                 trajectory.outcome = Outcome.REWARD_ERROR
             case _:
                 trajectory.outcome = Outcome.TOOL_INFRASTRUCTURE
+
+
+async def _reward_of(session: ToolSession, limit: Deadline) -> EnvironmentReward | None:
+    """Return the environment's reward, if it gives one. Raise EnvironmentRewardError if that takes too long."""
+    try:
+        async with asyncio.timeout_at(limit.until) as timer:
+            return await session.reward()
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise EnvironmentRewardError(f"the environment's reward took longer than {limit.setting}") from None
+
+
+def _activity_at(episode: Episode, moment: float) -> str:
+    """Describe the tool call or the request that was cut at this time of `time.monotonic()`, if there was one."""
+    found = episode.timeline.running_at(moment)
+    names = {Activity.TOOL: "a call of {}", Activity.MODEL: "a request to the model"}
+    if found is None or found.activity not in names:
+        return ""
+    began = max(0.0, episode.timeline.seconds_until(moment) - found.start)
+    return f"; {names[found.activity].format(found.name)} had run for {began:.1f} s then"
 
 
 class ChainRunner(Runner):

@@ -29,6 +29,7 @@ from agentfactory.tools.messages import (
     ToolResult,
     ToolSpec,
 )
+from agentfactory.tools.processes.threads import run_on_loop
 from agentfactory.tools.sandbox.program import Listening
 from agentfactory.tools.sessions.tool_session import ToolSession
 
@@ -233,7 +234,7 @@ class FunctionAgent(ClientAgent):
         }
         inputs = {**vars(visit), **clients}
         try:
-            answer = await self._function(**{name: inputs[name] for name in self._takes})
+            answer = await run_on_loop(self._function(**{name: inputs[name] for name in self._takes}))
         except ToolInfrastructureError:
             raise
         except Exception as error:  # boundary: user code

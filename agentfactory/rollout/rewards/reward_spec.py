@@ -14,9 +14,10 @@ from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards.decorator import parameters_of
 from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.calls.limits import Deadline
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 PREBUILT = {
@@ -67,23 +68,24 @@ class RewardSpec:
         """The parameter names that are filled from the chain, not from options or data."""
         return GROUP_OFFERED if self.group else OFFERED
 
-    async def ask(self, offered: dict[str, Any], task: Task) -> Any:
-        """Call the function and return its result. Raise RewardError if it raises or takes too long."""
+    async def ask(self, offered: dict[str, Any], task: Task, limit: Deadline | None = None) -> Any:
+        """Call the function and return its result. Raise RewardError if it raises, or has not returned by its own
+        limit or by `limit`."""
         given = {**task, **self.options, **offered}
         wanted = {
             name: value
             for name, value in given.items()
             if name in self.parameters or (_takes_row(self.parameters) and name not in offered)
         }
-        limit = asyncio.timeout(self.timeout_seconds)
+        own = Deadline.after(self.timeout_seconds, f"{self.label}.timeout_seconds")
+        first = own if limit is None or own.until < limit.until else limit
+        timer = asyncio.timeout_at(first.until)
         try:
-            async with limit:
+            async with timer:
                 return await run(partial(self.function, **wanted))
         except Exception as error:  # boundary: a user's reward may raise anything
-            if limit.expired():
-                raise RewardError(
-                    f"{self.name} took longer than {self.label}.timeout_seconds={self.timeout_seconds:g}"
-                ) from None
+            if timer.expired():
+                raise RewardError(f"{self.name} took longer than {first.setting}") from None
             if isinstance(error, RewardError):
                 raise RewardError(f"{self.name}: {error}") from error
             raise RewardError(f"{self.name} raised {type(error).__name__}: {error}") from error
@@ -167,9 +169,9 @@ async def run(function: Callable[[], Any]) -> Any:
     """Call a user's function: on the event loop if it is async, otherwise in a thread."""
     called = function.func if isinstance(function, partial) else function
     if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
-        return await function()
+        return await run_on_loop(function())
     result = await run_in_thread(function)
-    return await result if inspect.isawaitable(result) else result
+    return await run_on_loop(result) if inspect.isawaitable(result) else result
 
 
 def check_turns(scored: EnvironmentReward, trajectory: Trajectory, name: str) -> None:

@@ -1,5 +1,6 @@
 """Scoring of chains by the recipe's rewards: checks against the data, calls, and the weighted sum."""
 
+import asyncio
 import inspect
 import logging
 import time
@@ -21,6 +22,7 @@ from agentfactory.rollout.rewards.reward_spec import (
 )
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.tools.calls.limits import Deadline
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
@@ -141,11 +143,12 @@ class Rewards:
         seen_images: Sequence[str] = (),
         view: ModelView | None = None,
         workspace: Path | None = None,
+        limit: Deadline | None = None,
     ) -> EnvironmentReward:
         """Return the weighted sum of the chain's rewards and turn rewards, with their metrics. Group rewards are not
         included; without other rewards the sum is 0. `seen_images` are the files of the stored images in the chain's
         messages, in order; `view` is the model's coordinate system in images; `workspace` is the folder in which an
-        agent's program worked.
+        agent's program worked; `limit` bounds all rewards together.
 
         Raise RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
         the number of turn rewards differs from the chain's turns, or if two rewards produce the same metric.
@@ -159,7 +162,7 @@ class Rewards:
         total = EnvironmentReward(0.0, self._known(environment.metrics) if environment else {})
         for entry in self._entries:
             if not entry.group:
-                total.add(self._weighted(entry, entry.parse(await entry.ask(offered, task), trajectory)))
+                total.add(self._weighted(entry, entry.parse(await entry.ask(offered, task, limit), trajectory)))
         return total
 
     async def try_on(self, tasks: Sequence[Task], environment: EnvironmentReward | None) -> list[str]:
@@ -245,7 +248,11 @@ class Rewards:
         for entry in self._entries:
             if close := getattr(entry.function, "close", None):
                 try:
-                    await run(close)
+                    async with asyncio.timeout(entry.timeout_seconds):
+                        await run(close)
+                except TimeoutError:
+                    seconds = f"{entry.label}.timeout_seconds={entry.timeout_seconds:g}"
+                    logger.warning("closing the reward %s took longer than %s", entry.name, seconds)
                 except Exception:  # boundary: user code
                     logger.exception("closing the reward %s failed", entry.name)
 

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -25,14 +26,17 @@ from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.calls.run_notices import Notice, log
+from agentfactory.tools.calls.run_notices import Notice, inform, log
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.endings import ended_by
 from agentfactory.tools.user_code.import_path import own_python
 
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 5.0
 """Seconds between the worker's `alive` messages."""
+READY_SECONDS = 30.0
+"""Seconds after which the user is informed that a new worker is not ready."""
 _LENGTHS = struct.Struct("<3Q")
 """Lengths in bytes of a message's parts: its JSON, its group's line and its group's record."""
 _LONGEST = 1 << 36
@@ -204,6 +208,10 @@ class WorkerProcess:
 
     def wait_until_ready(self) -> Ready:
         """Wait for the worker's answer to `start`."""
+        readable, _, _ = select.select([self.messages.source], [], [], READY_SECONDS)
+        if not readable:
+            text = f"the rollout worker is not ready after {READY_SECONDS:g} s: it loads the tokenizer, opens the tools"
+            inform(logger, f"{text} and tries the first reset", see=str(self.log_file))
         while (message := self._receive())["kind"] != "ready":
             self._take(message)
         return Ready(message["renderer"], message["chat_template"])
@@ -279,5 +287,4 @@ class WorkerProcess:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return WorkerDiedError(f"the rollout worker closed its socket but still runs; its log: {self.log_file}")
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return WorkerDiedError(f"the rollout worker {how}; its log: {self.log_file}")
+        return WorkerDiedError(f"the rollout worker {ended_by(status)}; its log: {self.log_file}")

@@ -29,12 +29,26 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from agentfactory.tools.calls.truncation import Cut, truncated
 from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import CallError, Content, Message, ToolCall, ToolResult
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The end of a part of a chain, as a time of the event loop, and the setting that defines it, with its value: such
+    as `rollout.timeout_seconds=600`."""
+
+    until: float
+    setting: str
+
+    @classmethod
+    def after(cls, seconds: float, setting: str) -> "Deadline":
+        """Return the deadline `seconds` from now; `setting` is the setting's name."""
+        return cls(asyncio.get_running_loop().time() + seconds, f"{setting}={seconds:g}")
 
 
 def check_limits(config: LimitsConfig, names: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.user_code.extension import check_types
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Instance:
         await self.lock.acquire()
         if is_async(method):
             try:
-                return then(await method(**arguments), self.environment)
+                return then(await run_on_loop(method(**arguments)), self.environment)
             finally:
                 self.lock.release()
         result = run_in_thread(lambda: then(method(**arguments), self.environment))
@@ -125,13 +125,13 @@ class EnvironmentHost:
                 with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
                     await pool.close()
 
-    async def reset(self, key: str, task: dict[str, Any], then: Then) -> Any:
+    async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
         """Lease an instance to the chain `key`, after releasing its previous one, and begin `task` on it.
 
-        Returns `then(reset's result, environment)`.
+        `seconds` limits reset() itself, not the wait for an instance. Returns `then(reset's result, environment)`.
 
         Raises:
-            ToolInfrastructureError: no instance became free in time.
+            ToolInfrastructureError: no instance became free in time, or reset() took too long.
             NoState: the chain was released while it waited for an instance.
             Exception: what the constructor, reset() or `then` raised; the chain then has no instance.
         """
@@ -151,9 +151,14 @@ class EnvironmentHost:
             self._expire_if_idle(key, chain, self._idle_seconds)
         chain.broken = True  # also if the reset is cancelled
         try:
-            opening = await self.call(key, "reset", task, then)
-        except Exception:
+            async with asyncio.timeout(seconds) as limit:
+                opening = await self.call(key, "reset", task, then)
+        except Exception as error:
             await self.release(key)
+            if isinstance(error, TimeoutError) and limit.expired():
+                name = f"{self._environment.__name__}.reset()"
+                fix = f"correct it, or raise mcp_servers.{self._name}.timeout_seconds"
+                raise ToolInfrastructureError(f"{name} did not return within {seconds:g} s; fix: {fix}") from None
             raise
         chain.broken = False
         return opening

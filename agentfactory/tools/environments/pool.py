@@ -235,7 +235,9 @@ class Pool(Generic[T]):
 
     def _warn(self, what: str, error: BaseException) -> None:
         told = f"{self.name}: the {what} of an instance failed"
-        notify(logger, told, f"{told}: {type(error).__name__}: {error}")
+        is_late = isinstance(error, TimeoutError) and not str(error)
+        reason = f"it took longer than {CARE_SECONDS:g} s" if is_late else f"{type(error).__name__}: {error}"
+        notify(logger, told, f"{told}: {reason}")
 
     def _give(self, instance: Instance[T], waiter: "asyncio.Future[Instance[T]] | None") -> None:
         if waiter is not None:

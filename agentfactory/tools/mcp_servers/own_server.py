@@ -36,13 +36,16 @@ from agentfactory.tools.environments.environment import (
 )
 from agentfactory.tools.environments.environment_host import EnvironmentHost, NoState, gives_reward, is_async
 from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
-from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
 
 logger = logging.getLogger(__name__)
 
 CHAIN_KEY = "agentfactory/chain"
 """Key in a call's `_meta`: the chain whose state the call uses."""
+SECONDS_KEY = "agentfactory/seconds"
+"""Key in the `_meta` of a call of `reset`: the time limit of the environment's reset(), in seconds. It begins when the
+chain has an instance."""
 ROLE_KEY = "agentfactory/role"
 """Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
 `reward`, `close`, `gauges`, `take_images`. A server that lists roles checks arguments itself and returns
@@ -94,10 +97,12 @@ class OwnServer(Server[Any]):
         self.middleware.clear()  # removes tracing spans, a third of a call's cost, which nothing exports
         self._host = host
 
-    async def call(self, tool: str, arguments: dict[str, Any], chain: str) -> CallToolResult:
-        """Return the result of a client's call. Copies the arguments, which a tool may keep or change. Raises
-        MCPError."""
-        return await self._host.answer(tool, deepcopy(arguments), chain)
+    async def call(
+        self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
+    ) -> CallToolResult:
+        """Return the result of a client's call. Copies the arguments, which a tool may keep or change. For
+        `reset_seconds` see SECONDS_KEY. Raises MCPError."""
+        return await self._host.answer(tool, deepcopy(arguments), chain, reset_seconds)
 
 
 class _ToolHost:
@@ -181,13 +186,18 @@ class _ToolHost:
         return ListToolsResult(tools=list(self._listing.values()))
 
     async def call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
-        return await self.answer(params.name, params.arguments or {}, (context.meta or {}).get(CHAIN_KEY))
+        meta = context.meta or {}
+        seconds = meta.get(SECONDS_KEY)
+        limit = float(seconds) if isinstance(seconds, (int, float)) else None
+        return await self.answer(params.name, params.arguments or {}, meta.get(CHAIN_KEY), limit)
 
-    async def answer(self, tool: str, arguments: dict[str, Any], chain: Any) -> CallToolResult:
+    async def answer(
+        self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None = None
+    ) -> CallToolResult:
         if tool not in self._listing:
             raise MCPError(INVALID_PARAMS, f"server {self.name} has no tool {tool}")
         try:
-            return await self._call(tool, arguments, chain)
+            return await self._call(tool, arguments, chain, reset_seconds)
         except InvalidArguments as error:
             return failure(CallError.INVALID_ARGUMENTS, str(error))
         except MCPError:
@@ -202,21 +212,24 @@ class _ToolHost:
             error.__traceback__ = None  # part of a cycle that would keep the error, and its text, until a collection
             return failure(CallError.TOOL_ERROR, text)
 
-    async def _call(self, name: str, arguments: dict[str, Any], chain: Any) -> CallToolResult:
+    async def _call(
+        self, name: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None
+    ) -> CallToolResult:
         if function := self._functions.get(name):
             parsed = function.parse_arguments(arguments)
             if is_async(function):
-                return self._result(await function(**parsed))
+                return self._result(await run_on_loop(function(**parsed)))
             return await run_in_thread(lambda: self._result(function(**parsed)))
 
         environment = self.environment
         assert environment is not None  # every other listed tool belongs to the environment
         if name == "gauges":
-            return _structured(environment.gauges())
+            # in a thread, because the class's gauges() may block
+            return _structured(await run_in_thread(environment.gauges))
         if not isinstance(chain, str):
             raise MCPError(INVALID_REQUEST, f"{name} acts on a chain's state: _meta needs {CHAIN_KEY!r}")
         if name == "reset":
-            return await environment.reset(chain, arguments, self._opening)
+            return await environment.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
             return await environment.call(chain, "reward", {}, lambda value, _: _verdict(value))
         if name == "take_images":

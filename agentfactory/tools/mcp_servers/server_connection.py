@@ -30,7 +30,7 @@ from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.mcp_servers.containers import Container
-from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, OwnServer
+from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, SECONDS_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_entry import HttpAddress, Target
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
 from agentfactory.tools.messages import CallError, ToolInfrastructureError
@@ -123,8 +123,10 @@ class Connection:
         chain: str,
         generation: int | None = None,
         timeout_seconds: float | None = None,
+        reset_seconds: float | None = None,
     ) -> CallToolResult:
-        """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given.
+        """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given. For
+        `reset_seconds` see SECONDS_KEY.
 
         Raises:
             CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
@@ -140,9 +142,10 @@ class Connection:
         try:
             if isinstance(self._target, OwnServer):
                 with anyio.fail_after(seconds):
-                    result = await self._target.call(tool, arguments, chain)
+                    result = await self._target.call(tool, arguments, chain, reset_seconds)
             else:
-                meta = cast(RequestParamsMeta, {CHAIN_KEY: chain})
+                limit = {} if reset_seconds is None else {SECONDS_KEY: reset_seconds}
+                meta = cast(RequestParamsMeta, {CHAIN_KEY: chain, **limit})
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
             raise CallTimeout(tool, seconds) from None

@@ -1,11 +1,11 @@
-"""Execution of users' blocking functions off the event loop, in a pool of daemon threads that grows, so functions that
-never return cannot exhaust it."""
+"""Execution of users' functions: blocking ones off the event loop, in a pool of daemon threads that grows, so functions
+that never return cannot exhaust it."""
 
 import asyncio
 import contextvars
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -44,6 +44,14 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
     if not _idle_threads.acquire(blocking=False):
         threading.Thread(target=_work, name="user code", daemon=True).start()
     return future
+
+
+async def run_on_loop(call: Awaitable[Any]) -> Any:
+    """Await a user's coroutine. A SystemExit, which would end the event loop, arrives as RuntimeError."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from None
 
 
 # Not a ThreadPoolExecutor: functions that never return would fill it, and it would wait for them at exit.

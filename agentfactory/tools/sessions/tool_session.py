@@ -15,6 +15,7 @@ from jsonschema.protocols import Validator
 from mcp import MCPError
 from mcp_types import INVALID_PARAMS, CallToolResult
 
+from agentfactory.tools.calls.limits import Deadline
 from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
 from agentfactory.tools.calls.truncation import left_out_of
 from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
@@ -191,22 +192,29 @@ class ToolSession:
                 raise EnvironmentRewardError(f"environment {name}: {error}") from error
         return total
 
-    async def begin(self, task: dict[str, Any]) -> None:
-        """Acquire a connection to each server, and reset every environment with `task`.
+    async def begin(self, task: dict[str, Any], limit: Deadline | None = None) -> None:
+        """Acquire a connection to each server, and reset every environment with `task`, within `limit`.
 
         Servers are acquired one after the other, in the recipe's order, so chains that need several scarce instances
-        never deadlock. Called by `Toolset.chain`.
+        never deadlock. Called by `Toolset.chain`. Raises ToolInfrastructureError.
         """
-        openings = []
-        for server in self._servers:
-            asked = time.monotonic()
-            connection, lease = await server.acquire(self._key)
-            if lease is not None:
-                self.waits.append((server.name, asked, time.monotonic()))
-            share = self._shares[server.name] = _Share(server, connection, lease)
-            if server.environment:
-                openings.append((await self._reset(share, task), server))
-        numbered = [await self.images.number_content(content, server) for content, server in openings]
+        doing, openings = "", []
+        try:
+            async with asyncio.timeout_at(limit.until if limit else None) as timer:
+                for server in self._servers:
+                    asked, doing = time.monotonic(), f"tool server {server.name}: the wait for an instance"
+                    connection, lease = await server.acquire(self._key)
+                    if lease is not None:
+                        self.waits.append((server.name, asked, time.monotonic()))
+                    share = self._shares[server.name] = _Share(server, connection, lease)
+                    if server.environment:
+                        doing = f"environment {server.name}: its reset (or the wait for an instance)"
+                        openings.append((await self._reset(share, task), server))
+                numbered = [await self.images.number_content(content, server) for content, server in openings]
+        except TimeoutError:
+            if limit is None or not timer.expired():
+                raise
+            raise ToolInfrastructureError(f"{doing} took longer than {limit.setting}") from None
         self.opening = _joined([content for content in numbered if content])
 
     async def close(self) -> None:
@@ -225,7 +233,8 @@ class ToolSession:
                 f"its fields are {', '.join(task) or 'none'}"
             )
         share.asked = True
-        result = await self._control(share, "reset", fields, server.reset_seconds)
+        seconds = server.config.timeout_seconds
+        result = await self._control(share, "reset", fields, server.reset_seconds, reset_seconds=seconds)
         share.generation = share.connection.generation
         content = content_of(result)
         if left_out := _left_out(content, server.result_bytes):
@@ -253,14 +262,19 @@ class ToolSession:
         arguments: dict[str, Any],
         timeout_seconds: float | None = None,
         failure: type[ToolInfrastructureError] = ToolInfrastructureError,
+        reset_seconds: float | None = None,
     ) -> CallToolResult:
-        """Call one of an environment's hidden tools, which must succeed."""
+        """Call one of an environment's hidden tools, which must succeed. Raises `failure` if it fails or takes too
+        long."""
         server = share.server
         tool = server.hidden[role].name
         try:
             async with share.order:
-                result = await self._request(share, tool, arguments, timeout_seconds)
-        except (CallTimeout, MCPError) as error:
+                result = await self._request(share, tool, arguments, timeout_seconds, reset_seconds)
+        except CallTimeout as error:
+            fix = f"correct it, or raise mcp_servers.{server.name}.timeout_seconds"
+            raise failure(f"environment {server.name}: {error}; fix: {fix}") from error
+        except MCPError as error:
             raise ToolInfrastructureError(f"environment {server.name}: {tool}: {error}") from error
         if result.is_error:
             raise failure(f"environment {server.name}: {tool}: {text_of(content_of(result))}")
@@ -277,10 +291,16 @@ class ToolSession:
             return await self._request(share, route.tool, arguments, seconds)
 
     async def _request(
-        self, share: _Share, tool: str, arguments: dict[str, Any], timeout_seconds: float | None
+        self,
+        share: _Share,
+        tool: str,
+        arguments: dict[str, Any],
+        timeout_seconds: float | None,
+        reset_seconds: float | None = None,
     ) -> CallToolResult:
+        limits = timeout_seconds, reset_seconds
         try:
-            result = await share.connection.call(tool, arguments, self._key, share.generation, timeout_seconds)
+            result = await share.connection.call(tool, arguments, self._key, share.generation, *limits)
         except (CallTimeout, ToolInfrastructureError, MCPError, asyncio.CancelledError) as error:
             if not isinstance(error, MCPError) or error.code != INVALID_PARAMS:
                 share.spoiled, share.anchor = True, None

@@ -12,6 +12,7 @@ from jsonschema.validators import validator_for
 from mcp_types import Tool
 from referencing import Registry
 
+from agentfactory.tools.calls.limits import Deadline
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, build_server
@@ -152,17 +153,19 @@ class Toolset:
                     raise SettingError(section, problem, fix)
 
     @asynccontextmanager
-    async def chain(self, key: str, task: dict[str, Any]) -> "AsyncIterator[ToolSession]":
-        """Open a session for the chain `key`, unique in this run: reset its environments with `task`, and release them
-        on exit.
+    async def chain(
+        self, key: str, task: dict[str, Any], limit: Deadline | None = None
+    ) -> "AsyncIterator[ToolSession]":
+        """Open a session for the chain `key`, unique in this run: reset its environments with `task`, within `limit`,
+        and release them on exit.
 
         Raises:
-            ToolInfrastructureError: no instance became free in time, an environment could not be reset, or its server
-                died.
+            ToolInfrastructureError: no instance became free in time, an environment could not be reset in time, or its
+                server died.
         """
         session = ToolSession(key, self._servers, self._routes)
         try:
-            await session.begin(task)
+            await session.begin(task, limit)
             yield session
         finally:
             # in a separate task, which finishes even if the chain is cancelled again

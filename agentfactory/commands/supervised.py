@@ -1,0 +1,77 @@
+"""A command in a child process: user code that ends its process does not end the command without a word."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from agentfactory.tools.processes.endings import ended_by
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_SAME_SECONDS = 1.0
+"""Signals of one kind within this time are forwarded once: `timeout` sends each one twice."""
+
+
+class DiedFromInside(Exception):
+    """The process of a command ended before the command returned; the message says how."""
+
+
+def supervised(command: Callable[[], int]) -> int:
+    """Run `command` in a forked child, and return its result in both processes. Call it before threads are started.
+
+    The parent passes signals on to the child, which ends with the parent. Raises DiedFromInside, in the parent, if the
+    child ends before `command` has returned.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return command()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if os.getppid() != parent:
+            os._exit(1)
+        # names the line that crashed
+        faulthandler.enable(all_threads=False)
+        status = command()
+        with suppress(BrokenPipeError):  # the parent is gone
+            os.write(writer, b".")
+        return status
+    os.close(writer)
+    status = _wait_for(child)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    returned = os.read(reader, 1)
+    os.close(reader)
+    if not returned:
+        raise DiedFromInside(ended_by(status))
+    return status
+
+
+def _wait_for(child: int) -> int:
+    """Wait until the child has ended, and forward signals meanwhile. Return its exit status, or minus the signal that
+    ended it."""
+    forwarded: dict[int, float] = {}
+    while True:
+        # the child may have ended before the signals were awaited
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        found = signal.sigwaitinfo({*_FORWARDED, signal.SIGCHLD})
+        # a terminal sends Ctrl-C to the child too; such signals come from the kernel
+        is_from_terminal = found.si_code > 0
+        if found.si_signo == signal.SIGCHLD or is_from_terminal:
+            continue
+        now = time.monotonic()
+        if now - forwarded.get(found.si_signo, -_SAME_SECONDS) >= _SAME_SECONDS:
+            forwarded[found.si_signo] = now
+            os.kill(child, found.si_signo)

@@ -1,0 +1,120 @@
+"""Time limits of user code: each call that hangs is cut, and the error names it and its own setting."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.chains import chain_runner
+from agentfactory.rollout.trajectory import Outcome
+from agentfactory.tools.messages import ToolInfrastructureError
+from tests.scripted_chains import scripted_chains
+
+HANGS = '''
+import asyncio
+import sys
+import threading
+from agentfactory import Environment, reward, tool
+
+never = threading.Event()
+
+
+class Hall(Environment):
+    """Hangs where its class attribute says."""
+
+    def reset(self, hangs: str = "", **task):
+        self.hangs = hangs
+        if hangs == "reset":
+            never.wait(1.5)
+
+    @tool
+    def note(self, text: str) -> str:
+        """Take a note."""
+        if self.hangs == "tool":
+            never.wait(1.5)
+        return "noted"
+
+    @tool
+    async def leave(self) -> str:
+        """Leave."""
+        sys.exit(3)
+
+    def reward(self):
+        if self.hangs == "verdict":
+            never.wait(1.5)
+        return 1.0
+
+
+@reward
+def judged(hangs: str = ""):
+    if hangs == "reward":
+        never.wait(1.5)
+    return 1.0
+
+
+@reward
+async def leaves():
+    sys.exit(3)
+'''
+HALL = {"tools": [], "mcp_servers": {"hall": {"module": "notes.py:Hall", "timeout_seconds": 0.3}}}
+NOTE = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}\n</tool_call>'
+LEAVE = '<tool_call>\n{"name": "leave", "arguments": {}}\n</tool_call>'
+
+
+async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(chain_runner, "QUIET_SECONDS", 0.1)
+    fix = r"fix: correct it, or raise mcp_servers\.hall\.timeout_seconds"
+    caplog.set_level(logging.INFO)
+    async with scripted_chains(tmp_path, [], source=HANGS, **HALL, rewards=["notes.py:judged"]) as chains:
+        started = time.monotonic()
+        # the wait for an instance has its own limit, pool.wait_seconds=600
+        with pytest.raises(
+            ToolInfrastructureError, match=rf"hall: .*Hall\.reset\(\) did not return within 0\.3 s; {fix}"
+        ):
+            await chains.runner.check([{"question": "go", "hangs": "reset"}])
+        assert time.monotonic() - started < 5
+        assert "the reset of hall by the first row of data has not returned after 0.1 s" in caplog.text
+        trajectory = await chains.run(hangs="reset")
+        assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
+        assert "Hall.reset() did not return within 0.3 s" in str(trajectory.error)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "outcome", "error"),
+    [
+        ("reset", Outcome.TOOL_INFRASTRUCTURE, "environment hall: its reset (or the wait for an instance) took longer"),
+        (
+            "tool",
+            Outcome.TIMEOUT,
+            "the chain took longer than rollout.timeout_seconds=0.5; a call of note had run for 0",
+        ),
+        ("verdict", Outcome.REWARD_ERROR, "the environment's reward took longer than rollout.timeout_seconds=0.5"),
+        ("reward", Outcome.REWARD_ERROR, "RewardError: judged took longer than rollout.timeout_seconds=0.5"),
+    ],
+)
+async def test_what_a_chain_waits_for_is_named(tmp_path: Path, hangs: str, outcome: Outcome, error: str) -> None:
+    hall = {"tools": [], "mcp_servers": {"hall": {"module": "notes.py:Hall"}}}
+    rollout = {"timeout_seconds": 0.5}
+    scripted = scripted_chains(
+        tmp_path, [NOTE, "done"], source=HANGS, **hall, rewards=["notes.py:judged"], rollout=rollout
+    )
+    async with scripted as chains:
+        trajectory = await chains.run(hangs=hangs)
+    assert (trajectory.outcome, trajectory.reward) == (outcome, None)
+    assert str(trajectory.error).startswith(error)
+
+
+async def test_code_that_exits_ends_its_chain_and_not_the_process(tmp_path: Path) -> None:
+    texts = [LEAVE, "done", "done"]
+    async with scripted_chains(tmp_path, texts, source=HANGS, **HALL, rewards=["notes.py:judged"]) as chains:
+        trajectory = await chains.run()
+        assert trajectory.outcome is Outcome.COMPLETED
+        assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["RuntimeError: SystemExit: 3"]
+    async with scripted_chains(tmp_path, ["done"], source=HANGS, **HALL, rewards=["notes.py:leaves"]) as chains:
+        trajectory = await asyncio.wait_for(chains.run(), 10)
+        assert trajectory.outcome is Outcome.REWARD_ERROR
+        assert trajectory.error == "RewardError: leaves raised RuntimeError: SystemExit: 3"
