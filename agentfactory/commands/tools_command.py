@@ -186,7 +186,8 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe, 
         server.environment += "; cannot give a reward"
         server.problems.append(f"{error} (right after reset; a chain may end without a call)")
     except (ToolInfrastructureError, ValueError, TypeError) as error:
-        server.problems.append(str(error))
+        # the name is printed before each problem
+        server.problems.append(str(error).removeprefix(f"tool server {server.name}: "))
     return server
 
 
@@ -341,21 +342,27 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
         except ValueError as error:
             problems.append(str(error))
     _fail(problems)
-    _tell_unchecked(recipe, servers, prepared)
+    _tell_unchecked(recipe, servers, prepared, task)
     untried = [server.name for server in servers if not server.tried]
     print("all right" + (f", except that isolation was not tried: {', '.join(untried)}" if untried else ""))
 
 
-def _tell_unchecked(recipe: Recipe, servers: list[_Server], prepared: Path | None) -> None:
+def _tell_unchecked(recipe: Recipe, servers: list[_Server], prepared: Path | None, task: Task | None) -> None:
     """Raise ToolsUnchecked if environments were not reset, and rewards not called, because there is no task."""
     waiting = [server for server in servers if server.needed is not None]
-    if not waiting:
+    files = [data.file for data in (recipe.data, recipe.eval.data) if data is not None and data.file is not None]
+    missing = [file for file in files if not file.exists()]
+    if task is not None or not (waiting or missing):
         return
     parts = [f"the reset and reward of {server.name}" for server in waiting] + ["`rewards`"] * bool(recipe.rewards)
-    row = json.dumps({field: "..." for server in waiting for field in server.needed or ()})
+    parts = parts or [f"the rows of {display(file)}" for file in missing]
+    row = json.dumps({field: "..." for server in waiting for field in server.needed or ()} or {"question": "..."})
     fix = f"give a task by --task '{row}'"
-    if prepared is not None and not prepared.exists():
+    made = [file for file in missing if prepared is not None and file.is_relative_to(prepared)]
+    if prepared is not None and not prepared.exists() and (made or not missing):
         fix += f", or let `agentfactory train` create {display(prepared)} first"
+    for file in missing:
+        fix += f", or create {display(file)}" if file not in made else ""
     raise ToolsUnchecked(f"no fault was found, but without a task there was no check of {', '.join(parts)}; fix: {fix}")
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.doctor.finding import Finding, Level, ok, problem
+from agentfactory.doctor.finding import Finding, Level, ok, problem, warning
 from agentfactory.doctor.machine_checks import (
     check_devices,
     check_disk,
@@ -32,6 +32,7 @@ from agentfactory.doctor.recipe_checks import (
     starts_server,
 )
 from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.model_hub import has_tokenizer
@@ -116,6 +117,10 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
         yield "format", partial(check_format, recipe)
     if recipe.rewards and has_tasks(recipe):
         yield "rewards", partial(check_rewards, recipe)
+    elif recipe.data is not None and recipe.data.file is not None and not recipe.data.file.exists():
+        text = f"not checked with rewards and format: {display(recipe.data.file)} does not exist yet"
+        fix = "run `agentfactory doctor` again once `agentfactory train` has created it"
+        yield "data", partial(iter, [warning("data", text, fix)])
     if starts_server(recipe):
         yield "port", partial(check_address, recipe)
         if recipe.server.engine == "vllm":

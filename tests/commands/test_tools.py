@@ -424,6 +424,23 @@ def test_check_says_what_it_could_not_check(recipe: Path, capsys: Output) -> Non
     assert "an environment: not created" in capsys.readouterr().out
 
 
+def test_a_missing_file_of_tasks_is_not_all_right(recipe: Path, capsys: Output) -> None:
+    only = ["tools=[things.py:add]", "mcp_servers={}", "data.path=none.jsonl"]
+    assert tools("check", recipe, *only) == 5
+    captured = capsys.readouterr()
+    assert "all right" not in captured.out
+    assert "there was no check of the rows of none.jsonl; fix: give a task by --task" in captured.err
+    assert "or create none.jsonl" in captured.err
+    assert tools("check", recipe, *only, "--task", '{"question": "?"}') == 0
+
+
+@pytest.mark.processes
+def test_a_server_that_exits_at_start_is_named_once(recipe: Path, capsys: Output) -> None:
+    program = '{command: python, args: [-c, "import sys; sys.exit(4)"]}'
+    assert tools("check", recipe, "tools=[things.py:add]", f"mcp_servers={{files: {program}}}") == 1
+    assert re.search(r"^agentfactory: files: `.*python -c", capsys.readouterr().err, re.MULTILINE)
+
+
 def test_only_environments_need_a_task(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(data: object) -> None:
         raise AssertionError("the data is on the hub, which is far")

@@ -27,13 +27,13 @@ class Hall(Environment):
     def reset(self, hangs: str = "", **task):
         self.hangs = hangs
         if hangs == "reset":
-            never.wait(1.5)
+            never.wait(0.9)
 
     @tool
     def note(self, text: str) -> str:
         """Take a note."""
         if self.hangs == "tool":
-            never.wait(1.5)
+            never.wait(0.9)
         return "noted"
 
     @tool
@@ -43,14 +43,14 @@ class Hall(Environment):
 
     def reward(self):
         if self.hangs == "verdict":
-            never.wait(1.5)
+            never.wait(0.9)
         return 1.0
 
 
 @reward
 def judged(hangs: str = ""):
     if hangs == "reward":
-        never.wait(1.5)
+        never.wait(0.9)
     return 1.0
 
 
