@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter
+from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter, is_run
 from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -54,11 +54,16 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
 
 
 def trained_in(run: Path, recipe: Recipe | StagedRecipe, overrides: Sequence[str]) -> Path | None:
-    """Return the last checkpoint of the single-stage run in the folder `run`, which holds the recipe's file;
-    `what_is_served` handles staged recipes. None if `overrides` set another model, if a running server has its own
-    weights, or if there is no checkpoint."""
+    """Return the last checkpoint of the run in the folder `run`, which holds the recipe's file. None if `overrides` set
+    another model, if a running server has its own weights, or if there is no checkpoint. For a staged recipe in its own
+    output, `what_is_served` finds the checkpoint."""
+    last = stages_of(recipe)[-1]
+    if isinstance(recipe, StagedRecipe):
+        # another output is only for what the command writes
+        is_elsewhere = is_run(run) and run.resolve() != recipe.output.resolve()
+        return RunFolder(run / last.name).need_checkpoint() if is_elsewhere and not last.server.urls else None
     names = {override.partition("=")[0] for override in overrides}
-    if isinstance(recipe, StagedRecipe) or names & {"model", "model.path"} or recipe.server.urls:
+    if names & {"model", "model.path"} or last.server.urls:
         return None
     return RunFolder(run).last_checkpoint()
 

@@ -11,6 +11,7 @@ import pytest
 from agentfactory.commands import eval_target
 from agentfactory.commands.eval_table import tables
 from agentfactory.commands.served_weights import trained_in
+from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.evaluation.evaluate import Evaluation
@@ -94,6 +95,19 @@ def test_of_a_run_of_one_stage_it_is_the_last_checkpoint(project: Path) -> None:
     assert trained_in(run, recipe, ["eval.samples=4"]) == run / "checkpoints" / "step-000010"
     assert trained_in(run, recipe, ["model.path=x/y"]) is None
     assert trained_in(run, load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval"), []) is None
+
+
+def test_another_output_does_not_hide_the_checkpoints_of_a_staged_run(project: Path) -> None:
+    for stage in ("first", "second"):
+        (project / f"{stage}.yaml").write_text((project / "recipe.yaml").read_text())
+    (project / "whole.yaml").write_text("stages: [first.yaml, second.yaml]\n")
+    whole = load_recipe("whole.yaml")
+    run = RunFolder.create(whole.output, whole.to_saved()).path
+    (run / "second" / "checkpoints" / "step-000002").mkdir(parents=True)
+    saved = run / "recipe.yaml"
+    assert trained_in(run, load_recipe(saved, purpose="eval"), []) is None, "what_is_served finds it"
+    elsewhere = load_recipe(saved, ["output=other"], "eval")
+    assert trained_in(run, elsewhere, ["output=other"]) == run / "second" / "checkpoints" / "step-000002"
 
 
 def test_options_that_cannot_be_are_refused(project: Path) -> None:
