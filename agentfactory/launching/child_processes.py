@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,8 @@ from agentfactory.tools.files.disk import refusal, writing
 from agentfactory.tools.processes import parent_watch
 
 POLL_SECONDS = 0.1
+_LOOK_SECONDS = 5.0
+"""Seconds between two looks for stopped processes."""
 _TERM_SECONDS = 5.0
 _FINISH_SECONDS = 600.0
 """Seconds to wait for a child that is finishing its work."""
@@ -127,10 +130,16 @@ class Children:
         self._children.append(child)
         return child
 
-    def wait(self, child: Child) -> None:
-        """Wait until `child` ends successfully. Raises ChildFailed if it fails or another child ends first."""
+    def wait(self, child: Child, say: Callable[[str], None] | None = None) -> None:
+        """Wait until `child` ends successfully. Report to `say` that a process of the children is stopped (SIGSTOP).
+        Raises ChildFailed if it fails or another child ends first."""
+        stopped, looked = _StoppedProcesses(), time.monotonic()
         while child.process.poll() is None:
             self.check(*(other for other in self._children if other is not child))
+            if say is not None and time.monotonic() > looked + _LOOK_SECONDS:
+                for line in stopped.look(self._children):
+                    say(line)
+                looked = time.monotonic()
             time.sleep(POLL_SECONDS)
         # if another child's end brought this one down, report the other as the cause
         self.check(*(other for other in self._children if other is not child))
@@ -181,6 +190,30 @@ class Children:
 
     def _hurry(self, number: int, frame: FrameType | None) -> None:
         self._hurried = True
+
+
+class _StoppedProcesses:
+    """A watch for processes that a signal has stopped, so that they neither work nor end."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+        """Process id -> consecutive looks at which it was stopped."""
+
+    def look(self, children: Sequence[Child]) -> Iterator[str]:
+        """Yield a line for each process that was stopped at this look and at the one before, and for each reported
+        process that continues."""
+        before, self._seen = self._seen, {}
+        for child in children:
+            own = child.process.pid
+            for pid in [own, *(process.pid for process in _descendants(child))]:
+                name = child.name if pid == own else f"process {pid} of the {child.name}"
+                with suppress(psutil.NoSuchProcess):
+                    if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                        self._seen[pid] = before.get(pid, 0) + 1
+                        if self._seen[pid] == 2:
+                            yield f"the {name} is stopped by a signal, such as SIGSTOP; fix: kill -CONT {pid}"
+                    elif before.get(pid, 0) >= 2:
+                        yield f"the {name} continues"
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

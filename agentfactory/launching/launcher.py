@@ -145,7 +145,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
         stage.placement.check_trainers_room()
         stage.assignment(url).write(folder.assignment)
     try:
-        children.wait(trainer)
+        children.wait(trainer, say)
     except ChildFailed:
         summary = folder.read_summary()
         if summary.get("status") == "stopped":

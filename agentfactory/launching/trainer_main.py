@@ -86,7 +86,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         if display is not None:
             summary = _summary(recipe, folder, result, stop.agreed_on, display)
             folder.write_summary(summary)
-            display.say_what_ended_it(result.steps)
+            display.say_what_ended_it(result.steps, is_launched=isinstance(asked, Assignment))
         stop.end(accelerator)
         accelerator.end_training()
     if display is not None and stop.agreed_on is None and not isinstance(asked, Assignment):
@@ -266,11 +266,13 @@ class _Display:
         if self._tracking is not None:
             self._tracking.note_groups(step, groups)
 
-    def say_what_ended_it(self, steps: int) -> None:
+    def say_what_ended_it(self, steps: int, is_launched: bool) -> None:
         """Print the cause of an early end after `steps`; print nothing if the run is complete."""
         ended_by = self._stop.agreed_on
         if isinstance(ended_by, signal.Signals):
-            self._progress.note(f"stopped by {ended_by.name} after step {steps}; continue with --resume")
+            # the launcher stops its trainer by SIGTERM, and names the signal that it got itself
+            by = "" if is_launched else f" by {ended_by.name}"
+            self._progress.note(f"stopped{by} after step {steps}; continue with --resume")
         elif ended_by is not None:
             self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
 

@@ -53,6 +53,26 @@ def written(path: Path) -> str:
     return wait_for(lambda: path.exists() and path.read_text())
 
 
+@apart
+def test_a_stopped_child_is_reported_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.05)
+    said: list[str] = []
+    with Children() as children:
+        trainer = start(children, tmp_path, "trainer", "import time; time.sleep(1)")
+        trainer.process.send_signal(signal.SIGSTOP)
+
+        def say(line: str) -> None:
+            said.append(line)
+            trainer.process.send_signal(signal.SIGCONT)
+
+        children.wait(trainer, say)
+        pid = trainer.process.pid
+    assert said == [
+        f"the trainer is stopped by a signal, such as SIGSTOP; fix: kill -CONT {pid}",
+        "the trainer continues",
+    ]
+
+
 def is_gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

