@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentfactory.rollout.chains.tool_errors import ToolErrors
+from agentfactory.rollout.chains.tool_errors import _LOOKS_FAILED, ToolErrors
 from agentfactory.tools.messages import CallError, ToolResult
 
 BUG = "AttributeError: 'Ride' object has no attribute 'lft'"
@@ -28,3 +28,40 @@ def test_a_tool_that_raises_at_half_of_its_calls_is_told_of_once(caplog: pytest.
     assert call("fine", *[RAISED] * 16) == [f"tool fine: 16 of 16 calls failed, such as: {BUG}"], "later it broke"
     other = ToolResult("OSError: disk", CallError.TOOL_ERROR)
     assert call("ride", other, *[RAISED] * 7, *[FINE] * 8) == [f"tool ride: 8 of 16 calls failed, such as: {BUG}"]
+
+
+def test_a_step_whose_calls_all_fail_is_told_with_the_first_error(caplog: pytest.LogCaptureFixture) -> None:
+    """mcp-server-sqlite and others return errors as plain results."""
+    errors = ToolErrors()
+    locked, missing = ToolResult("Database error: database is locked"), ToolResult("Error: no such table: goods")
+    for tool, result in (("read", locked), ("list", missing)):
+        for _ in range(8):
+            errors.note(tool, result)
+    errors.report()
+    begin = (
+        "16 of the last 16 tool calls ended in errors, the first one of read: Database error: database is locked; fix: "
+    )
+    assert [message.startswith(begin) for message in caplog.messages] == [True]
+    caplog.clear()
+    for result in (FINE, locked) * 10:
+        errors.note("read", result)
+    errors.report()
+    assert caplog.messages == [], "half of the answers read like errors, which they may be about"
+
+
+@pytest.mark.parametrize(
+    ("text", "fails"),
+    [
+        ("sqlite3.OperationalError: unable to open database file", True),
+        ("Error executing tool read_query: it is locked", True),
+        ("[error] cannot connect", True),
+        ("Unable to open the file", True),
+        ("Traceback (most recent call last):", True),
+        ("7", False),
+        ("You see a terrorist", False),
+        ("The error of the measurement is 3 %", False),
+        ("The trial and its error", False),
+    ],
+)
+def test_results_that_read_like_errors(text: str, fails: bool) -> None:
+    assert bool(_LOOKS_FAILED.match(text)) is fails

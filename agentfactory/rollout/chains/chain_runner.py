@@ -67,11 +67,13 @@ class RolloutStoppedError(Exception):
 
 @dataclass
 class FirstVerdicts:
-    """A detector of rewards that always fail: no chain got a reward, and at least `group_size` chains of several tasks
-    ended as reward_error. `tasks` is the number of tasks."""
+    """A detector of rewards, or agents, that always fail: no chain got a reward, and at least `group_size` chains of
+    several tasks ended as `failure`. `tasks` is the number of tasks."""
 
     group_size: int
     tasks: int
+    failure: Outcome = Outcome.REWARD_ERROR
+    fix: str = "correct the reward, and try it with `agentfactory tools check RECIPE`"
     _works: bool = False
     _group_works: bool = False
     _failed: int = 0
@@ -80,13 +82,13 @@ class FirstVerdicts:
     def note(self, chain: Trajectory, task: Task) -> None:
         """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards always fail."""
         self._works |= chain.reward is not None
-        if chain.outcome is Outcome.REWARD_ERROR and not self._works:
+        if chain.outcome is self.failure and not self._works:
             self._note_failure(chain, task)
 
     def note_group(self, chain: Trajectory, task: Task) -> None:
         """Record a chain on `task` after its group rewards. Raise RolloutStoppedError if they always fail."""
         self._group_works |= chain.reward is not None
-        if chain.outcome is Outcome.REWARD_ERROR and not self._group_works:
+        if chain.outcome is self.failure and not self._group_works:
             self._note_failure(chain, task)
 
     def _note_failure(self, chain: Trajectory, task: Task) -> None:
@@ -97,8 +99,8 @@ class FirstVerdicts:
         enough = len(self._failed_tasks) >= min(LEAST_TASKS, self.tasks)
         if enough and self._failed >= max(LEAST_FAILURES, self.group_size):
             raise RolloutStoppedError(
-                f"no chain got a reward so far, and {self._failed} ended as reward_error: {chain.error}; fix: "
-                "correct the reward, and try it with `agentfactory tools check RECIPE`"
+                f"no chain got a reward so far, and {self._failed} ended as {self.failure}: {chain.error}; fix: "
+                f"{self.fix}"
             )
 
 
@@ -118,11 +120,14 @@ class ChainWatch:
     def __init__(self, config: RolloutConfig, tasks: int) -> None:
         self._outcomes = ChainOutcomes(config)
         self._verdicts = FirstVerdicts(config.group_size, tasks)
+        fix = "correct the agent (rollout.agent); its own output is in the log"
+        self._agents = FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix)
 
     def note(self, chain: Trajectory, task: Task) -> None:
-        """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards always fail."""
+        """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards, or the agent, always fail."""
         self._outcomes.note(chain)
         self._verdicts.note(chain, task)
+        self._agents.note(chain, task)
 
     def note_group(self, judged: Sequence[Trajectory], task: Task) -> None:
         """Record the scored chains of a group on `task` after the group rewards. Raise RolloutStoppedError if these

@@ -68,6 +68,7 @@ class GatewayChain:
                     if self._ended.done():
                         return self._ended.result()
                     trajectory.result = agent.result()
+                    self._check_requested()
                     return self._over or self.turns.last
                 except AgentFailed as failure:
                     trajectory.result = failure.result
@@ -83,6 +84,15 @@ class GatewayChain:
             if self._ended.done():
                 self._ended.exception()  # mark it as retrieved: nothing else may have read it
             self._number_turns()
+
+    def _check_requested(self) -> None:
+        """Raise AgentFailed if an agent of this machine ended without a turn of the model, which it cannot mean to do: a
+        program may report its errors only in its output."""
+        trajectory = self.episode.trajectory
+        idle = not (self._taken or self.agent.elsewhere or self.episode.reported)
+        if idle and self.turns.last is StopReason.ANSWER and self._over is None:
+            said = f"; its output ends with: {trajectory.result[-300:]}" if trajectory.result else ""
+            raise AgentFailed(f"the agent ended without requesting a turn{said}", trajectory.result)
 
     def _tools(self, session: ToolSession) -> ChainTools:
         episode = self.episode
