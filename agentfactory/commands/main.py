@@ -157,7 +157,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
-    from agentfactory.recipe.checks import runs_chains, try_sources, try_template
+    from agentfactory.recipe.checks import doubts, runs_chains, try_sources, try_template
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.model_hub import has_tokenizer
     from agentfactory.tools.errors import SettingError
@@ -177,6 +177,9 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                 found = try_template(stage)
                 comment(f"tool calls in {stage.name}: {found['parser']}; rows: {found['choice']}")
         if options.command == "train":
+            for stage in stages_of(recipe):
+                for doubt in doubts(stage):
+                    comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():
                 comment(line)

@@ -14,6 +14,7 @@ from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
+from agentfactory.launching.reach_early import check_tools_open
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.start_server import start_server
@@ -243,6 +244,7 @@ def _acting(
                 raise taken
             check_writable(recipe.output)
             run_prepare(recipe, children, say)
+            check_tools_open(served.recipe)
             folder = _run_folder(command, recipe, served.recipe)
             _log_to(folder, command)
             if not urls:

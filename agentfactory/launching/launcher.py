@@ -9,11 +9,12 @@ from pathlib import Path
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
+from agentfactory.launching.reach_early import check_reach
 from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.start_server import begin_server, wait_for_server
-from agentfactory.recipe.checks import check_prepared
+from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.inference.server_command import address_fault, outside_fault
@@ -59,6 +60,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             if model.is_dir() and not any((model / name).is_file() for name in ("config.json", ADAPTER)):
                 problem = f"{display(model)} has no config.json"
                 raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
+            if plan.prepare is None:
+                check_reach(stage.recipe)
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children() as children:
@@ -103,6 +106,12 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
     if plan.recipe.prepare is not None:
         for stage in plan.due:
             check_prepared(stage.recipe, plan.recipe.output / "prepared", is_first=stage is plan.stages[0])
+    if plan.prepare is not None:
+        for stage in plan.due:
+            check_reach(stage.recipe)
+    for stage in plan.due:
+        for doubt in doubts(stage.recipe):
+            say(f"warning: {doubt}")
     # place stages whose model has just been created
     plan = plan.placed()
     for number, stage in enumerate(plan.stages, 1):

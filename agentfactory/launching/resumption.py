@@ -1,5 +1,6 @@
 """Resume a run: choose the checkpoint, check that the recipe still fits it, and cut everything written after it."""
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -75,9 +76,43 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
             raise SettingError(
                 name, problem, "set it back, or begin another run with output=OTHER", source=COMMAND_LINE
             )
+    if checkpoint is not None:
+        _check_contents(recipe, checkpoint)
     if checkpoint is not None and recipe.train.steps < step_of(checkpoint):
         problem = f"got {recipe.train.steps}, but {display(checkpoint)} has more"
         raise SettingError("train.steps", problem, "raise it, or name an earlier checkpoint", source=COMMAND_LINE)
+
+
+def content_digests(recipe: Recipe) -> dict[str, str]:
+    """Return the SHA-256 of the content of each file or folder that decides what a run learns from, by the field that
+    names it. Absent files are left out."""
+    data = recipe.data.file if recipe.data is not None else None
+    saved, template = recipe.train.from_trajectories, recipe.model.chat_template
+    named = {"data.path": data, "train.from_trajectories": saved, "model.chat_template": template}
+    found = {}
+    for name, place in named.items():
+        if place is None or not (path := Path(place)).exists():
+            continue
+        whole = hashlib.sha256()
+        for file in [path] if path.is_file() else sorted(path.glob("*.jsonl")):
+            with file.open("rb") as content:
+                whole.update(hashlib.file_digest(content, "sha256").digest())
+        found[name] = whole.hexdigest()
+    return found
+
+
+def _check_contents(recipe: Recipe, checkpoint: Path) -> None:
+    """Raise SettingError if a file that the recipe names has another content than at the checkpoint. Checkpoints of older
+    versions have no digests."""
+    before = read_info(checkpoint).get("contents")
+    if not isinstance(before, dict):
+        return
+    new = _leaves(recipe.model_dump(mode="json"))
+    for name, digest in content_digests(recipe).items():
+        if name in before and before[name] != digest:
+            problem = f"{display(Path(str(new[name])))} has another content than when {display(checkpoint)} was trained"
+            fix = "restore the file, or begin another run with output=OTHER"
+            raise SettingError(name, problem, fix)
 
 
 def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:

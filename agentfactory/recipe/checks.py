@@ -13,6 +13,7 @@ from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.chains.context import check_context
+from agentfactory.rollout.chains.opening import check_lengths
 from agentfactory.rollout.config import DataConfig, Inflight
 from agentfactory.rollout.data import Task, check_source, load_tasks
 from agentfactory.rollout.images.parts import images_of_row
@@ -179,6 +180,8 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
     _check_images(tasks, section)
     if not acts:
         return
+    if recipe.rollout.agent is None:
+        check_lengths(tasks, recipe.rollout, section)
     Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
     _check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
@@ -229,6 +232,23 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     except RenderError as error:
         fix = "change rollout.parser or model.chat_template, as the error says"
         raise SettingError("rollout.parser", f"got {rollout.parser!r}, and {error}", fix) from error
+
+
+def doubts(recipe: Recipe) -> list[str]:
+    """Return warnings about settings of a training run that can work, but hardly as meant."""
+    data, size = recipe.data, recipe.train.batch_size
+    if recipe.train.from_trajectories or data is None or not _is_quick(data) or (rows := len(load_tasks(data))) >= size:
+        return []
+    each = "the same row" if recipe.train.algorithm == "sft" else "groups of the same task"
+    problem = f"got {size}, more than the rows of data ({rows}): a batch has {each} several times"
+    return [f"train.batch_size: {problem}; fix: lower it to {rows}, or add rows"]
+
+
+def _is_quick(data: DataConfig) -> bool:
+    """Return whether the rows are in a file that exists and is fast to read."""
+    file = data.file
+    quick = file is not None and file.is_file() and file.suffix != ".parquet"
+    return quick and file is not None and file.stat().st_size <= _MOST_BYTES_READ
 
 
 def _used_data(recipe: Recipe, purpose: Purpose) -> dict[str, DataConfig]:

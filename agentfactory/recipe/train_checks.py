@@ -1,7 +1,9 @@
 """Checks of a recipe's training fields against each other and against the server that receives the weights."""
 
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,7 +13,7 @@ from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
-from agentfactory.trainers.config import ALGORITHMS, TrainConfig
+from agentfactory.trainers.config import ALGORITHMS, MaskOptions, TrainConfig
 from agentfactory.trainers.loop.advantages import Estimator
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
@@ -27,6 +29,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
     """Raise SettingError for the first field that cannot work; `runs_chains`: the run uses a server and a worker."""
     _check_processes(recipe)
     _check_network(recipe, lack)
+    _check_vision(recipe)
     if runs_chains:
         check_backend(recipe)
     _check_schedule(recipe)
@@ -110,6 +113,26 @@ def _check_network(recipe: Recipe, lack: Lack) -> None:
     for name, (package, asked) in needed.items():
         if asked and not is_installed(package):
             lack(name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}")
+
+
+def _check_vision(recipe: Recipe) -> None:
+    """Check that the model, if its configuration is on this machine, has a vision tower to train."""
+    path = recipe.model.path
+    if not recipe.train.trains_vision:
+        return
+    file: Any = Path(path) / "config.json"
+    if not os.path.isabs(path):
+        # imported here, because few recipes need it
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(path, "config.json")
+    if not isinstance(file, (str, Path)) or not os.path.isfile(file):
+        return
+    # somewhere in it: omni models nest it
+    has_vision = b'"vision_config"' in Path(file).read_bytes()
+    if not has_vision:
+        problem = f"got {recipe.train.vision}, but {path} accepts only text"
+        raise SettingError("train.vision", problem, "remove it, or train a model that accepts images")
 
 
 def _check_trackers(recipe: Recipe, lack: Lack) -> None:
@@ -221,6 +244,12 @@ def _check_algorithm(recipe: Recipe) -> None:
     if distance.coefficient and distance.estimator == "k1" and distance.place == "loss":
         problem = "got 'k1', whose gradient as a loss is 0 on average: nothing holds the policy back"
         raise SettingError("train.loss.kl.estimator", problem, "use k2 or k3, or place: reward")
+    mismatch = train.loss.mismatch
+    if mismatch.correction == "geometric_mask" and mismatch.options == MaskOptions():
+        problem = f"got {mismatch.options.low} to {mismatch.options.high}, the defaults for ratios of tokens: the "
+        problem += "geometric mean of a sequence is never outside, so nothing is masked"
+        fix = "set options: {low: 0.99, high: 1.01}, or other bounds close to 1"
+        raise SettingError("train.loss.mismatch.options", problem, fix)
     if train.overlong is not None and train.overlong.buffer > recipe.rollout.max_total_tokens:
         problem = f"got {train.overlong.buffer}, more than rollout.max_total_tokens={recipe.rollout.max_total_tokens}"
         raise SettingError("train.overlong.buffer", problem, "lower it")

@@ -36,6 +36,11 @@ REFUSED = {
         "train.loss.mismatch.options.high",
         "correction",
     ),
+    "geometric mask of the ratios of tokens": (
+        ["train.loss.mismatch.correction=geometric_mask"],
+        "train.loss.mismatch.options",
+        "low: 0.99, high: 1.01",
+    ),
     "dropout of an adapter": (["model.lora={rank: 4, dropout: 0.1}"], "model.lora.dropout", "use 0"),
     "distance in the reward of a turn": (
         [*GIGPO, "train.loss.kl.coefficient=0.1", "train.loss.kl.place=reward"],
@@ -89,6 +94,17 @@ def test_refused(project: Path, case: str) -> None:
     with pytest.raises(SettingError, match=fix) as caught:
         load_recipe("recipe.yaml", overrides, purpose="train")
     assert caught.value.field == field
+
+
+def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
+    overrides = ["train.vision=1e-6"]
+    load_recipe("recipe.yaml", overrides)  # nothing is known of the model
+    config = project / "model" / "config.json"
+    config.write_text('{"model_type": "qwen3"}')
+    with pytest.raises(SettingError, match=r"train\.vision: got 1e-06, but .*model accepts only text; fix: remove it"):
+        load_recipe("recipe.yaml", overrides)
+    config.write_text('{"model_type": "omni", "thinker_config": {"vision_config": {}}}')
+    load_recipe("recipe.yaml", overrides)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
@@ -12,6 +13,7 @@ from typing import Protocol, Self
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
+from agentfactory.rollout.chains.opening import characters_of, check_lengths, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
@@ -19,6 +21,7 @@ from agentfactory.rollout.chains.tool_loop import ToolLoop
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.image_intake import Images
+from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.inference.concurrency import Places
 from agentfactory.rollout.inference.http_transport import InferenceError
@@ -30,6 +33,7 @@ from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason
 from agentfactory.tools.calls.limits import Deadline, Rates, check_limits
 from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.calls.truncation import Cut
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
@@ -362,6 +366,37 @@ class ChainRunner(Runner):
         self.client = client
         self.sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.images)
         self.agent = agent or AgentHooks()
+
+    async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
+        """See Runner. Also check that the prompts fit into rollout.max_total_tokens. Raise SettingError if even the
+        shortest does not; warn if some do not."""
+        self.check_prompts(tasks, section)
+        await super().check(tasks, section)
+
+    def check_prompts(self, tasks: Sequence[Task], section: str) -> None:
+        """Check the lengths of the prompts, as far as they are known without resets and images; see `check`."""
+        check_lengths(tasks, self.setup.config, section)
+        most, specs = self.setup.config.max_total_tokens, self.setup.specs
+        rows = [number for number, task in enumerate(tasks) if not images_of_row(task)]
+        rows.sort(key=lambda row: characters_of(tasks[row]))
+
+        def tokens(row: int) -> int:
+            opening = opening_messages(tasks[row], self.setup.config.system_prompt)
+            return len(self.renderer.open(self.setup.dialogue.instruct(opening, specs), specs))
+
+        # longer texts have more tokens, nearly always
+        fitting = bisect_left(rows, most, key=tokens)
+        if fitting == len(rows):
+            return
+        if fitting == 0:
+            problem = (
+                f"got {most}, but the shortest prompt of {section} (row {rows[0] + 1}) has {tokens(rows[0])} tokens"
+            )
+            fix = "raise it and server.max_model_len, or shorten the rows, the system prompt or the tools' descriptions"
+            raise SettingError("rollout.max_total_tokens", problem, fix)
+        text = f"about {len(rows) - fitting} of {len(tasks)} rows of {section} have prompts of more tokens than "
+        text += f"rollout.max_total_tokens={most}, and their chains end as context_overflow without a turn"
+        notify(logger, f"long prompts of {section}", f"{text}, such as row {rows[-1] + 1}", times=0)
 
     def player(self, episode: Episode) -> Player:
         """See Runner."""

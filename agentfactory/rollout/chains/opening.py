@@ -2,8 +2,14 @@
 
 from collections.abc import Sequence
 
+from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.data import Task
-from agentfactory.tools.messages import Message
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import Message, text_of
+
+MOST_CHARACTERS = 64
+"""Characters per token beyond which a text is taken for too long without counting its tokens: some vocabularies have
+longer runs of spaces, but no text consists of these."""
 
 
 def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
@@ -12,6 +18,22 @@ def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
     if "messages" in task:
         return messages + [dict(message) for message in task["messages"]]
     return [*messages, {"role": "user", "content": str(task["question"])}]
+
+
+def characters_of(task: Task) -> int:
+    """Return the number of characters in the opening messages of a task."""
+    return sum(len(text_of(message.get("content") or "")) for message in opening_messages(task, None))
+
+
+def check_lengths(tasks: Sequence[Task], config: RolloutConfig, section: str) -> None:
+    """Raise SettingError if a row of `section` is so long that no tokenizer can fit it into rollout.max_total_tokens.
+    Rendering a hundred megabytes for each of its chains would block all others."""
+    most = config.max_total_tokens * MOST_CHARACTERS
+    for number, task in enumerate(tasks, 1):
+        if (length := characters_of(task)) > most:
+            setting = f"rollout.max_total_tokens={config.max_total_tokens}"
+            problem = f"row {number} has {length:,} characters, which cannot fit into {setting}"
+            raise SettingError(section, problem, "shorten the row, or leave it out")
 
 
 def add_text(messages: Sequence[Message], text: str) -> list[Message]:

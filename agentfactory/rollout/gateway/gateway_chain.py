@@ -86,7 +86,7 @@ class GatewayChain:
             self._number_turns()
 
     def _check_requested(self) -> None:
-        """Raise AgentFailed if an agent of this machine ended without a turn of the model, which it cannot mean to do: a
+        """Raise AgentFailed if an agent of this machine ended without a turn of the model, which is not meant: a
         program may report its errors only in its output."""
         trajectory = self.episode.trajectory
         idle = not (self._taken or self.agent.elsewhere or self.episode.reported)

@@ -42,6 +42,9 @@ class GatewayRunner(ChainRunner):
         self.client_agent.check_rows(tasks, section)
         await super().check(tasks, section)
 
+    def check_prompts(self, tasks: Sequence[Task], section: str) -> None:
+        """Check nothing: the agent writes its prompts itself."""
+
     @asynccontextmanager
     async def begun(self, episode: Episode) -> AsyncIterator[None]:
         """See Runner."""

@@ -1,0 +1,77 @@
+"""Checks of what a run will reach, its tools and its servers, before anything slow is started."""
+
+import asyncio
+from pathlib import Path
+
+from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.schema import Recipe
+from agentfactory.tools.config import Isolation, McpServerConfig, ToolsRecipe
+from agentfactory.tools.errors import SettingError
+
+_ANSWERS_WITHIN = 10.0
+"""Seconds within which a server must answer."""
+
+
+def check_reach(recipe: Recipe) -> None:
+    """Check that the servers at `server.url` answer, and that the recipe's tools can be opened, if chains run in
+    training. Raises SettingError."""
+    if runs_chains(recipe, "train"):
+        check_servers_answer(recipe)
+        check_tools_open(recipe)
+
+
+def check_servers_answer(recipe: Recipe) -> None:
+    """Raise SettingError if nothing answers at an address of `server.url`."""
+    # imported here, because most recipes start their server
+    from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+
+    for url in recipe.server.urls:
+        try:
+            ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN).get("/openapi.json")
+        except ServerGoneError as error:
+            fix = "start it: agentfactory serve RECIPE server.url=null server.port=PORT; or set server.url=null, and a "
+            fix += "server is started here"
+            raise SettingError("server.url", f"nothing answers at {url}: {error.__cause__ or error}", fix) from error
+        except SyncError:
+            # it answers; what it lacks is reported by those that use it
+            continue
+
+
+def check_tools_open(recipe: ToolsRecipe) -> None:
+    """Open the recipe's tools, and close them. Raises SettingError if that fails, names clash, or a limit is for a tool
+    that there is not."""
+    if not recipe.tools and not recipe.mcp_servers:
+        return
+    # imported here, because the MCP SDK is slow to import
+    from agentfactory.tools.calls.limits import check_limits
+    from agentfactory.tools.messages import ToolInfrastructureError
+    from agentfactory.tools.sessions.toolset import open_toolset
+
+    servers = {name: _without_spares(config) for name, config in recipe.mcp_servers.items()}
+    tried = ToolsRecipe(tools=recipe.tools, mcp_servers=servers, limits=recipe.limits)
+
+    async def open_once() -> None:
+        async with open_toolset(tried, Path.cwd()) as toolset:
+            check_limits(recipe.limits, [spec.name for spec in toolset.specs])
+
+    try:
+        asyncio.run(open_once())
+    except SettingError:
+        raise
+    except ToolInfrastructureError as error:
+        fix = "correct it; `agentfactory tools check RECIPE` tries each server alone"
+        raise SettingError("mcp_servers", str(error), fix) from error
+    except (ValueError, TypeError) as error:
+        # these messages end with their fix
+        problem, _, fix = str(error).rpartition("; ")
+        raise SettingError("tools, mcp_servers", problem or fix, fix if problem else "correct it") from error
+
+
+def _without_spares(config: McpServerConfig) -> McpServerConfig:
+    """Return the entry without instances and processes that are started ahead, and without kept folders."""
+    is_process = config.command is not None or config.container is not None
+    starts_ahead = config.pool.warm or (is_process and config.pool.warm is None)
+    # a server that all chains share cannot have any, and reports it
+    can = config.module is not None or config.isolation is not Isolation.SHARED
+    pool = config.pool.model_copy(update={"warm": 0}) if starts_ahead and can else config.pool
+    return config.model_copy(update={"pool": pool, "keep_workspaces": None})
