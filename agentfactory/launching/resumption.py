@@ -102,8 +102,8 @@ def content_digests(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_contents(recipe: Recipe, checkpoint: Path) -> None:
-    """Raise SettingError if a file that the recipe names has another content than at the checkpoint. Checkpoints of older
-    versions have no digests."""
+    """Raise SettingError if a file that the recipe names has another content than at the checkpoint. A checkpoint of an
+    older version has no digests."""
     before = read_info(checkpoint).get("contents")
     if not isinstance(before, dict):
         return

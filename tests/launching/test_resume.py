@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from agentfactory.launching.launch_plan import State, resume_stages
-from agentfactory.launching.resumption import rewind
+from agentfactory.launching.resumption import content_digests, rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
@@ -37,6 +37,25 @@ def write_checkpoint(folder: RunFolder, recipe: Recipe, step: int) -> Path:
         info = {"step": step, "recipe": yaml.safe_load(recipe.to_yaml()), "files": sizes}
         (aside / "trainer_state.json").write_text(json.dumps(info))
     return path
+
+
+def test_another_content_of_the_data_is_refused(project: Path) -> None:
+    recipe = recipe_of()
+    folder = RunFolder.create(recipe.output, recipe.to_yaml())
+    state = write_checkpoint(folder, recipe, 2) / "trainer_state.json"
+    # a checkpoint of an older version knows nothing of the content
+    (planned,) = resume_stages([recipe], "auto")
+    info = json.loads(state.read_text()) | {"contents": content_digests(recipe)}
+    assert [*info["contents"]] == ["data.path"]
+    state.write_text(json.dumps(info))
+    assert resume_stages([recipe], "auto") == [planned]
+    with (project / "tasks.jsonl").open("a") as rows:
+        rows.write('{"question": "2 + 2?", "answer": "4"}\n')
+    fix = r"fix: restore the file, or begin another run with output=OTHER"
+    with pytest.raises(
+        SettingError, match=rf"data\.path: tasks\.jsonl has another content than when .*step-0.*; {fix}"
+    ):
+        resume_stages([recipe], "auto")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from agentfactory.rollout.chains.opening import MOST_CHARACTERS
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.message_equality import Delivered, content_text
@@ -24,8 +25,6 @@ from agentfactory.tools.calls.run_notices import notify
 logger = logging.getLogger(__name__)
 
 _PAGE = "docs/own-agents.md"
-_MOST_CHARACTERS = 64
-"""Characters per token above which a conversation is refused without rendering; no real text has so many."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class RequestedTurns:
                 map(_characters, [*turn_request.messages, *(spec.to_openai() for spec in turn_request.specs)])
             )
             # rendering a hundred megabytes would block all chains of the process
-            if characters > _MOST_CHARACTERS * self._longest:
+            if characters > MOST_CHARACTERS * self._longest:
                 raise self._overflow(f"{characters} characters")
             messages = await self._images.take_messages(turn_request.messages)
             return self.tree.plan(messages, turn_request.specs, turn_request.session)
