@@ -415,7 +415,7 @@ class RolloutConfig(Section):
     """Treatment of the KV caches of running chains when full weights are updated: recompute | keep. With an adapter, a
     running turn keeps its adapter."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Time limit of one chain; scoring may take the same time in addition."""
+    """Time limit of one chain, from its reset to its last turn; scoring may take the same time in addition."""
     equal_rewards: EqualRewards = EqualRewards.KEEP
     """Treatment of groups whose chains all have the same reward: keep | drop | refill. With drop, a batch has fewer
     groups, but at least one."""

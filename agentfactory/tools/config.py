@@ -162,7 +162,7 @@ class McpServerConfig(Section):
     """Set this (an empty mapping uses the default names) if the server is an environment with per-chain state. A
     `module` that names an `Environment` class always is one."""
     timeout_seconds: PositiveFloat = 60.0
-    """Time limit of one call."""
+    """Time limit of one call; an environment's reset has it once the chain has an instance."""
 
     @model_validator(mode="before")
     @classmethod

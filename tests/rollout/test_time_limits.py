@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentfactory.rollout.chains import chain_runner
+from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.trajectory import Outcome
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from tests.scripted_chains import scripted_chains
 
@@ -118,3 +121,22 @@ async def test_code_that_exits_ends_its_chain_and_not_the_process(tmp_path: Path
         trajectory = await asyncio.wait_for(chains.run(), 10)
         assert trajectory.outcome is Outcome.REWARD_ERROR
         assert trajectory.error == "RewardError: leaves raised RuntimeError: SystemExit: 3"
+
+
+def test_a_check_of_rows_that_hangs_is_named() -> None:
+    class Slow:
+        is_reward = True
+
+        def __call__(self, prediction: str) -> float:
+            return 1.0
+
+        def check(self, task: dict[str, object]) -> None:
+            time.sleep(0.5)
+
+    rewards = Rewards([Slow()])
+    rewards._entries = [replace(entry, timeout_seconds=0.1) for entry in rewards._entries]
+    problem = (
+        r"Slow\.check took longer than rewards\.0\.timeout_seconds=0\.1, in row 1 of data; fix: correct it, or raise"
+    )
+    with pytest.raises(SettingError, match=problem):
+        rewards.check_rows([{"question": "?"}], "data")

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import EnvironmentReward, text_of
+from agentfactory.tools.processes.threads import call_within
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +132,11 @@ class Rewards:
                     )
             if own and (own_check := getattr(entry.function, "check", None)):
                 try:
-                    own_check(task)
+                    call_within(partial(own_check, task), entry.timeout_seconds)
+                except TimeoutError:
+                    setting = f"{entry.label}.timeout_seconds={entry.timeout_seconds:g}"
+                    problem = f"{entry.name}.check took longer than {setting}"
+                    raise SettingError(entry.label, problem, "correct it, or raise the limit") from None
                 except ValueError as error:
                     fix = "correct the row, change the entry's options, or rename a field by data.columns"
                     raise SettingError(entry.label, f"{entry.name} {error}", fix) from error

@@ -46,6 +46,27 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
     return future
 
 
+def call_within(function: Callable[[], Any], seconds: float) -> Any:
+    """Call a user's function from code that is not async, in a daemon thread. Raise TimeoutError if it has not returned
+    after `seconds`."""
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def job() -> None:
+        try:
+            done.put((function(), None))
+        except BaseException as raised:
+            done.put((None, raised))
+
+    threading.Thread(target=job, name="user code", daemon=True).start()
+    try:
+        result, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return result
+
+
 async def run_on_loop(call: Awaitable[Any]) -> Any:
     """Await a user's coroutine. A SystemExit, which would end the event loop, arrives as RuntimeError."""
     try:
