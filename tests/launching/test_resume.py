@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
+from agentfactory.tools.config import McpServerConfig
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
@@ -124,7 +127,13 @@ def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -
     "override",
     [
         *("train.steps=80", "train.processes=2 train.strategy=ddp", "train.checkpoint_every=7", "train.keep_last=2"),
-        *("train.token_budget=99", "train.batching=padded", "eval.every=5", "server.max_num_seqs=5"),
+        *(
+            "train.token_budget=99",
+            "limits.parallel_calls=2",
+            "train.batching=padded",
+            "eval.every=5",
+            "server.max_num_seqs=5",
+        ),
     ],
 )
 def test_what_may_change(run: RunFolder, override: str) -> None:
@@ -148,15 +157,47 @@ def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
         resume_stages([recipe_of(override)], "auto")
 
 
-def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
-    """Of 0.1: nothing held its policy to the behaviour, and malformed turns were credited as their chains."""
+def change_saved_recipes(run: RunFolder, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the recipe in every checkpoint."""
     for path in checkpoints(run.checkpoints):
         info = json.loads((path / "trainer_state.json").read_text())
-        del info["recipe"]["train"]["loss"]["behaviour_kl"], info["recipe"]["train"]["advantage"]["malformed_turns"]
+        change(info["recipe"])
         (path / "trainer_state.json").write_text(json.dumps(info))
         digests = json.loads((path / "digests.json").read_text())
         digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
         (path / "digests.json").write_text(json.dumps(digests))
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        *(("isolation=shared", False), ("pool={warm: 4}", False), ("timeout_seconds=9", False)),
+        *(("args=[--local]", True), ("options.isolation=shared", True)),
+    ],
+)
+def test_the_operation_of_tools_may_change(run: RunFolder, override: str, refused: bool) -> None:
+    options = {"module": "x.py:X"} if override.startswith("options") else {"command": "python"}
+    server = McpServerConfig.model_validate(options)
+    change_saved_recipes(run, lambda saved: saved["mcp_servers"].update(time=server.model_dump(mode="json")))
+    field, _, value = override.partition("=")
+    given = yaml.safe_load(value)
+    given = {"options": {"isolation": given}} if field == "options.isolation" else {field: given}
+    servers = {"time": McpServerConfig.model_validate(options | given)}
+    recipe = recipe_of().model_copy(update={"mcp_servers": servers})
+    if refused:
+        with pytest.raises(SettingError, match=rf"--resume: mcp_servers\.time\.{field}: got .* was trained"):
+            resume_stages([recipe], "auto")
+    else:
+        assert resume_stages([recipe], "auto")[0].checkpoint
+
+
+def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
+    """Of 0.1: nothing held its policy to the behaviour, and malformed turns were credited as their chains."""
+
+    def remove(saved: dict[str, Any]) -> None:
+        del saved["train"]["loss"]["behaviour_kl"], saved["train"]["advantage"]["malformed_turns"]
+
+    change_saved_recipes(run, remove)
     with pytest.raises(SettingError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
         resume_stages([recipe_of()], "auto")
     as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")

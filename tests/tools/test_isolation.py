@@ -1,15 +1,18 @@
 """Tests of chains' isolation: a thousand chains over sixteen instances, with cancellations, over every backend."""
 
 import asyncio
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.mcp_servers import recipe_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
@@ -357,3 +360,77 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
         assert (await further)[1] is not None
     finally:
         await server.close()
+
+
+COUNTERS = """
+import os
+
+from mcp.server.mcpserver import MCPServer
+from mcp_types import ToolAnnotations
+
+server = MCPServer("counters")
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+def process() -> str:
+    return str(os.getpid())
+
+
+@server.tool()
+def count() -> str:
+    return "1"
+
+
+server.run()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("entry", "processes"),
+    [
+        ({"allow": ["process"]}, 1),
+        ({}, 3),
+        pytest.param({"allow": ["process"], "pool": {"warm": 1}}, 3, marks=pytest.mark.extended),
+        pytest.param({"allow": ["process"], "isolation": "process"}, 3, marks=pytest.mark.extended),
+        pytest.param({"isolation": "shared"}, 1, marks=pytest.mark.extended),
+    ],
+    ids=["read-only", "one that writes", "a pool", "process", "shared"],
+)
+async def test_chains_share_a_process_whose_tools_are_read_only(
+    entry: dict[str, Any], processes: int, tmp_path: Path
+) -> None:
+    (tmp_path / "counters.py").write_text(COUNTERS)
+    recipe = recipe_of(counters={"command": "python", "args": ["counters.py"], **entry})
+    async with open_toolset(recipe, tmp_path) as toolset, AsyncExitStack() as chains:
+        sessions = [await chains.enter_async_context(toolset.chain(str(number), {})) for number in range(3)]
+        assert len({await ask(session, "process") for session in sessions}) == processes
+        assert ("read-only" in toolset.isolation[0]) == (entry == {"allow": ["process"]})
+
+
+@pytest.mark.processes
+async def test_chains_that_mostly_wait_for_processes_are_reported(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once per window of chains, with the setting to change; not if the chains' own work takes longer."""
+    monkeypatch.setattr(recipe_server, "RECENT_CHAINS", 4)
+
+    async def live(toolset: Toolset, number: int, seconds: float) -> None:
+        async with toolset.chain(f"{seconds} {number}", {}):
+            await asyncio.sleep(seconds)
+
+    for seconds, reported in ((1.0, False), (0.0, True)):
+        caplog.clear()
+        notebook = {"command": "python", "args": ["-S", "notebook.py"], "pool": {"warm": 0}}
+        async with open_toolset(recipe_of(pad=notebook), folder) as toolset:
+            for number in range(4):
+                await live(toolset, number, seconds)
+            await toolset.closed()
+        notices = [str(notice) for record in caplog.records if (notice := notice_of(record))]
+        assert len(notices) == reported
+        if reported:
+            assert re.fullmatch(
+                r"chains spend \d+% of their time waiting for a process of tool server pad \(0\.\d s each\): each "
+                r"chain starts a process of its own; fix: mcp_servers\.pad\.isolation: shared if it keeps no state .*",
+                notices[0],
+            )

@@ -1,12 +1,15 @@
 """One MCP server of a recipe: its tools, and the isolation of its chains."""
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Sequence
 
 from mcp import MCPError
 from mcp_types import Tool
 
-from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
+from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig, PoolConfig
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.call_cache import CallCache
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY
@@ -15,19 +18,23 @@ from agentfactory.tools.mcp_servers.server_entry import Target
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.memory import memory_of
 
+logger = logging.getLogger(__name__)
+
 PROCESS_BYTES = 75 << 20
 """Assumed memory of a server process until one was measured: 50 to 75 MiB with Node.js and Python, without its
 children."""
 _SPARES = 2
 """Processes started ahead for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
+RECENT_CHAINS = 64
+"""Number of chains over which the share of the time that they wait for an instance is computed."""
 
 
 class ToolServer:
     """An MCP server of a recipe, from `open` to `close`.
 
     The recipe's `isolation` says what a chain gets exclusively. By default, a program or container that is not ours
-    gets a process per chain, because its state is unknown.
+    gets a process per chain, because its state is unknown, unless all tools that the model gets are declared read-only.
 
     Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
     pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
@@ -63,6 +70,8 @@ class ToolServer:
         self._first: list[Connection] = []  # used to list an isolated server's tools, then part of its pool
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
+        self._read_only = False
+        self._waits: deque[tuple[float, float]] = deque(maxlen=RECENT_CHAINS)
 
     async def open(self) -> None:
         """Start or reach the server, and list its tools.
@@ -75,7 +84,10 @@ class ToolServer:
         self._read(connection.tools)
         if self.config.isolation is None and not self.config.cache and (self.config.command or self.config.container):
             # our own servers give each tool a role, and identify chains by the key in each call
-            self.isolated = not any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
+            is_ours = any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
+            wants_processes = self.config.has_folders or self.config.pool != PoolConfig()
+            self._read_only = not is_ours and not wants_processes and self._declares_no_changes()
+            self.isolated = not is_ours and not self._read_only
             connection.reopens = not self.isolated
         if self.isolated:
             self._first.append(connection)
@@ -114,6 +126,25 @@ class ToolServer:
             lease.value.belong_to(chain)
         return lease.value, lease
 
+    def note_wait(self, wait: float, chain: float) -> None:
+        """Record that a chain of `chain` seconds waited `wait` of them for its process. Warn if the last chains waited
+        for more than half of their time."""
+        if not self.isolated or self._pool is None or self.config.url is not None:
+            return
+        self._waits.append((wait, chain))
+        waited, lasted = (sum(column) for column in zip(*self._waits, strict=True))
+        if len(self._waits) < RECENT_CHAINS or waited <= lasted / 2:
+            return
+        mean, field = waited / len(self._waits), f"mcp_servers.{self.name}"
+        self._waits.clear()
+        if self._pool.replaces:
+            cause = "each chain starts a process of its own"
+            fix = f"{field}.isolation: shared if it keeps no state (try it: agentfactory tools check RECIPE)"
+        else:
+            cause, fix = "all its processes are in use", f"raise {field}.pool.capacity"
+        text = f"chains spend {waited / lasted:.0%} of their time waiting for a process of tool server {self.name}"
+        notify(logger, f"waits for {self.name}", f"{text} ({mean:.1f} s each): {cause}; fix: {fix}", times=0)
+
     @property
     def isolation_text(self) -> str:
         """Description of a chain's isolation, for the user."""
@@ -121,7 +152,10 @@ class ToolServer:
         if not self.isolated:
             if config.url is not None:
                 return "all chains share the HTTP server"
-            return "all chains share its process and its files" + (", because it has a `cache`" if config.cache else "")
+            reason = ", because it has a `cache`" if config.cache else ""
+            if self._read_only:
+                reason = ", because its tools are read-only"
+            return f"all chains share its process and its files{reason}"
         if config.url is not None:
             return "each chain has a session"
         assert self._pool is not None
@@ -142,6 +176,10 @@ class ToolServer:
         except (CallTimeout, MCPError, ToolInfrastructureError):
             return {}
         return {key: float(value) for key, value in (result.structured_content or {}).items()}
+
+    def _declares_no_changes(self) -> bool:
+        hints = [tool.annotations is not None and tool.annotations.read_only_hint is True for tool in self.tools]
+        return self.environment is None and bool(hints) and all(hints)
 
     async def _connect(self, reopens: bool = False) -> Connection:
         seconds = self.config.timeout_seconds
