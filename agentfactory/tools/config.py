@@ -151,8 +151,8 @@ class McpServerConfig(Section):
     """Prefix of every tool name, for servers whose tool names clash."""
     isolation: Isolation | None = None
     """The resource that each chain gets exclusively: none (shared), a session, or a process. null: a process for a
-    `command` or a `container`; shared if it is AgentFactory's own, has a `cache`, or declares all its tools read-only,
-    and for anything else. `shared` suits stateless servers, and saves memory and time."""
+    `command` or a `container` that is not AgentFactory's own and has no `cache`; shared for anything else. `shared`
+    suits stateless servers, and saves memory and time."""
     pool: PoolConfig = PoolConfig()
     """Pool of instances of the environment, or of a server that is not shared."""
     cache: int = Field(default=0, ge=0)

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -360,52 +360,6 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
         assert (await further)[1] is not None
     finally:
         await server.close()
-
-
-COUNTERS = """
-import os
-
-from mcp.server.mcpserver import MCPServer
-from mcp_types import ToolAnnotations
-
-server = MCPServer("counters")
-
-
-@server.tool(annotations=ToolAnnotations(read_only_hint=True))
-def process() -> str:
-    return str(os.getpid())
-
-
-@server.tool()
-def count() -> str:
-    return "1"
-
-
-server.run()
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("entry", "processes"),
-    [
-        ({"allow": ["process"]}, 1),
-        ({}, 3),
-        pytest.param({"allow": ["process"], "pool": {"warm": 1}}, 3, marks=pytest.mark.extended),
-        pytest.param({"allow": ["process"], "isolation": "process"}, 3, marks=pytest.mark.extended),
-        pytest.param({"isolation": "shared"}, 1, marks=pytest.mark.extended),
-    ],
-    ids=["read-only", "one that writes", "a pool", "process", "shared"],
-)
-async def test_chains_share_a_process_whose_tools_are_read_only(
-    entry: dict[str, Any], processes: int, tmp_path: Path
-) -> None:
-    (tmp_path / "counters.py").write_text(COUNTERS)
-    recipe = recipe_of(counters={"command": "python", "args": ["counters.py"], **entry})
-    async with open_toolset(recipe, tmp_path) as toolset, AsyncExitStack() as chains:
-        sessions = [await chains.enter_async_context(toolset.chain(str(number), {})) for number in range(3)]
-        assert len({await ask(session, "process") for session in sessions}) == processes
-        assert ("read-only" in toolset.isolation[0]) == (entry == {"allow": ["process"]})
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ from mcp import MCPError
 from mcp_types import Tool
 
 from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig, PoolConfig
+from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.call_cache import CallCache
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY
@@ -34,7 +34,7 @@ class ToolServer:
     """An MCP server of a recipe, from `open` to `close`.
 
     The recipe's `isolation` says what a chain gets exclusively. By default, a program or container that is not ours
-    gets a process per chain, because its state is unknown, unless all tools that the model gets are declared read-only.
+    gets a process per chain, because its state is unknown: even servers that annotate all tools as read-only keep some.
 
     Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
     pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
@@ -70,7 +70,6 @@ class ToolServer:
         self._first: list[Connection] = []  # used to list an isolated server's tools, then part of its pool
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
-        self._read_only = False
         self._waits: deque[tuple[float, float]] = deque(maxlen=RECENT_CHAINS)
 
     async def open(self) -> None:
@@ -84,10 +83,7 @@ class ToolServer:
         self._read(connection.tools)
         if self.config.isolation is None and not self.config.cache and (self.config.command or self.config.container):
             # our own servers give each tool a role, and identify chains by the key in each call
-            is_ours = any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
-            wants_processes = self.config.has_folders or self.config.pool != PoolConfig()
-            self._read_only = not is_ours and not wants_processes and self._declares_no_changes()
-            self.isolated = not is_ours and not self._read_only
+            self.isolated = not any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
             connection.reopens = not self.isolated
         if self.isolated:
             self._first.append(connection)
@@ -152,10 +148,7 @@ class ToolServer:
         if not self.isolated:
             if config.url is not None:
                 return "all chains share the HTTP server"
-            reason = ", because it has a `cache`" if config.cache else ""
-            if self._read_only:
-                reason = ", because its tools are read-only"
-            return f"all chains share its process and its files{reason}"
+            return "all chains share its process and its files" + (", because it has a `cache`" if config.cache else "")
         if config.url is not None:
             return "each chain has a session"
         assert self._pool is not None
@@ -176,10 +169,6 @@ class ToolServer:
         except (CallTimeout, MCPError, ToolInfrastructureError):
             return {}
         return {key: float(value) for key, value in (result.structured_content or {}).items()}
-
-    def _declares_no_changes(self) -> bool:
-        hints = [tool.annotations is not None and tool.annotations.read_only_hint is True for tool in self.tools]
-        return self.environment is None and bool(hints) and all(hints)
 
     async def _connect(self, reopens: bool = False) -> Connection:
         seconds = self.config.timeout_seconds

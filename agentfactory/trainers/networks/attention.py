@@ -80,10 +80,16 @@ def attention_by_runs(
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
     """Attention function for transformers; without `runs` it is transformers' own sdpa.
 
-    Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs.
+    Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs. Scores
+    with a soft cap are computed without torch's kernel, which does not support it; transformers' sdpa would ignore it.
+
+    Raises SettingError for attention sinks, which torch's kernel does not support either.
     """
+    if options.get("s_aux") is not None:
+        raise SettingError("train.attention", "sdpa would ignore the model's attention sinks", "use eager")
     if runs is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        attend = _capped if options.get("softcap") else sdpa_attention_forward
+        return attend(module, query, key, value, attention_mask, **options)
     return _each_run(module, query, key, value, runs, options), None
 
 
@@ -97,7 +103,9 @@ def _each_run(
     parts = []
     for run, queries in zip(runs.all, query.split([run.length for run in runs.all], dim=2), strict=True):
         seen, known = (torch.cat([pieces[piece] for piece in run.seen], dim=2) for pieces in (keys, values))
-        if run.mask is None:
+        if options.get("softcap"):
+            parts.append(_capped(module, queries, seen, known, run.mask, **options)[0])
+        elif run.mask is None:
             parts.append(sdpa_attention_forward(module, queries, seen, known, None, **options)[0])
         else:
             parts.append(_masked(queries, seen, known, run.mask, options))
@@ -121,6 +129,33 @@ def _masked(
         grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling")
     )
     return found.reshape(1, heads, length, -1).transpose(1, 2)
+
+
+def _capped(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads length width"],
+    key: Float[Tensor, "batch groups seen width"],
+    value: Float[Tensor, "batch groups seen width"],
+    mask: Tensor | None,
+    *,
+    softcap: float,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Float[Tensor, "batch length heads width"], None]:
+    """Attend with the scores softcap * tanh(score / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). Without
+    a mask, the last query attends to all keys, and earlier ones causally."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * (scores / softcap).tanh()
+    if mask is None:
+        length, seen = scores.shape[-2:]
+        mask = torch.ones(length, seen, dtype=torch.bool, device=scores.device).tril(seen - length)
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    shares = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    shares = nn.functional.dropout(shares.to(query.dtype), dropout, module.training)
+    return (shares @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(BY_RUNS, attention_by_runs)

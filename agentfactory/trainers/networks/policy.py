@@ -184,10 +184,15 @@ def _check_head(network: PreTrainedModel) -> None:
     """Check that backbone and head give the network's logits; some networks process them further (scale them, for
     example).
 
-    Compare one short forward pass with the network's own, and raise ValueError if they differ.
+    Compare one short forward pass with the network's own, with eager attention, which applies everything that a network
+    passes to its attention. Raise ValueError if they differ.
     """
     network.eval()
     tokens = ids(network, list(range(8)))[None]
+    config = network.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    chosen = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
+    network.set_attn_implementation("eager")
     expected = (
         network(tokens, use_cache=False)
         .logits[0, :-1]
@@ -196,6 +201,7 @@ def _check_head(network: PreTrainedModel) -> None:
         .gather(-1, tokens[0, 1:, None])
         .squeeze(-1)
     )
+    network.set_attn_implementation(chosen)
     given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
     if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
         problem = (
