@@ -152,6 +152,13 @@ def _need_gpu(field: str, value: str, device: torch.device) -> None:
         raise SettingError(field, problem, "remove it")
 
 
+def body_of(network: Any) -> Any:
+    """Return a network without its head: transformers' `base_model`, or the attribute `model` where `base_model_prefix`
+    names no attribute, as in Llama 4's text model."""
+    body = network.base_model
+    return getattr(network, "model", network) if body is network else body
+
+
 def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
     """Return the layers that transformers keeps on one device, outermost ones only, including a vision tower's; call it
     before they are sharded. Raises ValueError if the network names none.

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
 
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Names in transformers' configurations for a soft cap on logits: Gemma's, RecurrentGemma's."""
+
 # Subtracted by servers from the logits of tokens that must not be sampled (`logit_bias`).
 BAN = 100.0
 
@@ -100,8 +103,8 @@ class Policy(Backbone):
     ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
         logits = self.network.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
-        if cap is not None:
+        config = self.network.config.get_text_config()
+        if cap := next((value for name in SOFT_CAPS if (value := getattr(config, name, None))), None):
             logits = torch.tanh(logits / cap) * cap
         if self.banned:
             logits[:, self.banned] -= BAN
@@ -203,7 +206,7 @@ def _check_head(network: PreTrainedModel) -> None:
     )
     network.set_attn_implementation(chosen)
     given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
-    if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
+    if not torch.allclose(given, expected, atol=3e-4 if network.dtype == torch.float32 else 0.1):
         problem = (
             f"{type(network).__name__} changes its logits after the head in a way that the trainer does not support"
         )
