@@ -501,6 +501,13 @@ class TrainRecipe(RolloutRecipe):
         return {name: value for name, value in fields.items() if value is not None}
 
     @model_validator(mode="after")
+    def _has_no_dropout(self) -> "TrainRecipe":
+        if self.model.lora is not None and self.model.lora.dropout and self.train.algorithm != "sft":
+            problem = f"got {self.model.lora.dropout}: with dropout, two passes of the same weights disagree"
+            raise SettingError("model.lora.dropout", problem, "use 0; only train.algorithm=sft can learn with dropout")
+        return self
+
+    @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":
         """Apply the algorithm's defaults outside of `train` to fields that the recipe leaves out; saved groups are not
         filtered."""
