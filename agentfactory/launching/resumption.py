@@ -93,9 +93,10 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
 
 def data_digest(recipe: Recipe) -> str | None:
     """Return the SHA-256 of the file with the tasks; None if they come from the hub or a source, or cannot be read."""
-    file = recipe.data.file if recipe.data is not None else None
+    if recipe.data is None or recipe.data.file is None:
+        return None
     try:
-        with open(file or "", "rb") as content:
+        with recipe.data.file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError:
         return None

@@ -148,7 +148,8 @@ async def test_a_reset_that_hangs_is_announced_and_named(
     caplog.set_level("INFO")
     fields = {"tools": ["notes.py:Hangs"], "rewards": [], "rollout": {"timeout_seconds": 0.5}}
     async with scripted_chains(tmp_path, ["done"], source=HANGS, **fields) as chains:
-        with pytest.raises(SettingError, match=r"^data: the reset of Hangs for row 1 did not end within 0\.5 s; fix: "):
+        problem = r"^data: with row 1, the first reset, of Hangs, did not end within 0\.5 s; fix: "
+        with pytest.raises(SettingError, match=problem):
             await chains.runner.check([{"question": "go"}])
         assert "still waiting for the first reset, of Hangs, for up to 0.5 s" in caplog.messages
         trajectory = await chains.run()

@@ -227,16 +227,17 @@ class Runner(ABC):
         task = self.for_tools(await self.take(tasks[0], section, 1))
         # the first instance may take longer to create than later ones
         seconds = max(self.setup.config.timeout_seconds, _LEAST_CHECK_SECONDS)
-        names = ", ".join(self.toolset.environments) or "its tool servers"
+        environments = ", ".join(self.toolset.environments)
+        first = f"the first reset, of {environments}," if environments else "the start of the tool servers"
         slow = asyncio.get_running_loop().call_later(
-            _SLOW_SECONDS, inform, logger, f"still waiting for the first reset, of {names}, for up to {seconds:g} s"
+            _SLOW_SECONDS, inform, logger, f"still waiting for {first} for up to {seconds:g} s"
         )
         try:
             async with asyncio.timeout(seconds), self.toolset.chain("check", task):
                 pass
         except TimeoutError:
-            problem = f"the reset of {names} for row 1 did not end within {seconds:g} s"
-            raise SettingError(section, problem, "correct the reset, or raise rollout.timeout_seconds") from None
+            problem = f"with row 1, {first} did not end within {seconds:g} s"
+            raise SettingError(section, problem, "correct it, or raise rollout.timeout_seconds") from None
         finally:
             slow.cancel()
 
