@@ -9,7 +9,7 @@ import yaml
 
 from tests.database_page import PAGE, bash, follow
 
-pytestmark = [pytest.mark.extended, pytest.mark.processes]
+pytestmark = [pytest.mark.long, pytest.mark.processes]
 
 
 def test_every_block_of_the_page_works(tmp_path: Path) -> None:

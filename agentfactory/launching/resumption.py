@@ -1,13 +1,14 @@
 """Resume a run: choose the checkpoint, check that the recipe still fits it, and cut everything written after it."""
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
-from agentfactory.recipe.composition import COMMAND_LINE, display, resolve_saved
+from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.tools.errors import SettingError, short
@@ -28,6 +29,9 @@ _MAY_DIFFER = (
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
     *("train.gradient_checkpointing", "train.liger", "train.compile"),
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
+    # the operation of tools; `*` stands for a server's name
+    *("mcp_servers.*.isolation", "mcp_servers.*.pool", "mcp_servers.*.timeout_seconds"),
+    *("limits.calls_per_second", "limits.seconds_per_call", "limits.parallel_calls"),
 )
 _BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
 """Field that older recipes lack -> the value that their runs were trained with."""
@@ -69,18 +73,16 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
     old = _BEFORE | _leaves(resolve_saved(before, folder.path))
     new = _leaves(recipe.model_dump(mode="json"))
     for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name) and not f"{name}.".startswith(tuple(f"{field}." for field in _MAY_DIFFER)):
+        if old.get(name) != new.get(name) and not _may_differ(name):
             now = f"got {short(new[name])}" if name in new else "missing"
             then = f"with {short(old[name])}" if name in old else "without it"
             problem = f"{now}, but {display(where)} was trained {then}"
-            raise SettingError(
-                name, problem, "set it back, or begin another run with output=OTHER", source=COMMAND_LINE
-            )
+            raise SettingError(name, problem, "set it back, or begin another run with output=OTHER", source="--resume")
     if checkpoint is not None:
         _check_contents(recipe, checkpoint)
     if checkpoint is not None and recipe.train.steps < step_of(checkpoint):
         problem = f"got {recipe.train.steps}, but {display(checkpoint)} has more"
-        raise SettingError("train.steps", problem, "raise it, or name an earlier checkpoint", source=COMMAND_LINE)
+        raise SettingError("train.steps", problem, "raise it, or name an earlier checkpoint", source="--resume")
 
 
 def content_digests(recipe: Recipe) -> dict[str, str]:
@@ -112,7 +114,7 @@ def _check_contents(recipe: Recipe, checkpoint: Path) -> None:
         if name in before and before[name] != digest:
             problem = f"{display(Path(str(new[name])))} has another content than when {display(checkpoint)} was trained"
             fix = "restore the file, or begin another run with output=OTHER"
-            raise SettingError(name, problem, fix)
+            raise SettingError(name, problem, fix, source="--resume")
 
 
 def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:
@@ -134,6 +136,11 @@ def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None
             path.rename(aside / path.name)
         say(f"later checkpoints are set aside: {', '.join(path.name for path in later)} in {aside}")
     say(f"resumed: {checkpoint}" if checkpoint else "resumed: from the beginning, there is no checkpoint")
+
+
+def _may_differ(name: str) -> bool:
+    patterns = (re.escape(field).replace(r"\*", r"[^.]+") for field in _MAY_DIFFER)
+    return any(re.match(rf"{pattern}(\.|$)", name) for pattern in patterns)
 
 
 def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -22,7 +22,7 @@ from agentfactory.trainers.batches.batch import Batching, MicroBatch, TrainingRo
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.critic import ActorCritic, Role
-from agentfactory.trainers.networks.network import decoder_layers
+from agentfactory.trainers.networks.network import body_of, decoder_layers
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
@@ -261,8 +261,8 @@ def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
 
     network = backbone.network
     handles = [
-        network.base_model.register_forward_pre_hook(enter("layers")),
-        network.base_model.register_forward_hook(leave),
+        body_of(network).register_forward_pre_hook(enter("layers")),
+        body_of(network).register_forward_hook(leave),
         network.get_input_embeddings().register_forward_hook(embedded),
     ]
     yield

@@ -20,10 +20,8 @@ def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) ->
 def _rank(error: Any) -> int:
     """Return the rank of one of pydantic's errors: a wrong choice explains why its options are unknown, and a misspelt
     key why the right one is missing."""
-    if "options" not in error["loc"] and error["loc"][-1] in (
-        "algorithm",
-        *(kind.chooser for kind in CHOICES.values()),
-    ):
+    choosers = {"algorithm", *(kind.chooser for kind in CHOICES.values())}
+    if "options" not in error["loc"] and not choosers.isdisjoint(error["loc"][-1:]):
         return 0
     return 1 if error["type"] == "extra_forbidden" else 2
 

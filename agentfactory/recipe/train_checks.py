@@ -39,9 +39,6 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
         _check_sft(recipe)
     else:
         _check_algorithm(recipe)
-        if recipe.model.lora is not None and recipe.model.lora.dropout:
-            problem = f"got {recipe.model.lora.dropout}: with dropout, two passes of the same weights disagree"
-            raise SettingError("model.lora.dropout", problem, "use 0; only train.algorithm=sft can learn with dropout")
     _check_unused(recipe)
     if recipe.eval.every and not runs_chains:
         what = "sft" if recipe.train.algorithm == "sft" else "train.from_trajectories"

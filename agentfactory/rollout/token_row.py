@@ -39,6 +39,11 @@ class ImageSpan:
     grid: tuple[int, int, int]
 
 
+LEAST_LOGPROB, LARGEST_LOGPROB = -float(np.finfo(np.float32).max), 1e-3
+"""Range of the log-probability of a sampled token: it is stored in float32, and rounding in half precision may make it
+slightly positive. One value outside would make every weight of the policy NaN."""
+
+
 @dataclass
 class Row:
     """A token sequence with its streams, all of length `len(token_ids)`.
@@ -60,6 +65,16 @@ class Row:
     turn_ends: list[int] | None = None
     roles: str = ""
     images: list[ImageSpan] = field(default_factory=list)
+
+    def check_logprobs(self) -> None:
+        """Raise ValueError if the log-probability of a sampled token is NaN, infinite or positive."""
+        if len(self.logprobs) != len(self.mask):
+            raise ValueError(f"a row of {len(self.mask)} tokens has {len(self.logprobs)} logprobs")
+        logprobs = np.asarray(self.logprobs, dtype=np.float64)
+        within = (logprobs >= LEAST_LOGPROB) & (logprobs <= LARGEST_LOGPROB)
+        if (wrong := np.flatnonzero(np.asarray(self.mask, dtype=bool) & ~within)).size:
+            problem = f"token {wrong[0]} of a row has the log-probability {logprobs[wrong[0]]:g}"
+            raise ValueError(f"{problem}; fix: it must be a number of at most 0")
 
     def append_context(self, token_ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
         """Append tokens that were not sampled: prompts, tool results, closing tokens. The offsets of `images` are

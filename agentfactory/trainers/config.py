@@ -394,7 +394,7 @@ class SyncConfig(Section):
     weights by broadcast between GPUs, to vLLM only. ipc: full weights through memory that trainer and server share, on
     one GPU (vLLM) or one machine's CPU (embedded). auto: lora if model.lora is set, ipc if both use one GPU, nccl if
     vLLM is started here on other GPUs and is installed in the trainer's Python too, else file.
-    Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so far.)"""
+    Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl: untested on a GPU so far.)"""
     options: Options = {}
     """Additional arguments for a FILE.py:NAME backend."""
 
@@ -499,6 +499,13 @@ class TrainRecipe(RolloutRecipe):
             "model.lora.quantization": lora.quantization if lora else None,
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _has_no_dropout(self) -> "TrainRecipe":
+        if self.model.lora is not None and self.model.lora.dropout and self.train.algorithm != "sft":
+            problem = f"got {self.model.lora.dropout}: with dropout, two passes of the same weights disagree"
+            raise SettingError("model.lora.dropout", problem, "use 0; only train.algorithm=sft can learn with dropout")
+        return self
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":

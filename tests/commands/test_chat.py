@@ -89,11 +89,11 @@ def test_only_a_word_behind_a_slash_is_taken_for_a_command(capsys: pytest.Captur
         for line in ("/help me", "/", "/etc/hosts is a file", "", "/new"):
             yield line
 
-    async def read() -> list[chat.Said | None]:
+    async def read() -> list[chat.UserLine | None]:
         typed = lines()
         return [await chat._next(typed) for _ in range(4)]
 
-    assert asyncio.run(read()) == [*(chat.Said(text, []) for text in ("/etc/hosts is a file", "", "/new")), None]
+    assert asyncio.run(read()) == [*(chat.UserLine(text, []) for text in ("/etc/hosts is a file", "", "/new")), None]
     said = capsys.readouterr().out
     assert said.startswith("you> /help me\n  [there is no command /help: /new begins")
     assert said.count("there is no command") == 2

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
+from agentfactory.tools.config import McpServerConfig
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
@@ -42,18 +45,18 @@ def write_checkpoint(folder: RunFolder, recipe: Recipe, step: int) -> Path:
 def test_another_content_of_the_data_is_refused(project: Path) -> None:
     recipe = recipe_of()
     folder = RunFolder.create(recipe.output, recipe.to_yaml())
-    state = write_checkpoint(folder, recipe, 2) / "trainer_state.json"
+    checkpoint = write_checkpoint(folder, recipe, 2)
     # a checkpoint of an older version knows nothing of the content
     (planned,) = resume_stages([recipe], "auto")
-    info = json.loads(state.read_text()) | {"contents": content_digests(recipe)}
-    assert [*info["contents"]] == ["data.path"]
-    state.write_text(json.dumps(info))
+    contents = content_digests(recipe)
+    assert [*contents] == ["data.path"]
+    change_info(checkpoint, lambda info: info.update(contents=contents))
     assert resume_stages([recipe], "auto") == [planned]
     with (project / "tasks.jsonl").open("a") as rows:
         rows.write('{"question": "2 + 2?", "answer": "4"}\n')
     fix = r"fix: restore the file, or begin another run with output=OTHER"
     with pytest.raises(
-        SettingError, match=rf"data\.path: tasks\.jsonl has another content than when .*step-0.*; {fix}"
+        SettingError, match=rf"--resume: data\.path: tasks\.jsonl has another content than when .*step-0.*; {fix}"
     ):
         resume_stages([recipe], "auto")
 
@@ -143,7 +146,13 @@ def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -
     "override",
     [
         *("train.steps=80", "train.processes=2 train.strategy=ddp", "train.checkpoint_every=7", "train.keep_last=2"),
-        *("train.token_budget=99", "train.batching=padded", "eval.every=5", "server.max_num_seqs=5"),
+        *(
+            "train.token_budget=99",
+            "limits.parallel_calls=2",
+            "train.batching=padded",
+            "eval.every=5",
+            "server.max_num_seqs=5",
+        ),
     ],
 )
 def test_what_may_change(run: RunFolder, override: str) -> None:
@@ -167,15 +176,52 @@ def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
         resume_stages([recipe_of(override)], "auto")
 
 
+def change_info(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the info of a checkpoint."""
+    info = json.loads((path / "trainer_state.json").read_text())
+    change(info)
+    (path / "trainer_state.json").write_text(json.dumps(info))
+    digests = json.loads((path / "digests.json").read_text())
+    digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
+    (path / "digests.json").write_text(json.dumps(digests))
+
+
+def change_saved_recipes(run: RunFolder, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the recipe in every checkpoint."""
+    for path in checkpoints(run.checkpoints):
+        change_info(path, lambda info: change(info["recipe"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        *(("isolation=shared", False), ("pool={warm: 4}", False), ("timeout_seconds=9", False)),
+        *(("args=[--local]", True), ("options.isolation=shared", True)),
+    ],
+)
+def test_the_operation_of_tools_may_change(run: RunFolder, override: str, refused: bool) -> None:
+    options = {"module": "x.py:X"} if override.startswith("options") else {"command": "python"}
+    server = McpServerConfig.model_validate(options)
+    change_saved_recipes(run, lambda saved: saved["mcp_servers"].update(time=server.model_dump(mode="json")))
+    field, _, value = override.partition("=")
+    given = yaml.safe_load(value)
+    given = {"options": {"isolation": given}} if field == "options.isolation" else {field: given}
+    servers = {"time": McpServerConfig.model_validate(options | given)}
+    recipe = recipe_of().model_copy(update={"mcp_servers": servers})
+    if refused:
+        with pytest.raises(SettingError, match=rf"--resume: mcp_servers\.time\.{field}: got .* was trained"):
+            resume_stages([recipe], "auto")
+    else:
+        assert resume_stages([recipe], "auto")[0].checkpoint
+
+
 def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
     """Of 0.1: nothing held its policy to the behaviour, and malformed turns were credited as their chains."""
-    for path in checkpoints(run.checkpoints):
-        info = json.loads((path / "trainer_state.json").read_text())
-        del info["recipe"]["train"]["loss"]["behaviour_kl"], info["recipe"]["train"]["advantage"]["malformed_turns"]
-        (path / "trainer_state.json").write_text(json.dumps(info))
-        digests = json.loads((path / "digests.json").read_text())
-        digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
-        (path / "digests.json").write_text(json.dumps(digests))
+
+    def remove(saved: dict[str, Any]) -> None:
+        del saved["train"]["loss"]["behaviour_kl"], saved["train"]["advantage"]["malformed_turns"]
+
+    change_saved_recipes(run, remove)
     with pytest.raises(SettingError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
         resume_stages([recipe_of()], "auto")
     as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")

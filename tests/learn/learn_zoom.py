@@ -1,4 +1,4 @@
-"""What `make learn` runs, too: a network with eyes learns to look closer, and knows nothing without looking."""
+"""Part of `make learn`: a vision-language network learns to zoom, and cannot answer without zooming."""
 
 from pathlib import Path
 

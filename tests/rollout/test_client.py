@@ -387,7 +387,7 @@ def completion(token: object = 7, logprob: object = -1.0) -> web.Response:
     return web.Response(text=json.dumps({"choices": [choice]}), content_type="application/json")
 
 
-@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, None, "-1.0", True, 0.5])
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, -1e39, None, "-1.0", True, 0.5])
 async def test_a_log_probability_that_is_none_never_passes(logprob: object) -> None:
     async with connected(Server(lambda: completion(logprob=logprob))) as client:
         with pytest.raises(InferenceError, match="as the log-probability of token 7"):

@@ -294,6 +294,18 @@ async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Pat
                 assert [model.id async for model in client.models.list()] == ["policy"], "it was good outside"
 
 
+async def test_fields_that_are_not_text_are_written_as_json(tmp_path: Path) -> None:
+    """In the command and in variables, so that a program of any language can read them."""
+    wanted, shelf = ["boots", "Hüte", None, True], {"row": 4}
+    code = "import os, sys; print(sys.argv[1], os.environ['SHELF'])"
+    given = {"command": [sys.executable, "-c", code, "${task.wanted}"], "options": {"env": {"SHELF": "${task.shelf}"}}}
+    given["options"]["sandbox"] = "none"
+    agent = ProgramAgent(AgentConfig(**given), tmp_path)
+    async with scripted_chains(tmp_path, [], agent=agent, source=REWARD) as chains:
+        trajectory = await chains.run(wanted=wanted, shelf=shelf)
+    assert trajectory.result == '["boots", "Hüte", null, true] {"row": 4}'
+
+
 async def test_a_program_that_takes_all_its_turns_is_ended(tmp_path: Path) -> None:
     endless = AGENT.replace("range(2)", "range(100)").replace("model=", "max_tokens=9, model=")
     fields = {"rollout": {"max_turns": 2, "timeout_seconds": 60.0}}
@@ -337,6 +349,10 @@ async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) ->
     [
         ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"rollout\.agent\.options\.env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
         ({"workspace": "/no/such/folder"}, r"rollout\.agent\.options\.workspace: .*not a folder"),
+        (
+            {"workspace": "desks/${task.order}"},
+            r"options\.workspace: got .*; fix: give files by task",
+        ),
         ({"keep_workspaces": "/proc/1"}, r"rollout\.agent\.options\.keep_workspaces: "),
         ({"readable": ["/no/such/file"]}, r"rollout\.agent\.options\.readable: there is no /no/such/file"),
     ],

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import zlib
@@ -128,7 +129,7 @@ def test_the_trainer_gets_the_same_bits(tmp_path: Path) -> None:
 
 def test_float32_is_rounded_as_numpy_rounds() -> None:
     values = [-0.1, -1e-45, -3.4e38, 0.0, -0.0, 1 / 3, -math.inf, np.float64(-0.7), np.float32(-0.3), -2]
-    made = Group("g", {}, [Trajectory("g.0", [], [Row([1] * 10, [1] * 10, values)], Outcome.COMPLETED)])
+    made = Group("g", {}, [Trajectory("g.0", [], [Row([1] * 10, [0] * 10, values)], Outcome.COMPLETED)])
     encoded = encode_group(made)
     (saved,) = rows_of([decode_group(encoded.line, encoded.record)])
     assert saved.logprobs.tobytes() == np.array(values, dtype=np.float32).tobytes()
@@ -317,6 +318,34 @@ def test_a_saved_reward_that_is_no_number_is_refused(tmp_path: Path, wrong: dict
         lines.write(json.dumps(saved) + "\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl:2 is not a saved group: .*{problem}"):
         list(read_groups(path))
+
+
+@pytest.mark.parametrize("logprob", [5.0, math.nan, -math.inf])
+def test_a_saved_log_probability_that_is_none_is_refused(tmp_path: Path, logprob: float) -> None:
+    """Where groups enter the trainer, from files and from the worker. Tokens that were not sampled have none."""
+    path = tmp_path / "a.jsonl"
+    row = Row([1, 2, 3], [0, 1, 1], [0.0, -0.5, logprob])
+    made = Group("g", {}, [Trajectory("g.0", [], [row], Outcome.COMPLETED, reward=1.0)])
+    encoded = append_group(path, made)
+    problem = f"chain g.0: token 2 of a row has the log-probability {logprob:g}; fix: it must be a number of at most 0"
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1 is not a saved group: {re.escape(problem)}"):
+        list(read_groups(path))
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
+        decode_group(encoded.line, encoded.record)
+    row.mask = [0, 1, 0]
+    encoded = encode_group(made)
+    decode_group(encoded.line, encoded.record)
+
+
+@pytest.mark.parametrize("logprob", [5.0, math.nan, -math.inf, -1e39])
+def test_a_log_probability_in_a_line_is_refused_too(tmp_path: Path, logprob: float) -> None:
+    saved = json.loads(encode_group(Group("g", {}, [Trajectory("g.0", [], [], Outcome.COMPLETED)])).line)
+    saved["trajectories"][0]["rows"] = [{"token_ids": [1, 2, 3], "mask": [0, 1, 1], "logprobs": [0, -0.5, logprob]}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(saved) + "\n")
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1 is not a saved group: (chain g\.0: token 2|logprobs: float too large)"
+    ):
+        list(read_groups(tmp_path))
 
 
 def test_a_folder_of_groups_has_no_links_and_no_fifos(tmp_path: Path) -> None:

@@ -288,6 +288,8 @@ def test_types_of_text_are_the_schemas() -> None:
             "one": {"const": 1},
             "flag": {"type": "boolean"},
             "real": {"type": "number"},
+            "list": {"type": "array"},
+            "object": {"anyOf": [{"type": "object"}, {"type": "null"}]},
         },
         "additionalProperties": {"type": "integer"},
     }
@@ -312,6 +314,20 @@ def test_types_of_text_are_the_schemas() -> None:
         ("real", "1e999", "1e999"),
         ("real", "true", "true"),
         ("further", "7", 7),
+        # Python's notation, which Jinja's `string` filter writes
+        ("list", "['a', \"b's\", None, True, 1.5]", ["a", "b's", None, True, 1.5]),
+        ("object", "{'a': {'b': [1]}}", {"a": {"b": [1]}}),
+        ("list", "{'a': 1}", "{'a': 1}"),
+        ("list", "['a'", "['a'"),
+        ("list", "('a', 'b')", "('a', 'b')"),
+        ("list", "[('a',)]", "[('a',)]"),
+        ("list", "[{1, 2}]", "[{1, 2}]"),
+        ("list", "[open('x')]", "[open('x')]"),
+        ("list", "[1e999]", "[1e999]"),
+        ("object", "{'a': 1, 'a': 2}", "{'a': 1, 'a': 2}"),
+        ("object", "{1: 'a'}", "{1: 'a'}"),
+        ("list", "[" * 5000 + "]" * 5000 + "'", "[" * 5000 + "]" * 5000 + "'"),
+        ("side", "['left']", "['left']"),
     ]
     parser, specs = parser_of("qwen3_coder"), [ToolSpec("f", "", {"type": "object", **schema})]
     for key, text, value in cases:

@@ -127,6 +127,25 @@ def test_a_template_that_needs_tools_can_serve() -> None:
         choose(needing, tools=False)
 
 
+def test_a_template_that_prints_its_tools_as_python_can_serve() -> None:
+    """Apriel 1.5's and 1.6's do; only calls in Python's notation are refused."""
+    printed = CHATML.replace("{{ t | tojson }}", "{{ t }}")
+    assert printed != CHATML
+    assert choose(printed).use == "append"
+    with pytest.raises(RenderError, match=r"cannot render a tool call|a format that rollout\.parser does not read"):
+        choose(printed.replace("c.function.arguments} | tojson", "c.function.arguments} | string"))
+
+
+def test_a_template_may_need_descriptions_of_parameters() -> None:
+    needing = CHATML.replace(
+        "{{ t | tojson }}",
+        "{% for name, p in t.function.parameters.properties.items() %}{{ name + p.description }}{% endfor %}"
+        "{{ t.function.name + t.function.parameters.required[0] }}",
+    )
+    assert needing != CHATML
+    assert choose(needing).use == "append"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [

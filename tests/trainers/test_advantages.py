@@ -12,6 +12,7 @@ import torch
 
 from agentfactory.trainers.loop.advantages import (
     generalized_advantages,
+    grpo,
     grpo_advantages,
     overlong_penalty,
     process_advantages,
@@ -40,6 +41,12 @@ def test_leave_one_out_by_hand() -> None:
     assert rloo_advantages([1.0, 2.0, 3.0]) == pytest.approx([-1.5, 0.0, 1.5])
     # of two: 2 and 1
     assert rloo_advantages([1.0, None, 2.0]) == pytest.approx([-1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("rewards", [[NAN, 1.0], [0.0, float("inf")]])
+def test_rewards_that_are_not_finite_are_named_by_the_batch_too(rewards: list[float]) -> None:
+    with pytest.raises(ValueError, match="rewards must be finite numbers"):
+        grpo([0.0, 1.0], rewards, "batch")
 
 
 @pytest.mark.parametrize("estimate", [grpo_advantages, rloo_advantages])

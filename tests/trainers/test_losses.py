@@ -21,7 +21,7 @@ from agentfactory.trainers.update.losses import (
     token_weights,
     value_loss,
 )
-from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
+from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_limits, mismatch_weights
 
 pytestmark = pytest.mark.numbers
 
@@ -230,6 +230,19 @@ def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
     for correction, weights in [("token_truncate", [2, 2, 0, 1]), ("token_mask", [0, 0, 0, 1])]:
         config = MismatchConfig(correction=correction)
         assert mismatch_weights(config, log_ratio, torch.arange(4)).tolist() == weights
+
+
+@pytest.mark.parametrize(
+    "correction",
+    ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"],
+)
+@pytest.mark.parametrize("high", [1.0, 2.0])
+def test_only_limited_tokens_count_as_corrected(correction: Any, high: float) -> None:
+    """Ratios of 1 are within bounds that end at 1; ratios of 8 and 1/8 are not within [0.5, 1] or [0.5, 2]."""
+    config, rows = mismatch(correction, low=0.5, high=high), torch.arange(3)
+    assert not mismatch_limits(config, torch.zeros(3, dtype=torch.float64), rows).any()
+    limited = mismatch_limits(config, double(8, 1, 0.125).log(), rows).tolist()
+    assert limited == ([False] * 3 if correction == "none" else [True, False, correction.endswith("mask")])
 
 
 def test_distances_by_hand() -> None:

@@ -89,7 +89,7 @@ def test_gather_has_transformers_names_and_tied_weights_once(make_recipe: Make) 
 
 
 def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_path: Path) -> None:
-    policy = in_float64(load_policy(make_recipe(lora={"rank": 3, "dropout": 0.5})))
+    policy = in_float64(load_policy(make_recipe(lora={"rank": 3, "dropout": 0.5}, algorithm="sft")))
     trainable = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable)
@@ -107,8 +107,14 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     assert not torch.allclose(score(policy)[0], score(in_float64(load_policy(make_recipe())))[0], atol=1e-3)
 
 
+def test_dropout_is_refused_outside_of_sft(make_recipe: Make) -> None:
+    """Also in a recipe that is built in Python."""
+    with pytest.raises(ValueError, match=r"model\.lora\.dropout: got 0\.5: .*use 0; only train\.algorithm=sft"):
+        make_recipe(lora={"rank": 2, "dropout": 0.5})
+
+
 def test_only_the_adapters_dropout_follows_training(make_recipe: Make) -> None:
-    policy = load_policy(make_recipe(lora={"rank": 2, "dropout": 0.5}))
+    policy = load_policy(make_recipe(lora={"rank": 2, "dropout": 0.5}, algorithm="sft"))
     training = {name for name, module in policy.named_modules() if module.training and name}
     assert training
     assert all("lora_dropout" in name for name in training)

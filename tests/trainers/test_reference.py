@@ -43,15 +43,16 @@ def train(model: nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn(parameter.shape))
 
 
-def expected(folder: Path, temperature: float) -> Tensor:
-    network = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+def expected(folder: Path, temperature: float, attention: str = "sdpa") -> Tensor:
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    network = in_float64(network)
     with torch.no_grad():
         scores = (network(IDS).logits / temperature).log_softmax(-1).flatten(0, 1)
     return scores[INPUTS[1]].gather(-1, INPUTS[2][:, None]).squeeze(-1)
 
 
 @pytest.mark.parametrize("critic", [False, True])
-@pytest.mark.parametrize("lora", [None, {"rank": 3, "dropout": 0.5}])
+@pytest.mark.parametrize("lora", [None, {"rank": 3}])
 def test_reference_stays_what_the_policy_began_as(
     make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator, lora: dict[str, Any] | None, critic: bool
 ) -> None:
@@ -110,6 +111,7 @@ def test_reference_scores_as_the_policy_does(
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
     model, reference = make_model(recipe, accelerator)
     whole = reference.logprobs(model, *INPUTS)
-    assert_equal(whole, expected(tmp_path, 1.0))
+    # only eager attention applies the soft cap on scores; its softmax is computed in float32
+    torch.testing.assert_close(whole, expected(tmp_path, 1.0, "eager"), atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 130)  # two positions of a vocabulary of 64
     assert_equal(reference.logprobs(model, *INPUTS), whole)

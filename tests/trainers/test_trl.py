@@ -2,6 +2,7 @@
 TRL's advantages, importance weights and loss, and our Credit, batches and update_policy."""
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
@@ -21,6 +23,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner, Loss, Terms, Update
 from agentfactory.trainers.update.policy_update import update_policy
+from tests.conftest import REPOSITORY
 from tests.trainers.trl_oracle import Chains, GrpoOracle, make_oracle, make_trainer
 
 pytestmark = pytest.mark.numbers
@@ -145,6 +148,29 @@ def test_loss_and_gradient_equal_trl(
         assert (mine is None) == (other is None)
         if mine is not None:
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_the_pages_settings_equal_trls_defaults(
+    model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe]
+) -> None:
+    """docs/coming-from.md has them."""
+    page = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"TRL's defaults exactly.*?```yaml\n(.*?)```", page, re.DOTALL)
+    chains = Chains.random(12)
+    current = chains.logprobs["current"].requires_grad_()
+    defaults = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert defaults.vllm_importance_sampling_correction
+
+    oracle = make_oracle(GrpoOracle, model_folder, tmp_path, chains, GROUP_SIZE)
+    bounds = (defaults.vllm_importance_sampling_clip_min, defaults.vllm_importance_sampling_clip_max)
+    theirs = oracle.loss(oracle.score(defaults.vllm_importance_sampling_mode, *bounds))
+    (their_gradient,) = torch.autograd.grad(theirs, current)
+    ours = our_loss(chains, make_recipe(**yaml.safe_load(block)["train"], updates_per_batch=2))
+    (our_gradient,) = torch.autograd.grad(ours, current)
+
+    assert their_gradient.abs().max() > 1e-3
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+    torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-6)
 
 
 CORRECTIONS: dict[str, tuple[float | None, float | None]] = {

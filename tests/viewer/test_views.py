@@ -679,7 +679,7 @@ def test_the_difference_of_two_recipes_is_shown_side_by_side(viewer: str, page: 
     assert shown()["name"] == ["old", "staged"]
     # from a run's own page
     page.goto(f"{viewer}#/run/{run_id(viewer, 'old')}")
-    page.get_by_role("link", name="what differs").click()
+    page.get_by_role("link", name="differences").click()
     page.locator(".difference thead", has_text="old").wait_for()
     assert page.evaluate("window.broken") is None
 

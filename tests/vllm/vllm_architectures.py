@@ -102,7 +102,7 @@ class Run:
         update_policy(self.learner, self.learner.deal(rows), self.recipe)
 
 
-CI = {"qwen3_moe", "qwen3"}
+CI = {"qwen3"}
 """Experts, and tensor parallelism."""
 
 

@@ -4,8 +4,11 @@ Tasks are the units, because samples of the same task are correlated. The unit t
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 LEVEL = 0.95
 _UPPER = (1 + LEVEL) / 2
@@ -14,12 +17,10 @@ Interval = tuple[float, float]
 
 
 class Share(NamedTuple):
-    """The contribution of a task to a mean: a sum and its weight, above 0. `trials` is its number of independent
-    observations: its chains, or for pass@k its disjoint sets of k chains."""
+    """The contribution of a task to a mean: a sum and its weight, above 0."""
 
     total: float
     weight: float
-    trials: int
 
 
 def mean(shares: Sequence[Share]) -> float:
@@ -28,31 +29,15 @@ def mean(shares: Sequence[Share]) -> float:
 
 
 def of_proportion(shares: Sequence[Share]) -> Interval:
-    """Return the interval of a mean of values between 0 and 1: the Clopper-Pearson interval (1934, Biometrika 26),
-    exact for one chain per task, with the effective sample size of Korn and Graubard (1998, Survey Methodology 24) for
-    several.
+    """Return the interval of a mean of values between 0 and 1: Gaffke's bounds (2005, "Three test statistics for a
+    nonparametric one-sided hypothesis on the mean of a nonnegative variable"; Learned-Miller and Thomas, 2020,
+    arXiv:1905.06208).
 
-    The effective sample size is the number of trials divided by the design effect, estimated from the differences
-    between tasks, times the square of a ratio of t quantiles, which corrects for few tasks. If the mean is 0 or 1, or
-    if there is one task, it is the number of tasks.
+    With one chain per task, it is the exact interval of Clopper and Pearson (1934, Biometrika 26). It never falls if a
+    chain passes that failed before.
     """
-    # imported late: the worker of a training run computes no intervals
-    from scipy import special
-
-    value, tasks, trials = mean(shares), len(shares), sum(share.trials for share in shares)
-    number = float(tasks)
-    if 0.0 < value < 1.0 and tasks > 1:
-        squared_error = _squared_error(shares)
-        if squared_error > 0.0:
-            effective = trials * (value * (1 - value) / (trials - 1) / squared_error)
-            quantiles = special.stdtrit(trials - 1, _UPPER) / special.stdtrit(tasks - 1, _UPPER)
-            number = min(effective * float(quantiles) ** 2, trials)
-        else:
-            number = trials
-    passed, failed = value * number, (1 - value) * number
-    low = float(special.betaincinv(passed, failed + 1, 1 - _UPPER)) if value > 0 else 0.0
-    high = float(special.betaincinv(passed + 1, failed, _UPPER)) if value < 1 else 1.0
-    return low, high
+    failed = [Share(share.weight - share.total, share.weight) for share in shares]
+    return _lower_bound(shares), 1.0 - _lower_bound(failed)
 
 
 def of_mean(shares: Sequence[Share]) -> Interval | None:
@@ -61,10 +46,47 @@ def of_mean(shares: Sequence[Share]) -> Interval | None:
     values = [share.total / share.weight for share in shares]
     if math.isclose(min(values), max(values), abs_tol=1e-12):
         return None
+    # imported late: the worker of a training run computes no intervals
     from scipy import special
 
     half = float(special.stdtrit(len(shares) - 1, _UPPER)) * math.sqrt(_squared_error(shares))
     return mean(shares) - half, mean(shares) + half
+
+
+def _lower_bound(shares: Sequence[Share]) -> float:
+    """Return the 2.5 % quantile of the mean when each task has a random weight from the exponential distribution, and
+    one further task of average weight fails."""
+    from scipy import optimize
+
+    value = mean(shares)
+    if value <= 0.0:
+        return 0.0
+    # tasks that are alike share a row
+    alike = Counter(shares) + Counter([Share(0.0, sum(share.weight for share in shares) / len(shares))])
+    totals, weights = np.array(list(alike), dtype=float).T
+    counts = np.array(list(alike.values()), dtype=float)
+
+    def excess(bound: float) -> float:
+        return _chance_not_positive(totals - bound * weights, counts) - (1 - _UPPER)
+
+    least = 1e-12 * value
+    return float(optimize.brentq(excess, least, value, xtol=1e-10)) if excess(least) < 0 else 0.0
+
+
+def _chance_not_positive(coefficients: np.ndarray, counts: np.ndarray) -> float:
+    """Return P(S <= 0) for a sum S of independent exponential variables times `coefficients`, each of which occurs
+    `counts` times, by inversion of the characteristic function (Gil-Pelaez, 1951, Biometrika 38); 0 or 1 if it is
+    within 0.01 of that."""
+    coefficients = coefficients / np.abs(coefficients).max()
+    expected, deviation = float(coefficients @ counts), math.sqrt(float(coefficients**2 @ counts))
+    if abs(expected) > 10 * deviation:  # Cantelli's inequality; the integrand would oscillate too fast for the step
+        return float(expected < 0)
+    # the integrand is smooth in the logarithm of the frequency, where the trapezoidal rule converges exponentially
+    step = 0.02
+    frequency = np.exp(np.arange(-30.0, 30.0, step))[:, None]
+    angle = np.arctan(frequency * coefficients) @ counts
+    size = np.log1p((frequency * coefficients) ** 2) @ counts / 2
+    return float(0.5 - (np.sin(angle) * np.exp(-size)).sum() * step / math.pi)
 
 
 def _squared_error(shares: Sequence[Share]) -> float:

@@ -73,16 +73,16 @@ def _shares(groups: Sequence[Group], samples: int) -> dict[str, list[Share]]:
     have no task."""
     scored = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     rewards = [[t.reward for t in chains if t.reward is not None] for chains in scored if chains]
-    shares = {"reward": [Share(sum(values), len(values), len(values)) for values in rewards]}
+    shares = {"reward": [Share(sum(values), len(values)) for values in rewards]}
     if any("success" in t.metrics for chains in scored for t in chains):
         successes = [[t.metrics.get("success", 0.0) for t in chains] for chains in scored if chains]
-        shares["success"] = [Share(sum(values), len(values), len(values)) for values in successes]
+        shares["success"] = [Share(sum(values), len(values)) for values in successes]
         if samples > 1:
-            shares[f"avg@{samples}"] = [Share(sum(values) / len(values), 1, len(values)) for values in successes]
+            shares[f"avg@{samples}"] = [Share(sum(values) / len(values), 1) for values in successes]
             for k in powers_of_two(samples):
                 shares[f"pass@{k}"] = [
                     # after failures, the remaining chains may be too few for an unbiased estimate
-                    Share(pass_at_k(len(values), sum(value >= 1.0 for value in values), k), 1, len(values) // k)
+                    Share(pass_at_k(len(values), sum(value >= 1.0 for value in values), k), 1)
                     for values in successes
                     if len(values) >= k
                 ]

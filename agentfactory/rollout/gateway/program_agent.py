@@ -1,6 +1,7 @@
 """Programs as agents: a process per chain, in its own folder, which gets the model's address from its environment."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -66,6 +67,10 @@ class ProgramAgent(ClientAgent):
         self._env = expand_variables("rollout.agent.options.env", options.env)
         self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(command)}
         self._texts |= {f"rollout.agent.options.env.{name}": value for name, value in self._env.items()}
+        for name in ("workspace", "files", "keep_workspaces"):
+            if _FIELD.search(text := getattr(options, name) or ""):
+                problem = f"got {short(text)}, but fields of the row are not replaced there"
+                raise SettingError(f"rollout.agent.options.{name}", problem, "give files by task as the row's `files`")
         self._template = Path(options.workspace) if options.workspace else None
         self._kept = Path(options.keep_workspaces) if options.keep_workspaces else None
         self._sandboxed = options.sandbox is SandboxKind.BUBBLEWRAP
@@ -173,7 +178,11 @@ class ProgramAgent(ClientAgent):
                 give_to_sandbox(folder)
 
     def _filled(self, text: str, task: Task, workspace: str) -> str:
-        return _FIELD.sub(lambda match: str(task[match[1]]), text.replace("${chain}", workspace))
+        def write(match: re.Match[str]) -> str:
+            value = task[match[1]]
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+        return _FIELD.sub(write, text.replace("${chain}", workspace))
 
 
 def _named(command: list[str]) -> list[Path]:

@@ -238,6 +238,11 @@ def _group(saved: Any) -> Group:
             # Python's JSON can contain NaN and Infinity
             if reward is not None and not math.isfinite(reward):
                 raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is not finite")
+        try:
+            for row in chain.rows:
+                row.check_logprobs()
+        except ValueError as error:
+            raise ValueError(f"chain {chain.id}: {error}") from None
         if chain.anchors and len(chain.anchors) != chain.turns:
             raise ValueError(f"chain {chain.id} has {chain.turns} turns and {len(chain.anchors)} anchors")
     return group

@@ -58,7 +58,9 @@ def why_no_images(path: str) -> str:
     """Return the reason why images of the model at `path` are not supported."""
     config = _read(path, "config.json")
     kind = config.get("model_type")
-    if "vision_config" not in config:
+    # omni models nest their parts
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    if not any("vision_config" in part for part in parts):
         return f"{path} accepts only text"
     if kind in BY_OWN_PROCESSOR:
         return f"{path} ({kind}) needs torchvision for its images, which is not installed"

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from agentfactory.rollout.inference.routing import Router, ServerState
 from agentfactory.rollout.inference.server_metrics import Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.token_row import Span
+from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.http.retries import Retries
 from agentfactory.tools.http.server_keys import pinned
@@ -40,8 +39,6 @@ NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
 LOAD_SECONDS = 10.0
 """Timeout of a request for metrics."""
 _PAGE = "docs/servers.md"
-_ROUNDING = 1e-3
-"""Largest positive log-probability that rounding in half precision may cause."""
 
 
 @dataclass(frozen=True)
@@ -314,8 +311,7 @@ def _completion(text: str) -> Completion | None:
     for token, logprob in zip(token_ids, logprobs, strict=True):
         if type(token) is not int or token < 0:
             raise InferenceError(f"the server sent {token!r} as a token id")
-        # one such value would make every weight of the policy NaN
-        if type(logprob) not in (int, float) or not -math.inf < logprob <= _ROUNDING:
+        if type(logprob) not in (int, float) or not LEAST_LOGPROB <= logprob <= LARGEST_LOGPROB:
             raise InferenceError(f"the server sent {logprob!r} as the log-probability of token {token}")
     for span in versions:
         edges = (0, span.start, span.end, count)

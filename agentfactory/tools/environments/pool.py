@@ -64,6 +64,11 @@ class Pool(Generic[T]):
         self._ledger.capacity = capacity
         self._advance()
 
+    @property
+    def replaces(self) -> bool:
+        """True if each chain gets a new instance."""
+        return self._config.max_uses == 1
+
     def warm_up(self) -> None:
         """Begin to create the `warm` instances in the background. `acquire` does so too."""
         self._advance()

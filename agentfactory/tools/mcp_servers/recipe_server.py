@@ -1,11 +1,14 @@
 """One MCP server of a recipe: its tools, and the isolation of its chains."""
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Sequence
 
 from mcp import MCPError
 from mcp_types import Tool
 
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.call_cache import CallCache
@@ -15,19 +18,25 @@ from agentfactory.tools.mcp_servers.server_entry import Target
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.memory import memory_of
 
+logger = logging.getLogger(__name__)
+
 PROCESS_BYTES = 75 << 20
 """Assumed memory of a server process until one was measured: 50 to 75 MiB with Node.js and Python, without its
 children."""
 _SPARES = 2
 """Processes started ahead for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
+_SHORT_WAIT = 0.01
+"""Mean wait, in seconds, below which chains are not said to wait."""
+RECENT_CHAINS = 64
+"""Number of chains over which the share of the time that they wait for an instance is computed."""
 
 
 class ToolServer:
     """An MCP server of a recipe, from `open` to `close`.
 
     The recipe's `isolation` says what a chain gets exclusively. By default, a program or container that is not ours
-    gets a process per chain, because its state is unknown.
+    gets a process per chain, because its state is unknown: even servers that annotate all tools as read-only keep some.
 
     Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
     pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
@@ -63,6 +72,7 @@ class ToolServer:
         self._first: list[Connection] = []  # used to list an isolated server's tools, then part of its pool
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
+        self._waits: deque[tuple[float, float]] = deque(maxlen=RECENT_CHAINS)
 
     async def open(self) -> None:
         """Start or reach the server, and list its tools.
@@ -113,6 +123,25 @@ class ToolServer:
         if self.isolated:
             lease.value.belong_to(chain)
         return lease.value, lease
+
+    def note_wait(self, wait: float, chain: float) -> None:
+        """Record that a chain of `chain` seconds waited `wait` of them for its process. Warn if the last chains waited
+        for more than half of their time."""
+        if not self.isolated or self._pool is None or self.config.url is not None:
+            return
+        self._waits.append((wait, chain))
+        waited, lasted = (sum(column) for column in zip(*self._waits, strict=True))
+        mean, field = waited / len(self._waits), f"mcp_servers.{self.name}"
+        if len(self._waits) < RECENT_CHAINS or waited <= lasted / 2 or mean < _SHORT_WAIT:
+            return
+        self._waits.clear()
+        if self._pool.replaces:
+            cause = "each chain starts a process of its own"
+            fix = f"{field}.isolation: shared if it keeps no state (try it: agentfactory tools check RECIPE)"
+        else:
+            cause, fix = "all its processes are in use", f"raise {field}.pool.capacity"
+        text = f"chains spend {waited / lasted:.0%} of their time waiting for a process of tool server {self.name}"
+        notify(logger, f"waits for {self.name}", f"{text} ({mean:.1f} s each): {cause}; fix: {fix}", times=0)
 
     @property
     def isolation_text(self) -> str:

@@ -217,7 +217,7 @@ Groups = Sequence[Sequence[ChainRewards]]
 
 def grpo(rewards: Sequence[float], batch_rewards: Sequence[float], scale: Scale) -> list[float]:
     """See grpo_advantages."""
-    return grpo_advantages(rewards, scale, stdev(batch_rewards) if len(batch_rewards) > 1 else None)
+    return grpo_advantages(rewards, scale, stdev(_finite(batch_rewards)) if len(batch_rewards) > 1 else None)
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
@@ -353,7 +353,7 @@ def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale
     """Compute advantages within groups by applying `estimate` to their rewards: all tokens of a chain get the chain's
     advantage, plus their turn's if there are turn rewards (see process_advantages, also for `scale`)."""
     turn_rewards = [reward for group in groups for chain in group for reward in chain.turn_rewards]
-    turn_std = stdev(turn_rewards) if len(turn_rewards) > 1 else None
+    turn_std = stdev(_finite(turn_rewards)) if len(turn_rewards) > 1 else None
     advantages: PerToken = []
     for group in groups:
         whole = estimate([chain.reward for chain in group])

@@ -21,6 +21,10 @@ BY_RUNS = "sdpa_by_runs"
 """transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""
 BY_BLOCKS = "flex_attention_by_blocks"
 """transformers' flex_attention, on lines of whole blocks: it replaces flex_attention."""
+IGNORED = {"s_aux": "attention sinks", "indices": "selected keys", "block_indices": "selected keys"}
+"""Arguments of attention functions in transformers that torch's kernel does not support, and their meaning."""
+SELECTIONS = ("index_topk", "index_topk_blocks")
+"""Fields of configurations whose networks select some keys per query."""
 BLOCK = 128
 """Tokens per block of FlexAttention's masks."""
 
@@ -80,10 +84,17 @@ def attention_by_runs(
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
     """Attention function for transformers; without `runs` it is transformers' own sdpa.
 
-    Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs.
+    Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs. Scores
+    with a soft cap are computed without torch's kernel, which does not support it; transformers' sdpa would ignore it.
+
+    Raises SettingError for attention sinks and selected keys, which torch's kernel does not support either.
     """
+    for name, ignored in IGNORED.items():
+        if options.get(name) is not None:
+            raise SettingError("train.attention", f"sdpa would ignore the model's {ignored} ({name})", "use eager")
     if runs is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        attend = _capped if options.get("softcap") else sdpa_attention_forward
+        return attend(module, query, key, value, attention_mask, **options)
     return _each_run(module, query, key, value, runs, options), None
 
 
@@ -97,7 +108,9 @@ def _each_run(
     parts = []
     for run, queries in zip(runs.all, query.split([run.length for run in runs.all], dim=2), strict=True):
         seen, known = (torch.cat([pieces[piece] for piece in run.seen], dim=2) for pieces in (keys, values))
-        if run.mask is None:
+        if options.get("softcap"):
+            parts.append(_capped(module, queries, seen, known, run.mask, **options)[0])
+        elif run.mask is None:
             parts.append(sdpa_attention_forward(module, queries, seen, known, None, **options)[0])
         else:
             parts.append(_masked(queries, seen, known, run.mask, options))
@@ -121,6 +134,33 @@ def _masked(
         grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling")
     )
     return found.reshape(1, heads, length, -1).transpose(1, 2)
+
+
+def _capped(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads length width"],
+    key: Float[Tensor, "batch groups seen width"],
+    value: Float[Tensor, "batch groups seen width"],
+    mask: Tensor | None,
+    *,
+    softcap: float,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Float[Tensor, "batch length heads width"], None]:
+    """Attend with the scores softcap * tanh(score / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). Without
+    a mask, the last query attends to all keys, and earlier ones causally."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * (scores / softcap).tanh()
+    if mask is None:
+        length, seen = scores.shape[-2:]
+        mask = torch.ones(length, seen, dtype=torch.bool, device=scores.device).tril(seen - length)
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    shares = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    shares = nn.functional.dropout(shares.to(query.dtype), dropout, module.training)
+    return (shares @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(BY_RUNS, attention_by_runs)
@@ -151,10 +191,19 @@ AttentionMaskInterface.register(BY_BLOCKS, flex_attention_mask)
 _OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
 
 
+def selects_keys(network: PreTrainedModel) -> bool:
+    """Return whether each query attends to only some keys, selected by an indexer, as in DeepSeek-V3.2
+    (https://arxiv.org/abs/2512.02556)."""
+    config = network.config.get_text_config()
+    return any(getattr(config, name, None) for name in SELECTIONS)
+
+
 def use_ours(network: PreTrainedModel) -> None:
     """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
-    accept `attention_arguments`."""
-    if ours := _OURS.get(network.config._attn_implementation):
+    accept `attention_arguments`.
+
+    Networks that select keys keep transformers' own: they mask other keys only if the name is "sdpa" or "eager"."""
+    if not selects_keys(network) and (ours := _OURS.get(network.config._attn_implementation)):
         network.set_attn_implementation(ours)
 
 

@@ -11,7 +11,7 @@ from agentfactory.rollout.images.features import Features, compute_features, enc
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.networks.attention import BY_BLOCKS, attention_arguments, use_ours, whole_blocks
 from agentfactory.trainers.networks.lora import has_adapter
-from agentfactory.trainers.networks.network import decoder_layers
+from agentfactory.trainers.networks.network import body_of, decoder_layers
 from agentfactory.trainers.networks.vision_tower import is_rotary, tower_is_trained
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Backbone(nn.Module):
             features = self._features(images) if images is not None else []
             if images is not None and images.places:
                 arguments |= encoder_outputs(self.network, [features[number] for number in images.places])
-            found = self.network.base_model(input_ids=ids, position_ids=places, use_cache=False, **arguments)
+            found = body_of(self.network)(input_ids=ids, position_ids=places, use_cache=False, **arguments)
         hidden = found.last_hidden_state[:, :length]
         if images is not None and not images.places:
             # every weight of the tower contributes to the result, so processes stay in step in the backward pass, too

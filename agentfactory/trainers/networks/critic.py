@@ -14,7 +14,7 @@ from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, has_adapter, use_adapter
-from agentfactory.trainers.networks.network import apply_options, load_network
+from agentfactory.trainers.networks.network import apply_options, body_of, load_network
 from agentfactory.trainers.networks.policy import Policy
 
 if TYPE_CHECKING:
@@ -139,6 +139,6 @@ def make_actor_critic(
     else:
         own: Any = network or load_network(recipe, device)
         apply_options(own, recipe.train, device)
-        backbone = Backbone(own.base_model, policy.dtype)
+        backbone = Backbone(body_of(own), policy.dtype)
     # under fsdp2 the policy is still on the CPU, whatever `device` is
     return ActorCritic(policy, Critic(output.shape[-1], backbone).to(output.device)).train()

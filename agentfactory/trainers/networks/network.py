@@ -22,6 +22,7 @@ from transformers import (
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.networks.attention import selects_keys
 from agentfactory.trainers.networks.vision_tower import sees, tower_of
 from agentfactory.trainers.processes.sharding import load_on_rank_0
 
@@ -88,6 +89,9 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     Raises ValueError if the network, the device or the installed packages do not support one of them.
     """
     device = torch.device(device)
+    if selects_keys(network) and train.attention not in ("auto", "eager", "sdpa"):
+        problem = f"{train.attention} would ignore the keys that {type(network).__name__} selects"
+        raise SettingError("train.attention", problem, "use sdpa")
     if train.attention != "auto":
         if train.attention in ("flex_attention", "flash_attention_2"):
             _need_gpu("train.attention", train.attention, device)
@@ -150,6 +154,13 @@ def _need_gpu(field: str, value: str, device: torch.device) -> None:
     if device.type != "cuda":
         problem = f"{value} needs a CUDA GPU, and this process trains on the {device.type.upper()}"
         raise SettingError(field, problem, "remove it")
+
+
+def body_of(network: Any) -> Any:
+    """Return a network without its head: transformers' `base_model`, or the attribute `model` where `base_model_prefix`
+    names no attribute, as in Llama 4's text model."""
+    body = network.base_model
+    return getattr(network, "model", network) if body is network else body
 
 
 def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:

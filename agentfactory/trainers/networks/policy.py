@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
 
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Names in transformers' configurations for a soft cap on logits: Gemma's, RecurrentGemma's."""
+
 # Subtracted by servers from the logits of tokens that must not be sampled (`logit_bias`).
 BAN = 100.0
 
@@ -100,8 +103,8 @@ class Policy(Backbone):
     ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
         logits = self.network.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
-        if cap is not None:
+        config = self.network.config.get_text_config()
+        if cap := next((value for name in SOFT_CAPS if (value := getattr(config, name, None))), None):
             logits = torch.tanh(logits / cap) * cap
         if self.banned:
             logits[:, self.banned] -= BAN
@@ -184,10 +187,16 @@ def _check_head(network: PreTrainedModel) -> None:
     """Check that backbone and head give the network's logits; some networks process them further (scale them, for
     example).
 
-    Compare one short forward pass with the network's own, and raise ValueError if they differ.
+    Compare one short forward pass with the network's own, with eager attention, which applies everything that a network
+    passes to its attention. Raise ValueError if they differ.
     """
     network.eval()
     tokens = ids(network, list(range(8)))[None]
+    config = network.config
+    parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
+    # a part that is no network, such as MPT's attn_config, has no implementation
+    chosen = {name: kind for name, part in parts.items() if (kind := getattr(part, "_attn_implementation", None))}
+    network.set_attn_implementation(dict.fromkeys(chosen, "eager"))
     expected = (
         network(tokens, use_cache=False)
         .logits[0, :-1]
@@ -196,8 +205,13 @@ def _check_head(network: PreTrainedModel) -> None:
         .gather(-1, tokens[0, 1:, None])
         .squeeze(-1)
     )
-    given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
-    if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
+    network.set_attn_implementation(chosen)
+    policy = Policy(network, network.dtype)
+    if policy.hidden(tokens).shape[-1] != network.get_output_embeddings().weight.shape[-1]:
+        problem = f"{type(network).__name__} has further layers between its body and its head"
+        raise SettingError("model.path", problem, "train another model")
+    given, _ = policy(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
+    if not torch.allclose(given, expected, atol=3e-4 if network.dtype == torch.float32 else 0.1):
         problem = (
             f"{type(network).__name__} changes its logits after the head in a way that the trainer does not support"
         )

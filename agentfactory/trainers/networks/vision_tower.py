@@ -34,8 +34,8 @@ def tower_of(network: Any) -> Any:
     if not sees(network.config):
         return None
     language = language_name(network)
-    eyes = [module for name, module in network.base_model.named_children() if name != language]
-    return eyes[0] if len(eyes) == 1 else nn.ModuleList(eyes)
+    towers = [module for name, module in network.base_model.named_children() if name != language]
+    return towers[0] if len(towers) == 1 else nn.ModuleList(towers)
 
 
 def tower_is_trained(network: Any) -> bool:

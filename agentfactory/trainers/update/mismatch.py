@@ -26,26 +26,35 @@ def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowN
     where W^(1 / length) is outside [low, high] (the same authors, part 3): its bound does not tighten with the length,
     and should be close to 1, such as 0.99 and 1.01.
     """
-    log_ratio = log_ratio.detach()
+    ratio, limited = _ratio(config, log_ratio, sequence), mismatch_limits(config, log_ratio, sequence)
     match config.correction:
         case "none":
-            return torch.ones_like(log_ratio)
-        case "token_truncate":
-            return log_ratio.exp().clamp(max=config.options.high)
-        case "sequence_truncate":
-            return over_sequence(log_ratio, sequence).exp().clamp(max=config.options.high)
-        case "token_mask":
-            ratio = log_ratio.exp()
-            return ratio.where(_within(config, ratio), 0.0)
-        case "sequence_mask":
-            ratio = over_sequence(log_ratio, sequence).exp()
-            return ratio.where(_within(config, ratio), 0.0)
+            return torch.ones_like(ratio)
+        case "token_truncate" | "sequence_truncate":
+            return ratio.clamp(max=config.options.high)
+        case "token_mask" | "sequence_mask":
+            return ratio.where(~limited, 0.0)
         case "geometric_mask":
-            return _within(config, over_sequence(log_ratio, sequence, mean=True).exp()).to(log_ratio.dtype)
+            return (~limited).to(ratio.dtype)
 
 
-def _within(config: MismatchConfig, ratio: PerToken) -> Flags:
-    return (ratio >= config.options.low) & (ratio <= config.options.high)
+def mismatch_limits(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> Flags:
+    """Return True for each token whose ratio `mismatch_weights` truncates or masks."""
+    ratio = _ratio(config, log_ratio, sequence)
+    match config.correction:
+        case "none":
+            return torch.zeros_like(ratio, dtype=torch.bool)
+        case "token_truncate" | "sequence_truncate":
+            return ratio > config.options.high
+        case "token_mask" | "sequence_mask" | "geometric_mask":
+            return (ratio < config.options.low) | (ratio > config.options.high)
+
+
+def _ratio(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
+    log_ratio = log_ratio.detach()
+    if config.correction.startswith("token") or config.correction == "none":
+        return log_ratio.exp()
+    return over_sequence(log_ratio, sequence, mean=config.correction == "geometric_mask").exp()
 
 
 def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:

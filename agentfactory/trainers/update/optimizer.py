@@ -120,14 +120,14 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched: set[int] = set()
     towers = [tower_of(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
-    eyes = {id(weight) for tower in towers if tower is not None for weight in tower.parameters()}
+    tower_weights = {id(weight) for tower in towers if tower is not None for weight in tower.parameters()}
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
         rate = config.learning_rate
         if role_of(name) == Role.CRITIC:
             rate = config.critic.critic_learning_rate
-        elif id(weight) in eyes and not isinstance(config.vision, str):
+        elif id(weight) in tower_weights and not isinstance(config.vision, str):
             rate = config.vision
         decay = settings.weight_decay if weight.ndim > 1 else 0.0
         number = next((n for n, group in enumerate(settings.groups) if re.search(group.match, name)), None)

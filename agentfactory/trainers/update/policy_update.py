@@ -9,7 +9,7 @@ from agentfactory.trainers.batches.batch import Batch, MicroBatch
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner, Targets, Terms, Update
 from agentfactory.trainers.update.losses import PolicyLoss, behaviour_kl, kl, value_loss
-from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
+from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_limits, mismatch_weights
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,12 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
             advantage=streams["advantage"],
             sequence=part.sequence,
         )
-        correction = mismatch_weights(config.mismatch, gap, part.sequence)
-        terms = terms * correction
+        terms = terms * mismatch_weights(config.mismatch, gap, part.sequence)
         mixed = real & (streams["mixed"] > 0)
         sums = {
             "entropy": entropy.detach()[real].sum(),
             "clipped": clipped[real].sum(),
-            "corrected": ((correction == 0) | (correction == getattr(config.mismatch.options, "high", None)))[
-                real
-            ].sum(),
+            "corrected": mismatch_limits(config.mismatch, gap, part.sequence)[real].sum(),
             "mismatch": gap.abs().sum(),
             "mismatch_kl": mismatch_kl(gap, torch.zeros_like(gap)).sum(),
             "mixed": mixed.sum(),

@@ -104,7 +104,7 @@ class ListPage {
       range("version", "version"),
       range("step", "step"),
       range("reward", "reward"),
-      make("input", { name: "text", type: "search", placeholder: "search in everything said", "aria-label": "text",
+      make("input", { name: "text", type: "search", placeholder: "search in all messages", "aria-label": "text",
         value: this.query.text, on: { input: change } }),
       group,
     ];

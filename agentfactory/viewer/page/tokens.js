@@ -56,7 +56,7 @@ const COLOURINGS = {
   },
   advantage: {
     label: "advantage",
-    make: (rows) => signed(rows, (row) => row.advantage, "What the trainer credited the token with: training makes blue tokens more likely, orange ones less likely"),
+    make: (rows) => signed(rows, (row) => row.advantage, "The advantage that the trainer gave the token: training makes blue tokens more likely, orange ones less likely"),
   },
   difference: {
     label: "log-probability difference",
@@ -80,7 +80,7 @@ const COLOURINGS = {
       const names = [...new Set(rows.flatMap((row) => row.versions.map(({ version }) => version)))]
         .sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
       const colour = (name) => paint(hexColour(COLOURS[names.indexOf(name) % COLOURS.length]), 0.55);
-      if (!names.length) return { missing: "The rows name no versions: nothing in them was sampled." };
+      if (!names.length) return { missing: "The rows have no versions, because no token in them was sampled." };
       return {
         legend: names.map((name) => [colour(name), name]),
         about: "Underlined: the cached context may be of older weights.",
@@ -103,7 +103,7 @@ class TokenView {
       onChange(choice.value);
     } } }, ...Object.entries(COLOURINGS).map(([name, { label }]) => make("option", { value: name, selected: name === this.colouring }, label)));
     const untold = data.tokenizer ? null : make("p", { class: "note" },
-      "The run's tokenizer is not on this machine, so ids stand in place of texts.");
+      "The run's tokenizer is not on this machine, so token ids are shown instead of text.");
     const lost = data.rows_problem ? make("p", { class: "note" }, `The tokens cannot be read: ${data.rows_problem}`) : null;
     this.element = make("div", { class: "token-view" },
       make("div", { class: "bar" }, make("label", {}, "colour by ", choice), this.legend), untold, lost,

@@ -205,7 +205,7 @@ class RunPage {
         [make("dt", {}, name), make("dd", {}, value)]))),
       panel("Summary", Object.keys(summary).length ? make("pre", {}, JSON.stringify(summary, null, 2))
         : make("p", { class: "note" }, "It is written when the run has ended.")),
-      panel("Recipe", lastState.runs.length > 1 ? make("p", {}, make("a", { href: `#/recipes/${this.run}` }, "what differs from another run's")) : "",
+      panel("Recipe", lastState.runs.length > 1 ? make("p", {}, make("a", { href: `#/recipes/${this.run}` }, "differences from another run")) : "",
         make("pre", {}, recipe)),
     ].filter(Boolean);
   }

@@ -1,5 +1,6 @@
 """Sizes, tokens and positions of images, compared with transformers."""
 
+import json
 import random
 
 import httpx
@@ -12,7 +13,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.images.families import load_vision, view_of_model
+from agentfactory.rollout.images.families import load_vision, view_of_model, why_no_images
 from agentfactory.rollout.images.features import PixelMaker
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.tools.errors import SettingError
@@ -75,6 +76,16 @@ def test_how_a_model_of_the_hub_sees_is_read_from_what_was_downloaded(model, tmp
     assert stated is not None
     with pytest.raises(FileNotFoundError, match="the folder /nowhere/model does not exist yet"):
         view_of_model(ModelConfig(path="/nowhere/model"), "auto")
+
+
+def test_an_omni_model_is_not_called_a_text_model(tmp_path):
+    for config, reason in (
+        ({"model_type": "qwen2_5_omni", "thinker_config": {"vision_config": {}}}, "is of the family qwen2_5_omni"),
+        ({"model_type": "gemma3", "vision_config": {}}, "attend to each other in both directions"),
+        ({"model_type": "qwen3", "text_config": {}}, "accepts only text"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert reason in why_no_images(str(tmp_path))
 
 
 def test_limits_that_no_size_keeps_are_told():

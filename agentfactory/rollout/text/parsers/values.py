@@ -1,8 +1,10 @@
 """Argument values: strict JSON, and text converted to the types of a tool's schema."""
 
+import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ KINDS = {
 """JSON type -> its name in messages to the model."""
 MAX_DEPTH = 100
 """Maximum nesting depth of arguments."""
+MAX_LITERAL = 100_000
+"""Maximum characters of a value in Python's notation, whose parser takes 500 bytes of memory per character."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -74,6 +78,10 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
     try:
         value, end = read_json(plain)
     except ValueError:
+        # some templates write lists and objects as Python does
+        if types and not {"array", "object"}.isdisjoint(types):
+            value = _read_literal(plain, text)
+            return value if any(_is(value, kind) for kind in types) else text
         return text
     if end != len(plain):
         return text
@@ -83,6 +91,31 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
         if _is(value, kind):
             return value
     return text if types else value
+
+
+def _read_literal(plain: str, text: str) -> Any:
+    """Return the list or object that `plain` is in Python's notation, if JSON can hold it; otherwise `text`."""
+    if len(plain) > MAX_LITERAL:
+        return text
+    try:
+        with warnings.catch_warnings():
+            # Python warns of unknown escapes, such as of a regular expression
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tree = ast.parse(plain, mode="eval")
+        if not isinstance(tree.body, ast.List | ast.Dict):
+            return text
+        value = ast.literal_eval(tree)
+        check_depth(value)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict):
+                keys = [key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+                if len(set(keys)) < len(node.keys):
+                    return text
+        # sets, bytes, surrogate halves and infinities have no JSON; tuples would become lists
+        return value if json.loads(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) == value else text
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
 
 
 def write_value(value: Any) -> str:

@@ -14,7 +14,15 @@ PROBE_TOOLS = [
     ToolSpec(
         name,
         f"{name} does a thing",
-        {"type": "object", "properties": {"zeta": {"type": "string"}, "alpha": {"type": "integer"}}},
+        {
+            "type": "object",
+            "properties": {
+                # some templates fail without a description or `required`, such as Command R+'s
+                "zeta": {"type": "string", "description": "the zeta of the thing"},
+                "alpha": {"type": "integer", "description": "the alpha of the thing"},
+            },
+            "required": ["zeta"],
+        },
     )
     for name in ("probelook", "probemove")
 ]

@@ -140,8 +140,10 @@ def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
         except RenderError as error:
             reason = reason or error
             continue
-        # a template that writes Python dicts, with single quotes, expects the arguments as JSON text
-        if expected[0][0] in text.rpartition("wordask")[2] and "{'zeta'" not in text:
+        # a template that writes calls as Python dicts, with single quotes, expects the arguments as JSON text; the
+        # description of the tools, before the question, does not matter
+        turn = text.rpartition("wordask")[2]
+        if expected[0][0] in turn and "{'zeta'" not in turn:
             return text
         reason = reason or RenderError("it leaves them out")
     template.arguments_as_text = template.null_content = False
