@@ -42,25 +42,6 @@ def write_checkpoint(folder: RunFolder, recipe: Recipe, step: int) -> Path:
     return path
 
 
-def test_another_content_of_the_data_is_refused(project: Path) -> None:
-    recipe = recipe_of()
-    folder = RunFolder.create(recipe.output, recipe.to_yaml())
-    checkpoint = write_checkpoint(folder, recipe, 2)
-    # a checkpoint of an older version knows nothing of the content
-    (planned,) = resume_stages([recipe], "auto")
-    contents = content_digests(recipe)
-    assert [*contents] == ["data.path"]
-    change_info(checkpoint, lambda info: info.update(contents=contents))
-    assert resume_stages([recipe], "auto") == [planned]
-    with (project / "tasks.jsonl").open("a") as rows:
-        rows.write('{"question": "2 + 2?", "answer": "4"}\n')
-    fix = r"fix: restore the file, or begin another run with output=OTHER"
-    with pytest.raises(
-        SettingError, match=rf"--resume: data\.path: tasks\.jsonl has another content than when .*step-0.*; {fix}"
-    ):
-        resume_stages([recipe], "auto")
-
-
 @pytest.fixture
 def run(project: Path) -> RunFolder:
     """A run of `recipe.yaml` that was killed after its third checkpoint, in step 7."""
@@ -190,6 +171,22 @@ def change_saved_recipes(run: RunFolder, change: Callable[[dict[str, Any]], None
     """Change the recipe in every checkpoint."""
     for path in checkpoints(run.checkpoints):
         change_info(path, lambda info: change(info["recipe"]))
+
+
+def test_data_with_other_content_is_refused(run: RunFolder, project: Path) -> None:
+    """Checkpoints of earlier versions do not know the content."""
+    recipe = recipe_of()
+    assert resume_stages([recipe], "auto")[0].checkpoint
+    contents = content_digests(recipe)
+    assert [*contents] == ["data.path"]
+    for path in checkpoints(run.checkpoints):
+        change_info(path, lambda info: info.update(contents=contents))
+    assert resume_stages([recipe], "auto")[0].checkpoint
+    with (project / "tasks.jsonl").open("a") as file:
+        file.write('{"question": "another"}\n')
+    problem = r"--resume: data\.path: tasks\.jsonl has another content than when .*step-000006"
+    with pytest.raises(SettingError, match=f"{problem}.*; fix: restore the file, or begin another run"):
+        resume_stages([recipe], "auto")
 
 
 @pytest.mark.parametrize(

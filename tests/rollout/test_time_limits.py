@@ -30,13 +30,13 @@ class Hall(Environment):
     def reset(self, hangs: str = "", **task):
         self.hangs = hangs
         if hangs == "reset":
-            never.wait(0.9)
+            never.wait(3)
 
     @tool
     def note(self, text: str) -> str:
         """Take a note."""
         if self.hangs == "tool":
-            never.wait(0.9)
+            never.wait(3)
         return "noted"
 
     @tool
@@ -46,14 +46,14 @@ class Hall(Environment):
 
     def reward(self):
         if self.hangs == "verdict":
-            never.wait(0.9)
+            never.wait(3)
         return 1.0
 
 
 @reward
 def judged(hangs: str = ""):
     if hangs == "reward":
-        never.wait(0.9)
+        never.wait(3)
     return 1.0
 
 
@@ -61,7 +61,7 @@ def judged(hangs: str = ""):
 async def leaves():
     sys.exit(3)
 '''
-HALL = {"tools": [], "mcp_servers": {"hall": {"module": "notes.py:Hall", "timeout_seconds": 0.3}}}
+HALL = {"tools": [], "mcp_servers": {"hall": {"module": "notes.py:Hall", "timeout_seconds": 1.0}}}
 NOTE = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}\n</tool_call>'
 LEAVE = '<tool_call>\n{"name": "leave", "arguments": {}}\n</tool_call>'
 
@@ -76,14 +76,14 @@ async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
         started = time.monotonic()
         # the wait for an instance has its own limit, pool.wait_seconds=600
         with pytest.raises(
-            ToolInfrastructureError, match=rf"hall: .*Hall\.reset\(\) did not return within 0\.3 s; {fix}"
+            ToolInfrastructureError, match=rf"hall: .*Hall\.reset\(\) did not return within 1 s; {fix}"
         ):
             await chains.runner.check([{"question": "go", "hangs": "reset"}])
         assert time.monotonic() - started < 5
         assert "the reset of hall by the first row of data has not returned after 0.1 s" in caplog.text
         trajectory = await chains.run(hangs="reset")
         assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
-        assert "Hall.reset() did not return within 0.3 s" in str(trajectory.error)
+        assert "Hall.reset() did not return within 1 s" in str(trajectory.error)
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
         (
             "tool",
             Outcome.TIMEOUT,
-            "the chain took longer than rollout.timeout_seconds=0.5; a call of note had run for 0",
+            "the chain took longer than rollout.timeout_seconds=1.5; a call of note had run for ",
         ),
-        ("verdict", Outcome.REWARD_ERROR, "the environment's reward took longer than rollout.timeout_seconds=0.5"),
-        ("reward", Outcome.REWARD_ERROR, "RewardError: judged took longer than rollout.timeout_seconds=0.5"),
+        ("verdict", Outcome.REWARD_ERROR, "the environment's reward took longer than rollout.timeout_seconds=1.5"),
+        ("reward", Outcome.REWARD_ERROR, "RewardError: judged took longer than rollout.timeout_seconds=1.5"),
     ],
 )
 async def test_what_a_chain_waits_for_is_named(tmp_path: Path, hangs: str, outcome: Outcome, error: str) -> None:
     hall = {"tools": [], "mcp_servers": {"hall": {"module": "notes.py:Hall"}}}
-    rollout = {"timeout_seconds": 0.5}
+    rollout = {"timeout_seconds": 1.5}
     scripted = scripted_chains(
         tmp_path, [NOTE, "done"], source=HANGS, **hall, rewards=["notes.py:judged"], rollout=rollout
     )
