@@ -55,16 +55,18 @@ def test_a_tool_that_ends_the_process_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_signals_reach_the_command_and_it_ends_with_its_parent(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        pid.unlink(missing_ok=True)
-        process = start(tmp_path, "wait")
-        wait_for(lambda: pid.exists() and pid.read_text())
+    expected = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "interrupted by SIGTERM", signal.SIGKILL: ""}
+    running = {}
+    for number in expected:
+        (folder := tmp_path / number.name).mkdir()
+        running[number] = start(folder, "wait")
+    for number, process in running.items():
+        pid = tmp_path / number.name / "pid"
+        wait_for(lambda pid=pid: pid.exists() and pid.read_text())
         inside = int(pid.read_text())
         assert inside != process.pid
         process.send_signal(number)
         _, said = process.communicate(timeout=20)
         assert process.returncode == (130 if number != signal.SIGKILL else -9)
-        expected = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "interrupted by SIGTERM"}.get(number, "")
-        assert expected in said
+        assert expected[number] in said
         wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))
