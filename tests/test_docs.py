@@ -419,7 +419,7 @@ def test_the_messages_of_troubleshooting_are_said(
         assert pieces, line
         for piece in pieces:
             assert piece in literals(), f"nothing says {piece!r}"
-    assert len(unheard) <= 2, unheard
+    assert len(unheard) <= 3, unheard
 
 
 def dying_steps() -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """Warnings about chains' outcomes, and rewards that never work."""
 
+from pathlib import Path
+
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
