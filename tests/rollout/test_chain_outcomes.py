@@ -9,6 +9,7 @@ from agentfactory.rollout.chains.chain_runner import FirstVerdicts, RolloutStopp
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
+from tests.scripted_chains import scripted_chains
 
 
 def chain(outcome: Outcome = Outcome.COMPLETED, error: str | None = None) -> Trajectory:
