@@ -23,8 +23,9 @@ def train_once(shared: Path) -> Path:
     output = shared / "quickstart"
     with FileLock(shared / "quickstart.lock"):
         if not (output / "summary.json").exists():
+            # a process whose tests ended may have stopped its training
             command = [sys.executable, "-m", "agentfactory", "train", str(RECIPE), *OVERRIDES, f"output={output}"]
-            subprocess.run(command, check=True)
+            subprocess.run([*command, "--overwrite"], check=True)
     return output
 
 
