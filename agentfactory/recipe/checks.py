@@ -21,7 +21,13 @@ from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.model_hub import use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.parsers import AUTO, load_parser
-from agentfactory.tools.environments.environment import Environment, check_machine_for, gives_anchors, reset_schema
+from agentfactory.tools.environments.environment import (
+    Environment,
+    check_data_rows,
+    check_machine_for,
+    gives_anchors,
+    reset_schema,
+)
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
@@ -271,13 +277,16 @@ def _check_images(tasks: list[Task], section: str) -> None:
 
 
 def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
+    """Check that environments accept the rows."""
     modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
     modules |= {
         f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
     }
     for name, reference in modules.items():
         found = _load(reference, name, prebuilt())
-        needed = reset_schema(found)["required"] if _is_environment(found) else []
+        if not _is_environment(found):
+            continue
+        needed = reset_schema(found)["required"]
         for number, row in enumerate(tasks, 1):
             missing = [field for field in needed if field not in row]
             if not missing:
@@ -287,6 +296,7 @@ def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
                 f"({', '.join(row)})"
             )
             raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
+        check_data_rows(found, tasks, section, has_rewards=bool(recipe.rewards) or _may_report_reward(recipe))
 
 
 def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
@@ -412,12 +422,15 @@ def _modules(recipe: Recipe) -> list[Any]:
     return [load_object(name, Path.cwd(), prebuilt()) for name in names]
 
 
+def _may_report_reward(recipe: Recipe) -> bool:
+    """Return whether chains are played by external programs, which may report the reward."""
+    return recipe.rollout.agent is not None and recipe.rollout.agent.outside is not None
+
+
 def _gives_reward(recipe: Recipe) -> bool:
-    agent = recipe.rollout.agent
     return (
         bool(recipe.rewards)
-        # external programs may report it
-        or (agent is not None and agent.outside is not None)
+        or _may_report_reward(recipe)
         or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
         or any(map(_judges, _modules(recipe)))
     )

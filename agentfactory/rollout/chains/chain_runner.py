@@ -226,7 +226,8 @@ class Runner(ABC):
         Raise SettingError or ToolInfrastructureError.
         """
         self.rewards.check_rows(tasks, section)
-        self.toolset.check_rows(tasks, section)
+        reports = (agent := self.setup.config.agent) is not None and agent.outside is not None
+        self.toolset.check_rows(tasks, section, has_rewards=reports or not self.rewards.is_empty)
         await self.task_images.check(tasks, section, self.rewards.takes)
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
         first = self.for_tools(await self.take(tasks[0], section, 1))

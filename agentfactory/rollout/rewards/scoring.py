@@ -82,6 +82,11 @@ class Rewards:
         return cls(rewards, base)
 
     @property
+    def is_empty(self) -> bool:
+        """True if chains have only the reward of an environment, or one that their program reports."""
+        return not self._entries
+
+    @property
     def has_group_rewards(self) -> bool:
         """True if a reward scores the chains of a group together."""
         return any(entry.group for entry in self._entries)

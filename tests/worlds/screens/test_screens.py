@@ -457,6 +457,32 @@ async def test_bad_rows_are_refused(screen: Screen) -> None:
     assert len(screens_tasks(seeds=2)) == 2 * len(PAGE_NAMES)
 
 
+def test_rows_that_cannot_earn_anything_are_refused_with_the_recipe(project: Path) -> None:
+    alone = ["tools=[]", "eval.data=null", "eval.every=0"]
+
+    def load(row: dict[str, Any], *overrides: str, module: str = "screen") -> None:
+        Path("tasks.jsonl").write_text('{"question": "?", "page": "form", "answer": ""}\n' + json.dumps(row) + "\n")
+        load_recipe("recipe.yaml", [*alone, f"mcp_servers={{screen: {{module: {module}}}}}", *overrides])
+
+    address = {"question": "?", "url": "http://localhost:1/", "answer": ""}
+    for row in (address, {**address, "check": None}, {**address, "check": ""}):
+        for module in ("screen", "marked_screen"):
+            with pytest.raises(SettingError, match=r"data: row 2: url without `check`.* earn 0.*\"check\": .*rewards"):
+                load(row, "rewards=[]", module=module)
+    with pytest.raises(SettingError, match=r"data: row 2: page: got 'fom'; there are checkboxes"):
+        load({"question": "?", "page": "fom"}, "rewards=[]")
+    load({**address, "check": "0"}, "rewards=[]")
+    load(address)  # the recipe's own reward judges
+    Path("my_screen.py").write_text(
+        "from agentfactory.worlds.screens.screen import Screen\n"
+        "class Shop(Screen):\n"
+        "    async def reset(self, order, **task):\n"
+        "        return await super().reset(url=order, check='1')\n"
+    )
+    Path("tasks.jsonl").write_text('{"question": "?", "order": "http://localhost:1/"}\n')
+    load_recipe("recipe.yaml", [*alone, "tools=['my_screen.py:Shop']", "rewards=[]"])
+
+
 @pytest.mark.parametrize("allowed", ["localhost:8000", ["localhost:8000/page"], ["a,b"], ["<local>"]])
 def test_what_is_no_origin_is_not_allowed(allowed: Any) -> None:
     with pytest.raises(SettingError, match=r"allowed(\.0)?: got '.*'; fix: list origins, such as \[https://"):
