@@ -334,7 +334,7 @@ async def test_the_time_limit_begins_when_the_workspace_is_there(
 
     monkeypatch.setattr(workspaces, "_copy", slowly)
     trajectory = await play(tmp_path, "print('quick')", [], rollout={"timeout_seconds": 4.0})
-    assert (trajectory.outcome, trajectory.result) == (Outcome.COMPLETED, "quick")
+    assert (trajectory.outcome, trajectory.result) == (Outcome.AGENT_ERROR, "quick")  # without a turn, but in time
 
 
 async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) -> None:

@@ -135,6 +135,15 @@ class ProgramAgent(ClientAgent):
                 await in_folder_thread(give_to_sandbox, folder)
             yield folder
 
+    @asynccontextmanager
+    async def first_folder(self, task: Task) -> AsyncIterator[Path]:
+        """Create a folder with which a chain on `task` begins, for a try of the rewards; remove it on exit."""
+        program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), self._template)
+        async with program.running(lambda: None) as made:
+            folder = Path(made.args[0])
+            await in_folder_thread(self._add_files, task, folder)
+            yield folder
+
     async def run(self, visit: Visit) -> str | None:
         """See ClientAgent. Return the program's stdout, or None if it is empty."""
         assert visit.workspace is not None

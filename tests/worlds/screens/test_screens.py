@@ -20,9 +20,11 @@ import pytest
 from playwright.async_api import Error
 
 from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.number_marks import MOST_MARKS
 from agentfactory.worlds.screens.screen import MarkedScreen, Screen
@@ -481,6 +483,15 @@ def test_rows_that_cannot_earn_anything_are_refused_with_the_recipe(project: Pat
     )
     Path("tasks.jsonl").write_text('{"question": "?", "order": "http://localhost:1/"}\n')
     load_recipe("recipe.yaml", [*alone, "tools=['my_screen.py:Shop']", "rewards=[]"])
+
+
+async def test_rows_of_the_hub_are_refused_before_the_first_chain(tmp_path: Path) -> None:
+    recipe = ToolsRecipe(mcp_servers={"screen": McpServerConfig(module="screen")})
+    rows = [{"page": "form"}, {"url": "http://localhost:1/"}]
+    async with open_toolset(recipe, tmp_path) as toolset:
+        with pytest.raises(SettingError, match="data: row 2: url without `check`"):
+            toolset.check_rows(rows, "data", has_rewards=False)
+        toolset.check_rows(rows, "data", has_rewards=True)
 
 
 @pytest.mark.parametrize("allowed", ["localhost:8000", ["localhost:8000/page"], ["a,b"], ["<local>"]])
