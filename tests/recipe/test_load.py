@@ -75,7 +75,10 @@ def test_a_parents_name_is_not_inherited(project: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tools: [a\nmodel: m\n", "line 2, column 6: while parsing a flow sequence (line 1, column 8): expected ',' or"),
+        (
+            "tools: [a\nmodel: m\n",
+            "line 2, column 6: while parsing a flow sequence (line 1, column 8): expected ',' or",
+        ),
         ("model: m\nmodel: n\n", "line 2, column 1: key 'model' is given twice"),
         ("model: m\nname: 2024-13-45\n", "line 2, column 7: '2024-13-45' is no timestamp: month must be in 1..12"),
         ("model: m\nname: {{ x }}\n", "line 2, column 8: a key is a list or a mapping; put quotes around"),

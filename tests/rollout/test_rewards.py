@@ -522,7 +522,8 @@ async def test_rewards_are_tried_in_the_folder_of_a_chain(
     tasks = [{"question": "q", "files": {"a/shelf": "shelf"}}]
     assert await try_rewards(recipe, tmp_path, tasks, None) == []
     seen = Path(Path("seen").read_text())
-    assert seen.is_absolute() and not seen.exists()
+    assert seen.is_absolute()
+    assert not seen.exists()
     assert not Path("kept").exists()
     (fault,) = await try_rewards(recipe, tmp_path, [{"question": "q"}], None)
     assert "rewards.0, on a dummy answer to task 1: looks raised FileNotFoundError" in fault

@@ -115,8 +115,8 @@ class BaseScreen(Environment):
         if row.get("url") is None or row.get("check") or has_rewards or cls.reward is not BaseScreen.reward:
             return
         raise ValueError(
-            "url without `check`, so its chains always earn 0; write JavaScript for the score from 0 to 1 into the row, "
-            "such as \"check\": \"document.querySelector('#done') ? 1 : 0\", or name a reward in the recipe's `rewards:`"
+            "url without `check`, so its chains always earn 0; give the row JavaScript for a score from 0 to 1: "
+            '{"check": "document.querySelector(\'#done\') ? 1 : 0"}, or name a reward in the recipe\'s `rewards:`'
         )
 
     async def reset(
