@@ -28,7 +28,7 @@ from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.model_hub import use_hub_if_it_answers
-from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.rewards.trial import try_rewards
 from agentfactory.tools.calls.limits import check_limits
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environments.environment import Environment
@@ -377,8 +377,7 @@ async def _try_rewards(
     """Call the rewards on a sample answer to the first tasks. Return the lines to print, and the faults."""
     if not recipe.rewards or not (tasks := await find_tasks()):
         return [], []
-    async with Rewards.load(recipe.rewards, Path.cwd()) as rewards:
-        faults = await rewards.try_on(tasks, verdict)
+    faults = await try_rewards(recipe, Path.cwd(), tasks, verdict)
     names = ", ".join(reward.name or reward.reward.rpartition(":")[2] for reward in recipe.rewards)
     end = f"{len(faults)} failed" if faults else "each is a number"
     return [f"rewards: {names}: called on a sample answer to {len(tasks)} tasks; {end}"], faults

@@ -88,7 +88,8 @@ def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
     used = "not known" if view is None else str(view.coordinates)
     if found[best] < CLEAR:
         text = f"the model uses no known image coordinates (mean IoU: {table}); rollout.coordinates is {used}"
-        yield warning(subject, text, "see its model card; it may not have learned to give coordinates")
+        fix = "set rollout.coordinates as its model card says, or take a model that was trained to give coordinates"
+        yield warning(subject, text, fix)
     elif view is None or found[view.coordinates] < found[best] - CLOSE:
         text = f"the model uses {best} coordinates (mean IoU: {table}), but rollout.coordinates is {used}"
         yield problem(subject, text, f"rollout.coordinates={best}")

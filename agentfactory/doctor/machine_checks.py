@@ -153,7 +153,10 @@ def check_sandbox(used: bool) -> Iterator[Finding]:
     if shown == "42":
         yield ok("sandbox", "bubblewrap runs code")
     else:
-        yield problem("sandbox", f"6 * 7 is {shown!r} there", "see the requirements in docs/sandbox.md")
+        fix = (
+            "update bubblewrap (0.8 or newer) and the system's python3, or set `sandbox: none` for code that you trust"
+        )
+        yield problem("sandbox", f"6 * 7 is {shown!r} there", fix)
 
 
 async def _try_sandbox() -> str:

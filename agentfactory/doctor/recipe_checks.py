@@ -24,7 +24,7 @@ from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.rollout.inference.server_command import address_fault
-from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.rewards.trial import try_rewards
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.tools.prebuilt.registry import prebuilt
@@ -105,8 +105,7 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
             shown = [with_files(task, images) for task in tasks]
         except ValueError as error:
             return [f"data: {error}"]
-        async with Rewards.load(recipe.rewards, Path.cwd()) as rewards:
-            return await rewards.try_on(shown, EnvironmentReward(0.0))
+        return await try_rewards(recipe, Path.cwd(), shown, EnvironmentReward(0.0))
 
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
         faults = asyncio.run(try_them(Path(images)))

@@ -61,7 +61,11 @@ def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | Non
     places.append(f"run folder {display(folder)}")
     lines = [f"{name}: " + "; ".join([*([", ".join(results)] if results else []), *places])]
     if (metric := _not_risen(summary)) is not None:
-        lines.append(f"{metric} has not risen: causes are in docs/troubleshooting.md, 'The run does not learn'")
+        lines.append(
+            f"{metric} has not risen: if groups/equal_rewards is near 1, use easier tasks, a denser reward or a cold "
+            "start; if chains fail or are cut (outcome/...), read their errors; more causes: docs/troubleshooting.md, "
+            "'The run does not learn'"
+        )
     return [*lines, f"look at it: agentfactory view {display(folder)}"]
 
 

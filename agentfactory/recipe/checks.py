@@ -13,7 +13,7 @@ from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.chains.context import check_context
-from agentfactory.rollout.chains.opening import check_lengths
+from agentfactory.rollout.chains.opening import check_lengths, check_texts
 from agentfactory.rollout.config import DataConfig, Inflight
 from agentfactory.rollout.data import Task, check_source, load_tasks
 from agentfactory.rollout.images.parts import images_of_row
@@ -21,7 +21,13 @@ from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.model_hub import use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.parsers import AUTO, load_parser
-from agentfactory.tools.environments.environment import Environment, check_machine_for, gives_anchors, reset_schema
+from agentfactory.tools.environments.environment import (
+    Environment,
+    check_data_rows,
+    check_machine_for,
+    gives_anchors,
+    reset_schema,
+)
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
@@ -182,6 +188,8 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         return
     if recipe.rollout.agent is None:
         check_lengths(tasks, recipe.rollout, section)
+        if not recipe.rollout.system_prompt and not _may_open_chains(recipe):
+            check_texts(tasks, section)
     Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
     _check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
@@ -271,13 +279,16 @@ def _check_images(tasks: list[Task], section: str) -> None:
 
 
 def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
+    """Check that environments accept the rows."""
     modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
     modules |= {
         f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
     }
     for name, reference in modules.items():
         found = _load(reference, name, prebuilt())
-        needed = reset_schema(found)["required"] if _is_environment(found) else []
+        if not _is_environment(found):
+            continue
+        needed = reset_schema(found)["required"]
         for number, row in enumerate(tasks, 1):
             missing = [field for field in needed if field not in row]
             if not missing:
@@ -287,6 +298,7 @@ def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
                 f"({', '.join(row)})"
             )
             raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
+        check_data_rows(found, tasks, section, has_rewards=bool(recipe.rewards) or _may_report_reward(recipe))
 
 
 def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
@@ -299,15 +311,27 @@ def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
                 f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"
             )
         _check_program(f"mcp_servers.{key}.command", server.command or "python", server.cwd or "", lack)
-    if (agent := recipe.rollout.agent) is not None and agent.command and "${" not in agent.command[0]:
-        _check_program("rollout.agent.command.0", agent.command[0], agent.options.workspace or "", lack)
+    if (agent := recipe.rollout.agent) is not None and agent.command:
+        program = agent.command[0]
+        # a relative path is in the chain's folder, and ProgramAgent checks it
+        if "${" not in program and ("/" not in program or os.path.isabs(program)):
+            _check_program("rollout.agent.command.0", program, agent.options.workspace or "", lack)
 
 
 def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
     """Check that a program exists: in `folder` if it has a slash, else on PATH; `python` is the running one."""
     command = sys.executable if command == "python" else command
-    if not shutil.which(os.path.join(folder, command) if "/" in command else command):
+    path = os.path.join(folder, command)
+    if shutil.which(path if "/" in command else command):
+        return
+    if not os.path.isfile(path):
         lack(field, f"no program {command!r}", "install it, or give its full path")
+    elif "/" in command:
+        raise SettingError(field, f"{command} is not executable", f"chmod +x {path}")
+    else:
+        problem = f"no program {command!r} is on PATH, but {folder or 'the current folder'} has such a file"
+        executable = "" if os.access(path, os.X_OK) else f", after chmod +x {path}"
+        raise SettingError(field, problem, f"give its full path, {os.path.abspath(path)}{executable}")
 
 
 def _check_servers(recipe: Recipe, prepared: Path | None) -> None:
@@ -412,12 +436,21 @@ def _modules(recipe: Recipe) -> list[Any]:
     return [load_object(name, Path.cwd(), prebuilt()) for name in names]
 
 
+def _may_report_reward(recipe: Recipe) -> bool:
+    """Return whether chains are played by external programs, which may report the reward."""
+    return recipe.rollout.agent is not None and recipe.rollout.agent.outside is not None
+
+
+def _may_open_chains(recipe: Recipe) -> bool:
+    """Return whether an environment may give a chain's first text; external servers may be environments."""
+    is_external = any(server.module is None for server in recipe.mcp_servers.values())
+    return is_external or any(map(_is_environment, _modules(recipe)))
+
+
 def _gives_reward(recipe: Recipe) -> bool:
-    agent = recipe.rollout.agent
     return (
         bool(recipe.rewards)
-        # external programs may report it
-        or (agent is not None and agent.outside is not None)
+        or _may_report_reward(recipe)
         or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
         or any(map(_judges, _modules(recipe)))
     )
@@ -511,11 +544,10 @@ def _check_vllm(recipe: Recipe, lack: Lack) -> None:
             "use 127.0.0.1, or set server.api_key_env",
         )
     if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
-        raise SettingError(
-            "server.options.python",
-            f"{display(Path(python))}: no such program",
-            "name a Python, such as .venv-vllm/bin/python",
-        )
+        problem, fix = "no such program", "name a Python, such as .venv-vllm/bin/python"
+        if os.path.isfile(python):
+            problem, fix = "not executable", f"{fix}, or chmod +x {display(Path(python))}"
+        raise SettingError("server.options.python", f"{display(Path(python))}: {problem}", fix)
     missing = missing_from(python)
     if missing == "vllm":
         lack(

@@ -79,13 +79,6 @@ def display(path: Path) -> str:
         return str(path)
 
 
-def _parse(text: str, source: str, name: str) -> Any:
-    try:
-        return parse_yaml(text)
-    except ValueError as error:
-        raise SettingError(name, f"not YAML: {error}", "correct it", source=source) from None
-
-
 def recipe_file(name: str | Path, base: Path) -> Path:
     """Return the file `name`, relative to `base`; if it does not exist, one of the recipes that come with AgentFactory,
     such as recipes/quickstart/quickstart.yaml."""
@@ -109,7 +102,10 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     if path.suffix == ".py":
         fix = f"name a recipe, which is YAML, such as one with `tools: [{path.name}:NAME]`"
         raise SettingError(name, f"{display(path)} is a Python file", fix, source=source)
-    data = _parse(text, display(path), "")
+    try:
+        data = parse_yaml(text)
+    except ValueError as error:
+        raise SettingError("", f"not YAML: {error}", "correct it", source=display(path)) from None
     if not isinstance(data, dict):
         raise SettingError(
             "",
@@ -152,7 +148,11 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
             raise SettingError("", f"got {text!r}", "write key=value, such as train.steps=100", source=COMMAND_LINE)
         if name.split(".")[0] in ("extends", "stages"):
             raise SettingError(name, "cannot be overridden", "write it in a recipe file", source=COMMAND_LINE)
-        parsed.append((name, _parse(value, COMMAND_LINE, name)))
+        try:
+            parsed.append((name, parse_yaml(value)))
+        except ValueError as error:
+            fix = f"correct it; a text needs quotes inside quotes: '{name}=\"TEXT\"'"
+            raise SettingError(name, f"{short(value)} is not YAML: {error}", fix, source=COMMAND_LINE) from None
     return parsed
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import yaml
 
+from agentfactory.tools.errors import short
+
 RECIPE_BYTES = 1 << 20
 """Maximum size of a recipe file."""
 _DEPTH = 64
@@ -48,6 +50,16 @@ class _Bounded(yaml.SafeLoader):
         if len(node.value) > _NUMBER_LENGTH:
             raise YamlBoundsError(f"a number of {len(node.value):,} characters, line {node.start_mark.line + 1}")
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node. Raises ConstructorError with its position if the text does not fit its tag."""
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, YamlBoundsError):
+            raise
+        except Exception as error:  # boundary: pyyaml raises anything for a text that does not fit its tag
+            problem = f"{_value_of(node)} is no {node.tag.rpartition(':')[2]}: {error}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Return an integer. Raises YamlBoundsError if it is too long."""
         self._bounded(node)
@@ -62,6 +74,9 @@ class _Bounded(yaml.SafeLoader):
 def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
     seen = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            problem = "a key is a list or a mapping; put quotes around a text that begins with [ or {"
+            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
         if key.value in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
         seen.add(key.value)
@@ -93,12 +108,36 @@ def parse_saved(text: str) -> Any:
     return _parse(text, _Bounded)
 
 
-def _parse(text: str, loader: type[_Bounded]) -> Any:
+def _parse(text: str, kind: type[_Bounded]) -> Any:
     try:
-        return yaml.load(text, loader)  # a SafeLoader
+        loader = kind(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"line {line}: character U+{error.character:04X} is not allowed") from None
+    try:
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(_described(error)) from None
     except YamlBoundsError:
         raise
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    except Exception as error:  # boundary: pyyaml raises anything for a text that does not fit its tag
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+    except Exception as error:  # boundary: pyyaml's scanner raises anything for an escape or version out of range
+        raise ValueError(f"{_position(loader.get_mark())}: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _described(error: yaml.MarkedYAMLError) -> str:
+    """Describe an error by its line and column, without the name of the stream, which pyyaml does not know."""
+    problem = " ".join((error.problem or error.context or "").split())
+    if error.problem and error.context and error.context_mark:
+        problem = f"{error.context} ({_position(error.context_mark)}): {problem}"
+    mark = error.problem_mark or error.context_mark
+    return f"{_position(mark)}: {problem}" if mark else problem
+
+
+def _position(mark: yaml.Mark) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _value_of(node: yaml.Node) -> str:
+    return short(node.value) if isinstance(node, yaml.ScalarNode) else "the value"

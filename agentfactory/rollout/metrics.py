@@ -15,7 +15,7 @@ class Metric:
 CHAIN_METRICS = [
     Metric("success", "", "1 if the task was solved, according to the reward or the environment, otherwise 0"),
     Metric("reward/<reward>", "", "value of one reward of the recipe, before its weight is applied"),
-    Metric("tool_calls", "calls", "calls by the chain, including refused ones"),
+    Metric("tool_calls", "calls", "calls by the chain, including refused ones and those of an agent's own tools"),
     Metric("tool/<tool>/calls", "calls", "calls of this tool"),
     Metric("tool/<tool>/errors", "calls", "calls of this tool that returned an error"),
     Metric("tool/<tool>/seconds", "s", "total time of the calls of this tool"),

@@ -44,6 +44,15 @@ _VARIABLE = re.compile(r"\$\{\w+\}")
 _HIDDEN = "(not shown)"
 
 
+_FIXES = {
+    "wandb": "set WANDB_API_KEY (or run `wandb login`), or WANDB_MODE=offline",
+    "tensorboard": "make the folder `tensorboard` in the run folder writable",
+    "trackio": "set TRACKIO_DIR to a writable folder, or correct TRACKIO_SPACE_ID or TRACKIO_SERVER_URL",
+    "mlflow": "set MLFLOW_TRACKING_URI to a server that answers, such as http://127.0.0.1:5000, or to sqlite:///FILE.db",
+}
+"""What a tracker needs to start."""
+
+
 class TrackingError(Exception):
     """A tracker does not start; the message says which one, why, and how to fix it."""
 
@@ -85,8 +94,8 @@ class Tracking:
                 except Exception as error:
                     self._end(failed=True)
                     raise TrackingError(
-                        f"track.trackers: {tracker} does not start: {error}; fix: see docs/tracking.md for what it "
-                        f"needs, or leave it out: metrics.jsonl has the same numbers"
+                        f"track.trackers: {tracker} does not start: {error}; fix: {_FIXES[tracker]}, or leave it out: "
+                        f"metrics.jsonl has the same numbers"
                     ) from error
             # immediately: if the next tracker does not start, a later attempt can continue this one's run
             (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")

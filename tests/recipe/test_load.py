@@ -72,6 +72,39 @@ def test_a_parents_name_is_not_inherited(project: Path) -> None:
     assert single("child.yaml").name == "child"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "tools: [a\nmodel: m\n",
+            "line 2, column 6: while parsing a flow sequence (line 1, column 8): expected ',' or",
+        ),
+        ("model: m\nmodel: n\n", "line 2, column 1: key 'model' is given twice"),
+        ("model: m\nname: 2024-13-45\n", "line 2, column 7: '2024-13-45' is no timestamp: month must be in 1..12"),
+        ("model: m\nname: {{ x }}\n", "line 2, column 8: a key is a list or a mapping; put quotes around"),
+        ("model: m\nname: !!python/name:os {}\n", "line 2, column 7: could not determine a constructor"),
+        ("model: m\nname: \x07\n", "line 2: character U+0007 is not allowed"),
+        ('model: m\nname: "\\U00110000"\n', "line 2, column 10: chr() arg not in range"),
+        ("model: m\n---\nmodel: n\n", "line 2, column 1: expected a single document in the stream (line 1, column 1)"),
+    ],
+)
+def test_what_is_no_yaml_is_named_by_file_and_line(project: Path, text: str, message: str) -> None:
+    write(project / "broken.yaml", text)
+    write(project / "child.yaml", "extends: broken.yaml\n")
+    for file in ("broken.yaml", "child.yaml"):
+        with pytest.raises(SettingError) as caught:
+            load_recipe(file, [])
+        assert str(caught.value).startswith(f"broken.yaml: not YAML: {message}")
+        assert "<unicode string>" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["[a", "'a", "%a", "{a: 1, a: 2}", "2024-13-45", "\x07"])
+def test_an_override_that_is_no_yaml_is_named(project: Path, value: str) -> None:
+    with pytest.raises(SettingError, match=r"^command line: name: .* is not YAML: line 1.*'name=\"TEXT\"'$") as caught:
+        load_recipe("recipe.yaml", [f"name={value}"])
+    assert "<unicode string>" not in str(caught.value)
+
+
 def test_circular_extends_is_refused(project: Path) -> None:
     write(project / "a.yaml", "extends: b.yaml\n")
     write(project / "b.yaml", "extends: a.yaml\n")

@@ -135,7 +135,8 @@ async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
     trajectory = await play(tmp_path, DAEMON, [], way, mark, kind=kind, program=keep, rollout={"timeout_seconds": 5.0})
     pid = int((tmp_path / "kept" / "c0" / "pid").read_text())
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
-    expected = {"end": Outcome.COMPLETED, "fail": Outcome.AGENT_ERROR, "wait": Outcome.TIMEOUT}
+    # it requests no turn
+    expected = {"end": Outcome.AGENT_ERROR, "fail": Outcome.AGENT_ERROR, "wait": Outcome.TIMEOUT}
     assert trajectory.outcome is expected[way]
     if way == "fail":
         assert (trajectory.error or "").endswith(" ended with exit status 3: RuntimeError: no plan")
@@ -334,7 +335,7 @@ async def test_the_time_limit_begins_when_the_workspace_is_there(
 
     monkeypatch.setattr(workspaces, "_copy", slowly)
     trajectory = await play(tmp_path, "print('quick')", [], rollout={"timeout_seconds": 4.0})
-    assert (trajectory.outcome, trajectory.result) == (Outcome.COMPLETED, "quick")
+    assert (trajectory.outcome, trajectory.result) == (Outcome.AGENT_ERROR, "quick")  # without a turn, but in time
 
 
 async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) -> None:
@@ -408,15 +409,147 @@ async def test_a_rows_files_are_in_the_folder_of_its_chain(tmp_path: Path, kind:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (["a.csv"], r"data, row 2: files: the row names \['a.csv'\]; set the option `files` to their folder"),
+        (["a.csv"], r"data, row 2: files: the row names \['a.csv'\]; fix: set the option `files` to their folder"),
         ({"../a": "b"}, r"data, row 2: files: '\.\./a' does not name a file of the workspace"),
-        ("a.csv", r"data, row 2: files: got 'a.csv'; it must be a mapping of name to text, or a list of names"),
+        ("a.csv", r"data, row 2: files: got 'a.csv'; fix: give a mapping of name to text, or a list of names"),
     ],
 )
 async def test_files_that_cannot_be_given_are_refused_before_a_run(tmp_path: Path, files: Any, words: str) -> None:
     async with program_chains(tmp_path, READS, "none") as chains:
         with pytest.raises(SettingError, match=words):
             await chains.runner.check([{"question": "go"}, {"question": "go", "files": files}])
+
+
+async def test_a_row_without_files_among_others_is_refused(tmp_path: Path) -> None:
+    rows = [{"question": "go", "files": {}}, {"question": "go", "files": None}, {"question": "go"}]
+    async with program_chains(tmp_path, READS, "none") as chains:
+        await chains.runner.check(rows[:2])
+        await chains.runner.check(rows[2:])
+        with pytest.raises(
+            SettingError, match='data, row 3: files: missing, but row 1 has them; fix: write "files": {}'
+        ):
+            await chains.runner.check(rows)
+
+
+async def test_an_empty_question_is_refused_if_the_program_gets_it(tmp_path: Path) -> None:
+    rows = [{"question": "go"}, {"question": " "}]
+    agent = ProgramAgent(AgentConfig(command=["sh", "-c", "true", "${task.question}"]), tmp_path)
+    with pytest.raises(
+        SettingError, match=r"data, row 2: question: empty, but rollout\.agent\.command\.3 passes it .* fix:"
+    ):
+        agent.check_rows(rows, "data")
+    ProgramAgent(AgentConfig(command=["sh", "-c", "true"]), tmp_path).check_rows(rows, "data")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "agent.py"],
+        ["bash", "-e", "lib/agent.sh", "x"],
+        ["env", "node", "${chain}/agent.js"],
+        ["uv", "run", "a.py"],
+    ],
+)
+def test_a_script_must_be_in_the_folder_of_its_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    number = next(number for number, part in enumerate(command) if "." in part)
+    script = Path(command[number].removeprefix("${chain}/"))
+    (tmp_path / script).parent.mkdir(exist_ok=True)
+    (tmp_path / script).touch()  # the current folder does not count
+    rows: list[dict[str, Any]] = [
+        {"question": "go", "files": {str(script): "", "b": ""}},
+        {"question": "go", "files": {}},
+    ]
+    problem = rf"rollout\.agent\.command\.{number}: .*{script}: no such file in the chain's folder"
+    fix = rf"; fix: write \${{here}}/{script} for a file beside the recipe, or put it into"
+    agent = ProgramAgent(AgentConfig(command=command, options={"sandbox": "none"}), tmp_path)
+    with pytest.raises(SettingError, match=f"{problem}, which begins empty{fix}"):
+        agent.check_rows([{"question": "go"}], "data")
+    with pytest.raises(SettingError, match=f"{problem} for row 2 of data, which begins empty{fix}"):
+        agent.check_rows(rows, "data")
+    agent.check_rows(rows[:1], "data")
+    for folder, found in (("empty", False), (".", True)):
+        Path(folder).mkdir(exist_ok=True)
+        agent = ProgramAgent(
+            AgentConfig(command=command, options={"sandbox": "none", "workspace": str(tmp_path / folder)}), tmp_path
+        )
+        if found:
+            agent.check_rows(rows, "data")
+            continue
+        with pytest.raises(SettingError, match=f"{problem}, which begins as a copy of {tmp_path}/empty{fix}"):
+            agent.check_rows([{"question": "go"}], "data")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "-m", "agent", "a.py"],
+        ["sh", "-c", "touch a.py", "a.py"],
+        ["my-agent", "--edit", "a.py"],
+        ["node", "-e", "1", "a.js"],
+        ["python", "${task.script}.py"],
+    ],
+)
+def test_other_relative_paths_may_be_outputs(tmp_path: Path, command: list[str]) -> None:
+    agent = ProgramAgent(AgentConfig(command=command, options={"sandbox": "none"}), tmp_path)
+    agent.check_rows([{"question": "go", "script": "a"}], "data")
+
+
+def test_a_program_of_the_chains_folder_must_be_there_and_executable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "desk"):
+        folder.mkdir(exist_ok=True)
+        (folder / "agent.sh").write_text("#!/bin/sh\n")
+    for program in ("./agent.sh", "${chain}/agent.sh"):
+        with pytest.raises(
+            SettingError, match=r"command\.0: .*agent.sh: no such file in the chain's folder, .* empty; fix"
+        ):
+            ProgramAgent(AgentConfig(command=[program]), tmp_path)
+    config = AgentConfig(command=["./agent.sh"], options={"workspace": str(tmp_path / "desk")})
+    with pytest.raises(
+        SettingError, match=r"command\.0: \./agent\.sh is not executable; fix: chmod \+x .*desk/agent\.sh$"
+    ):
+        ProgramAgent(config, tmp_path)
+    (tmp_path / "desk" / "agent.sh").chmod(0o755)
+    ProgramAgent(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("print('I am done')", "requesting a turn of the model; its output ends with: I am done; fix: let its client"),
+        (
+            "OpenAI(base_url='http://127.0.0.1:9', max_retries=0).models.list()",
+            "Connection error.*; it has not requested",
+        ),
+        ("OpenAI(api_key='mine', max_retries=0).models.list()", "401.*; it has not requested a turn"),
+    ],
+)
+async def test_an_agent_without_a_turn_gets_the_address_as_the_fix(tmp_path: Path, code: str, words: str) -> None:
+    trajectory = await play(tmp_path, f"from openai import OpenAI\n{code}\n", [], kind="none")
+    assert trajectory.outcome is Outcome.AGENT_ERROR
+    assert re.search(words, trajectory.error or ""), trajectory.error
+    assert "fix: let its client take its address and key from the variables OPENAI_BASE_URL and" in trajectory.error
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise KeyError('a')", "KeyError: 'a'$"),
+        (
+            "try: OpenAI(max_retries=0).chat.completions.create(model='m', messages=[])\nexcept Exception: print('oh')",
+            "without a turn; its last request was refused: messages: .*; its output ends with: oh$",
+        ),
+    ],
+)
+async def test_other_failures_do_not_blame_the_address(tmp_path: Path, code: str, words: str) -> None:
+    trajectory = await play(tmp_path, f"from openai import OpenAI\n{code}\n", [], kind="none")
+    assert trajectory.outcome is Outcome.AGENT_ERROR
+    assert re.search(words, trajectory.error or ""), trajectory.error
 
 
 def test_a_folder_of_files_must_exist(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentfactory.rollout.config import RewardConfig
+from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
+from agentfactory.rollout.rewards.trial import try_rewards
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
@@ -485,12 +486,53 @@ async def test_rewards_are_tried_on_a_made_answer(tmp_path: Path, name: str, fau
     (tmp_path / "made.py").write_text(MADE)
     rewards = Rewards([f"made.py:{name}"], tmp_path)
     tasks = [{"question": "q", "answer": "a"}, {"messages": [{"role": "user", "content": "q"}], "answer": "b"}]
-    faults = await rewards.try_on(tasks, None)
+    faults = [fault for number, task in enumerate(tasks, 1) for fault in await rewards.try_on(number, task, None)]
     if fault is None:
         assert faults == []
         return
     assert len(faults) == 2
     assert re.fullmatch(f"rewards.0, on a dummy answer to task 2: {fault}", faults[1])
+
+
+LOOKS = """
+from agentfactory import reward
+from pathlib import Path
+
+@reward
+def looks(workspace, trajectory):
+    Path("seen").write_text(str(workspace))
+    (workspace / "report").write_text("made")
+    return float((workspace / "desk").read_text() + (workspace / "a/shelf").read_text() == "deskshelf")
+@reward
+def solved(workspace): return float((workspace / "solution.py").exists())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
+async def test_rewards_are_tried_in_the_folder_of_a_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sandbox: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("looks.py").write_text(LOOKS)
+    Path("template").mkdir()
+    Path("template/desk").write_text("desk")
+    agent = {"command": ["sh"], "options": {"workspace": "template", "keep_workspaces": "kept", "sandbox": sandbox}}
+    recipe = RolloutRecipe(model={"path": "m"}, rewards=["looks.py:looks", "looks.py:solved"], rollout={"agent": agent})
+    tasks = [{"question": "q", "files": {"a/shelf": "shelf"}}]
+    assert await try_rewards(recipe, tmp_path, tasks, None) == []
+    seen = Path(Path("seen").read_text())
+    assert seen.is_absolute()
+    assert not seen.exists()
+    assert not Path("kept").exists()
+    (fault,) = await try_rewards(recipe, tmp_path, [{"question": "q"}], None)
+    assert "rewards.0, on a dummy answer to task 1: looks raised FileNotFoundError" in fault
+
+    without = recipe.model_copy(update={"rollout": RolloutConfig()})
+    faults = await try_rewards(without, tmp_path, tasks, None)
+    assert [fault.partition("; ")[2] for fault in faults] == [
+        "chains have no workspace, because no program is the agent (rollout.agent.command)"
+    ] * 2
 
 
 def test_every_row_is_compared_with_what_rewards_need(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
             "there is no file '../x'": ["../x"],
             "does not name a file of the workspace": {"../x": "text"},
             "is not base64": {"x": {"base64": "?"}},
-            r"x is int; it must be a text, or \{\"base64\"": {"x": 1},
-            "it must be a mapping of name to text, or a list of names": "tables/a.csv",
+            r"x is int; give a text, or \{\"base64\"": {"x": 1},
+            "give a mapping of name to text, or a list of names": "tables/a.csv",
             "they have 2 MiB; raise disk_mb": {"x": "y" * (2 << 20)},
             "'x' is both a file and the folder of 'x/y'": {"x": "", "x/y": ""},
         }

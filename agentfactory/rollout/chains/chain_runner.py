@@ -13,7 +13,7 @@ from typing import Protocol, Self
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
-from agentfactory.rollout.chains.opening import characters_of, check_lengths, opening_messages
+from agentfactory.rollout.chains.opening import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
@@ -226,7 +226,8 @@ class Runner(ABC):
         Raise SettingError or ToolInfrastructureError.
         """
         self.rewards.check_rows(tasks, section)
-        self.toolset.check_rows(tasks, section)
+        reports = (agent := self.setup.config.agent) is not None and agent.outside is not None
+        self.toolset.check_rows(tasks, section, has_rewards=reports or not self.rewards.is_empty)
         await self.task_images.check(tasks, section, self.rewards.takes)
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
         first = self.for_tools(await self.take(tasks[0], section, 1))
@@ -376,6 +377,9 @@ class ChainRunner(Runner):
     def check_prompts(self, tasks: Sequence[Task], section: str) -> None:
         """Check the lengths of the prompts, as far as they are known without resets and images; see `check`."""
         check_lengths(tasks, self.setup.config, section)
+        # an environment, a system prompt or a user's own hooks may give the task
+        if not self.toolset.environments and not self.setup.config.system_prompt and type(self.agent) is AgentHooks:
+            check_texts(tasks, section)
         most, specs = self.setup.config.max_total_tokens, self.setup.specs
         rows = [number for number, task in enumerate(tasks) if not images_of_row(task)]
         rows.sort(key=lambda row: characters_of(tasks[row]))

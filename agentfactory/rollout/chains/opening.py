@@ -36,6 +36,16 @@ def check_lengths(tasks: Sequence[Task], config: RolloutConfig, section: str) ->
             raise SettingError(section, problem, "shorten the row, or leave it out")
 
 
+def check_texts(tasks: Sequence[Task], section: str) -> None:
+    """Raise SettingError if a row of `section` shows the model neither text nor images."""
+    for number, task in enumerate(tasks, 1):
+        texts = (text_of(message.get("content") or "") for message in opening_messages(task, None))
+        if not task.get("images") and not any(text.strip() for text in texts):
+            name = "question" if "messages" not in task else "messages"
+            problem = f"row {number}: {name} has no text, and no environment gives one"
+            raise SettingError(section, problem, "write the task there, or leave the row out")
+
+
 def add_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Return `messages` with `text` appended to the last one as a paragraph."""
     *before, last = messages

@@ -148,6 +148,8 @@ class ClientAgent(ABC):
     elsewhere = False
     """True if the agent is an external program, without access to this machine's files. A chain without turns left then
     waits for the agent's report."""
+    address_fix = ""
+    """The fix if the agent's client does not reach the model."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -193,6 +195,11 @@ INPUTS = {
 
 class FunctionAgent(ClientAgent):
     """A user's async function, called once for each chain."""
+
+    address_fix = (
+        "request turns with the client that the function takes (`client` or `anthropic`), or give your own client "
+        "base_url=endpoint.url and api_key=endpoint.key, not an address of its own"
+    )
 
     def __init__(self, reference: str, function: Callable[..., Any]) -> None:
         """Wrap a function. Raise SettingError if a parameter is unknown and has no default, or if the client that it

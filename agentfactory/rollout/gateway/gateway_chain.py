@@ -1,6 +1,7 @@
 """A chain whose agent has its own loop and history, and samples its turns through the gateway."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable
 from functools import partial
@@ -19,6 +20,9 @@ from agentfactory.rollout.trajectory import Activity, StopReason
 from agentfactory.tools.messages import EnvironmentReward, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 
+_UNREACHED = re.compile(r"connect|resolution|name or service|api[ _-]?key|\b401\b", re.IGNORECASE)
+"""Words in the errors of clients that request turns from another address."""
+
 
 class GatewayChain:
     """A chain driven by an agent with its own client, whose requests it answers; see Player and gateway_server.Asking.
@@ -34,6 +38,7 @@ class GatewayChain:
         self.judged = judged
         self.temperature = episode.sampling.temperature
         self.stored = Stored()
+        self.refused = ""
         self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self._over: StopReason | None = None
         """Stop reason of a chain that has no turns left but still waits for its agent."""
@@ -74,6 +79,9 @@ class GatewayChain:
                     trajectory.result = failure.result
                     if self.turns.last is StopReason.CONTEXT_OVERFLOW:
                         return self.turns.last  # the agent got that error and gave up
+                    if self._is_idle and not self.refused and _UNREACHED.search(str(failure)):
+                        problem = f"{failure}; it has not requested a turn of the model"
+                        raise AgentFailed(f"{problem}; fix: {self.agent.address_fix}", failure.result) from failure
                     raise
                 finally:
                     agent.cancel()
@@ -88,11 +96,21 @@ class GatewayChain:
     def _check_requested(self) -> None:
         """Raise AgentFailed if an agent of this machine ended without a turn of the model, which is not meant: a
         program may report its errors only in its output."""
-        trajectory = self.episode.trajectory
+        result = self.episode.trajectory.result
+        if self._is_idle:
+            said = f"; its output ends with: {result[-300:]}" if result else ""
+            if self.refused:
+                raise AgentFailed(
+                    f"the agent ended without a turn; its last request was refused: {self.refused}{said}", result
+                )
+            problem = f"the agent ended without requesting a turn of the model{said}"
+            raise AgentFailed(f"{problem}; fix: {self.agent.address_fix}", result)
+
+    @property
+    def _is_idle(self) -> bool:
+        """True if an agent of this machine has got no turn."""
         idle = not (self._taken or self.agent.elsewhere or self.episode.reported)
-        if idle and self.turns.last is StopReason.ANSWER and self._over is None:
-            said = f"; its output ends with: {trajectory.result[-300:]}" if trajectory.result else ""
-            raise AgentFailed(f"the agent ended without requesting a turn{said}", trajectory.result)
+        return idle and self.turns.last is StopReason.ANSWER and self._over is None
 
     def _tools(self, session: ToolSession) -> ChainTools:
         episode = self.episode
@@ -137,7 +155,9 @@ class GatewayChain:
     def metrics(self) -> dict[str, float]:
         """See Player."""
         names = ("gateway/unmatched_turns", "gateway/spliced_turns", "gateway/unmet_parameters")
-        return self.episode.metrics() | {name: self.turns.counts[name] for name in names}
+        metrics = self.episode.metrics() | {name: self.turns.counts[name] for name in names}
+        # an agent runs calls with its own tools, or with the recipe's; it may also call these without the model
+        return metrics | {"tool_calls": max(self.turns.calls, metrics["tool_calls"])}
 
     # ---- the agent's requests
 

@@ -71,6 +71,8 @@ class Asking(Protocol):
 
     temperature: float
     stored: responses.Stored
+    refused: str
+    """The problem of the last refused request; "" if there was none."""
 
     async def count(self, turn_request: TurnRequest) -> int:
         """Return the number of tokens of a conversation. Raise Refusal if it cannot be rendered."""
@@ -244,6 +246,7 @@ def key_of(request: web.Request) -> str:
 
 def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
+        chain: Asking | None = None
         try:
             chain, body = await gateway.hear(request)
             turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
@@ -252,6 +255,8 @@ def _handler(gateway: Gateway, api: Api) -> Any:
                 return await _stream(request, api, turn_request, sampling)
             return web.json_response(api.write(turn_request, await sampling))
         except Refusal as refusal:
+            if chain is not None:
+                chain.refused = str(refusal)
             return web.json_response(api.error(refusal), status=refusal.status)
 
     return handle

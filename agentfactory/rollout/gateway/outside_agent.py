@@ -247,4 +247,5 @@ def _answering(handle: Callable[[web.Request], Awaitable[web.Response]]) -> Call
 
 def _tell_waiting() -> None:
     text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to fetch its task"
+    text += "; fix: start a program that sends POST /tasks to the address in the log"
     notify(logger, "chains that no program takes", text, see=_PAGE)

@@ -35,11 +35,15 @@ from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.view import View, check_readable
-from agentfactory.tools.user_code.row_files import folder_of_files, load_files, write_files
+from agentfactory.tools.user_code.row_files import folder_of_files, load_files, names_of, write_files
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
+_INTERPRETER = re.compile(r"(python|pypy|node|deno|bun|tsx|ts-node|sh|bash|dash|zsh|uv)[\d.]*")
+"""Name of a program whose first argument with one of these suffixes is the script that it runs."""
+_INLINE = ("-c", "-m")
+"""Options of interpreters that run code or a module instead of a script."""
 _KEPT = 65536
 """Size of the part of a program's output that is kept: its start and end in the sandbox, otherwise its end."""
 _CHUNK = 8192
@@ -50,6 +54,11 @@ _CHECK_SECONDS = 5.0
 class ProgramAgent(ClientAgent):
     """A program that is started once per chain. Its environment has the gateway's address. Its folder is deleted, and
     all its processes are ended, once the chain has been scored."""
+
+    address_fix = (
+        "let its client take its address and key from the variables OPENAI_BASE_URL and OPENAI_API_KEY (or "
+        "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY), and remove addresses from its code and settings"
+    )
 
     def __init__(self, config: AgentConfig, base: Path) -> None:
         """Create the agent. Raise SettingError if a variable of `env` is not set, or a file or folder is unusable."""
@@ -86,6 +95,10 @@ class ProgramAgent(ClientAgent):
             if self._sandboxed and size > options.disk_mb:
                 problem = f"got {options.disk_mb}, but {self._template} has {size} MiB"
                 raise SettingError("rollout.agent.options.disk_mb", problem, "raise it, or make the workspace smaller")
+        self._check_own_program(command[0])
+        self._script = None if (number := _script_of(command)) is None else (number, command[number])
+        if self._script is not None and self._in_template(self._script[1]):
+            self._script = None  # otherwise, the files of rows must have it
         if self._kept is not None:
             check_kept("rollout.agent.options.keep_workspaces", self._kept)
         if self._sandboxed:
@@ -112,10 +125,23 @@ class ProgramAgent(ClientAgent):
             try:
                 self._contents(task)
             except ValueError as error:
-                raise SettingError(f"{section}, row {number}", str(error), "see docs/own-agents.md") from None
+                problem, _, fix = str(error).rpartition("; ")
+                raise SettingError(f"{section}, row {number}", problem, fix) from None
+        if with_files := [number for number, task in enumerate(tasks, 1) if "files" in task]:
+            for number, task in enumerate(tasks, 1):
+                if "files" not in task:
+                    problem = f"files: missing, but row {with_files[0]} has them"
+                    raise SettingError(f"{section}, row {number}", problem, 'write "files": {} if it needs none')
+        if self._script is not None:
+            for number, task in enumerate(tasks, 1):
+                if Path(_inside(self._script[1])) not in map(Path, names_of(task.get("files"))):
+                    raise self._missing(*self._script, f" for row {number} of {section}" if with_files else "")
         for field, text in self._texts.items():
             for number, task in enumerate(tasks, 1):
                 for name in _FIELD.findall(text):
+                    if name == "question" and not str(task.get(name, "?")).strip():
+                        problem = f"question: empty, but {field} passes it to the program"
+                        raise SettingError(f"{section}, row {number}", problem, "write the task, or leave the row out")
                     if name not in task:
                         raise missing_field(field, text, name, task, number, section, write="${{task.{}}}")
                 if bare := [name for name in _BARE.findall(text) if name in task]:
@@ -133,6 +159,19 @@ class ProgramAgent(ClientAgent):
             folder = Path(made.args[0])
             if self._sandboxed:
                 await in_folder_thread(give_to_sandbox, folder)
+            yield folder
+
+    @asynccontextmanager
+    async def first_folder(self, task: Task) -> AsyncIterator[Path]:
+        """Create a folder with which a chain on `task` begins, for a try of the rewards; remove it on exit."""
+        program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), self._template)
+        async with program.running(lambda: None) as made:
+            folder = Path(made.args[0])
+            try:
+                await in_folder_thread(self._add_files, task, folder)
+            except ValueError as error:
+                problem, _, fix = str(error).rpartition("; ")
+                raise SettingError("data", problem, fix) from None
             yield folder
 
     async def run(self, visit: Visit) -> str | None:
@@ -168,6 +207,27 @@ class ProgramAgent(ClientAgent):
             raise AgentFailed(f"{Path(self._command[0]).name} {problem}", output or None)
         return output or None
 
+    def _check_own_program(self, program: str) -> None:
+        """Check a program that is given by its path in the chain's folder."""
+        if "/" not in program or not _is_in_folder(program):
+            return
+        path = self._in_template(program)
+        if path is None:
+            raise self._missing(0, program)
+        if not os.access(path, os.X_OK):
+            raise SettingError("rollout.agent.command.0", f"{program} is not executable", f"chmod +x {path}")
+
+    def _in_template(self, part: str) -> Path | None:
+        """Return the file of the template that a path of the command names; None if there is none."""
+        path = None if self._template is None else self._template / _inside(part)
+        return path if path is not None and path.is_file() else None
+
+    def _missing(self, number: int, part: str, row: str = "") -> SettingError:
+        begins = "empty" if self._template is None else f"as a copy of {self._template}"
+        problem = f"{part}: no such file in the chain's folder{row}, which begins {begins}"
+        fix = f"write ${{here}}/{_inside(part)} for a file beside the recipe, or put it into options.workspace"
+        return SettingError(f"rollout.agent.command.{number}", problem, fix)
+
     def _contents(self, task: Task) -> dict[str, bytes]:
         return load_files(task.get("files"), self._files, self._limits.disk_mb)
 
@@ -183,6 +243,27 @@ class ProgramAgent(ClientAgent):
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
         return _FIELD.sub(write, text.replace("${chain}", workspace))
+
+
+def _inside(part: str) -> str:
+    """Return a path of the command, relative to the chain's folder."""
+    return os.path.normpath(part.removeprefix("${chain}/"))
+
+
+def _is_in_folder(part: str) -> bool:
+    """Return whether a part of the command is a fixed path that is relative to the chain's folder."""
+    return "${" not in (path := part.removeprefix("${chain}/")) and not os.path.isabs(path)
+
+
+def _script_of(command: list[str]) -> int | None:
+    """Return the number of the script in the chain's folder that an interpreter runs; None if the command has none."""
+    for number, part in enumerate(command):
+        before = command[:number]
+        if part in _INLINE or (part == "-e" and before and Path(before[-1]).name in ("node", "bun")):
+            return None
+        if part.endswith(_SCRIPTS) and any(_INTERPRETER.fullmatch(Path(name).name) for name in before):
+            return number if _is_in_folder(part) else None
+    return None
 
 
 def _named(command: list[str]) -> list[Path]:

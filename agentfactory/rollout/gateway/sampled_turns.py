@@ -53,14 +53,15 @@ class RequestedTurns:
         self._longest = longest
         self._requested = 0
         """Number of turns requested so far, including failed ones: each has its own seed."""
-        self._calls = 0
+        self.calls = 0
         """Number of tool calls that the model made so far, including the agent's own tools."""
 
     def check(self, turn_request: TurnRequest) -> None:
         """Warn about parameters of a request that are not applied. Raise Refusal if its turns cannot be sampled."""
         for name, value in turn_request.unmet.items():
             self.counts["gateway/unmet_parameters"] += 1
-            told = f"an agent requests {name}={str(value)[:80]}, which is not applied; the recipe's settings hold"
+            told = f"an agent requests {name}={str(value)[:80]}, which is not applied; the recipe's settings hold; "
+            told += "fix: remove it from the agent's requests, or set it in the recipe's `rollout:`"
             notify(logger, f"agents ask for {name}", told, see=_PAGE)
         if turn_request.messages[-1]["role"] == "assistant":
             raise wrong("messages: the last one is an assistant's; continuing an assistant message is not supported")
@@ -109,10 +110,10 @@ class RequestedTurns:
         completion, stop = self._stopped(completion, turn_request.stop)
         ids = completion.token_ids
         if turn_request.specs:
-            parsed = self._renderer.parse(ids, self._calls, specs=turn_request.specs)
+            parsed = self._renderer.parse(ids, self.calls, specs=turn_request.specs)
         else:
             parsed = self._renderer.parse_text(ids)
-        self._calls += len(parsed.calls)
+        self.calls += len(parsed.calls)
         whole = ""
         if stop is not None and parsed.error is None and not parsed.calls:
             whole = content_text(parsed.message["content"])
@@ -156,7 +157,8 @@ class RequestedTurns:
         for message in plan.unmatched:
             self.counts["gateway/unmatched_turns"] += 1
             text = content_text(message.get("content")) or str(message.get("tool_calls"))
-            told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained"
+            told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained; "
+            told += "fix: let the agent send the model's messages back as it got them"
             notify(logger, "assistant messages of agents", told, see=_PAGE)
 
 

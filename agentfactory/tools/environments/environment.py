@@ -2,8 +2,11 @@
 
 import inspect
 import json
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar
+
+from agentfactory.tools.errors import SettingError
 
 
 class Environment:
@@ -27,6 +30,12 @@ class Environment:
         """Raise SettingError if the machine lacks a requirement of every instance, such as a program (say how to
         install it), or if a constructor option is invalid (put its name into the error's `field`). Called when a recipe
         is loaded, before anything starts. Declare the options that you need, or `**options` for all of them."""
+
+    @classmethod
+    def check_data_row(cls, row: dict[str, Any], has_rewards: bool) -> None:
+        """Raise ValueError, with the wrong field and the fix, if `reset` would refuse a data row, or if its chains
+        would always earn the same. `has_rewards`: the recipe's `rewards:` judge the chains, and `reward` does not.
+        Called for every row before the first chain."""
 
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.
@@ -92,6 +101,17 @@ def check_machine_for(environment: type[Environment], options: dict[str, Any]) -
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     declared = options.keys() if takes_all else options.keys() & {parameter.name for parameter in parameters}
     environment.check_machine(**{name: options[name] for name in declared})
+
+
+def check_data_rows(
+    environment: type[Environment], rows: Sequence[dict[str, Any]], section: str, has_rewards: bool
+) -> None:
+    """Call the class's `check_data_row` for the rows of `section`. Raises SettingError with the number of the row."""
+    for number, row in enumerate(rows, 1):
+        try:
+            environment.check_data_row(row, has_rewards)
+        except ValueError as error:
+            raise SettingError(section, f"row {number}: {error}", "correct it, or leave the row out") from error
 
 
 def reset_schema(environment: type[Environment]) -> dict[str, Any]:

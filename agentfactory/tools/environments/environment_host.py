@@ -94,7 +94,7 @@ class EnvironmentHost:
         idle_seconds: float | None,
     ) -> None:
         _check_options(environment, options)
-        self._environment = environment
+        self.kind = self._environment = environment
         self._name = name
         self._options = options
         self._idle_seconds = idle_seconds

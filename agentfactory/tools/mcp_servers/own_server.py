@@ -97,6 +97,11 @@ class OwnServer(Server[Any]):
         self.middleware.clear()  # removes tracing spans, a third of a call's cost, which nothing exports
         self._host = host
 
+    @property
+    def environment(self) -> type[Environment] | None:
+        """The class of the environment that is served, if there is one."""
+        return self._host.environment.kind if self._host.environment is not None else None
+
     async def call(
         self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
     ) -> CallToolResult:

@@ -10,9 +10,10 @@ from mcp_types import Tool
 
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
+from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.call_cache import CallCache
-from agentfactory.tools.mcp_servers.own_server import ROLE_KEY
+from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_servers.server_entry import Target
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -73,6 +74,11 @@ class ToolServer:
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
         self._waits: deque[tuple[float, float]] = deque(maxlen=RECENT_CHAINS)
+
+    @property
+    def environment_class(self) -> type[Environment] | None:
+        """The class of the environment, if it runs in this process."""
+        return self._target.environment if isinstance(self._target, OwnServer) else None
 
     async def open(self) -> None:
         """Start or reach the server, and list its tools.

@@ -138,6 +138,6 @@ def refusal(message: str) -> SandboxUnavailable:
             "seccomp=unconfined --security-opt apparmor=unconfined`"
         )
     else:
-        advice = "docs/sandbox.md says what it needs"
+        advice = "allow user namespaces on this machine, install bubblewrap 0.8 or newer (`apt install bubblewrap`)"
     problem = f"bubblewrap did not start a sandbox: {message.strip() or 'no reason given'}"
     return SandboxUnavailable(problem, f"{advice}, {NO_SANDBOX}")

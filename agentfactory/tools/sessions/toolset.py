@@ -14,6 +14,7 @@ from referencing import Registry
 
 from agentfactory.tools.calls.limits import Deadline
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.environments.environment import check_data_rows
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, build_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
@@ -143,14 +144,18 @@ class Toolset:
             for field in server.hidden["reset"].input_schema.get("required", [])
         }
 
-    def check_rows(self, tasks: Sequence[dict[str, Any]], section: str) -> None:
-        """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs."""
+    def check_rows(self, tasks: Sequence[dict[str, Any]], section: str, has_rewards: bool) -> None:
+        """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs, or if an
+        environment in this process refuses it. For `has_rewards` see Environment.check_data_row."""
         for field, who in self.needed.items():
             for number, task in enumerate(tasks, 1):
                 if field not in task:
                     problem = f"{who} needs {field}, which row {number} lacks (it has {', '.join(task) or 'none'})"
                     fix = f"give every row this field, or rename one by {section}.columns"
                     raise SettingError(section, problem, fix)
+        for server in self._servers:
+            if (environment := server.environment_class) is not None:
+                check_data_rows(environment, tasks, section, has_rewards)
 
     @asynccontextmanager
     async def chain(

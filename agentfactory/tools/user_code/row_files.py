@@ -26,6 +26,13 @@ def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes
     return contents
 
 
+def names_of(files: Any) -> list[str]:
+    """Return the names in a row's `files`, which may be invalid."""
+    if isinstance(files, Mapping):
+        return [str(name) for name, content in files.items() if content is not None]
+    return [] if files is None or isinstance(files, str) or not isinstance(files, Sequence) else [*map(str, files)]
+
+
 def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
     """Write the files of a row into a workspace."""
     for name, content in contents.items():
@@ -47,7 +54,7 @@ def _contents(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes]
         # columns of parquet files and of hub datasets have null where a row lacks the name
         return {str(name): _decode(name, content) for name, content in files.items() if content is not None}
     if not isinstance(files, Sequence) or isinstance(files, str):
-        raise ValueError(f"files: got {files!r}; it must be a mapping of name to text, or a list of names")
+        raise ValueError(f"files: got {files!r}; give a mapping of name to text, or a list of names")
     if folder is None:
         raise ValueError(f"files: the row names {list(files)}; set the option `files` to their folder")
     return {str(name): _read(str(name), folder, most_mb) for name in files}
@@ -63,7 +70,7 @@ def folder_of_files(files: str | None) -> Path | None:
 def _read(name: str, folder: Path, most_mb: int) -> bytes:
     path = (folder / name).resolve()
     if not path.is_relative_to(folder) or not path.is_file():
-        raise ValueError(f"files: there is no file {name!r} in {folder}")
+        raise ValueError(f"files: there is no file {name!r} in {folder}; create it, or correct the name")
     if path.stat().st_size > most_mb << 20:
         raise ValueError(f"files: {name!r} is larger than the workspace; raise disk_mb ({most_mb})")
     return path.read_bytes()
@@ -76,5 +83,5 @@ def _decode(name: str, content: Any) -> bytes:
         try:
             return base64.b64decode(coded, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"files: {name} is not base64: {error}") from None
-    raise ValueError(f'files: {name} is {type(content).__name__}; it must be a text, or {{"base64": ...}}')
+            raise ValueError(f"files: {name} is not base64: {error}; encode its bytes, or give a text") from None
+    raise ValueError(f'files: {name} is {type(content).__name__}; give a text, or {{"base64": ...}}')

@@ -109,7 +109,8 @@ def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path,
     )
     if lacks := [name for name in ("push", "restore", "close") if not callable(getattr(made, name, None))]:
         problem = f"{recipe.sync.backend} lacks {', '.join(lacks)}"
-        raise SettingError("sync.backend", problem, "see WeightSync in agentfactory/trainers/sync/weight_sync.py")
+        fix = "define push(version, policy, state), restore(url) and close()"
+        raise SettingError("sync.backend", problem, fix)
     return made
 
 

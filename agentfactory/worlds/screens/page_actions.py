@@ -21,7 +21,7 @@ from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
 from agentfactory.worlds.screens.iframes import AT, FOCUSED, frame_with
 from agentfactory.worlds.screens.keyboard import Keyboard
 from agentfactory.worlds.screens.page_scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SETTLED
-from agentfactory.worlds.screens.sites import Site, site_of
+from agentfactory.worlds.screens.sites import Site, check_fields, site_of
 
 if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Dialog, Download, Page, Route
@@ -105,6 +105,19 @@ class BaseScreen(Environment):
         """Raise SettingError if an option is out of range, or if playwright or Chromium is missing."""
         known = inspect.signature(BaseScreen).parameters  # a subclass may have more
         BaseScreen(**{name: value for name, value in options.items() if name in known})  # starts nothing
+
+    @classmethod
+    def check_data_row(cls, row: dict[str, Any], has_rewards: bool) -> None:
+        """Raise ValueError if the row names no page, or a `url` without the `check` that the only reward needs."""
+        if cls.reset is not BaseScreen.reset:  # a subclass may find the page by other fields
+            return
+        check_fields(*(row.get(name) for name in ("page", "miniwob", "url", "check")), seed=row.get("seed", 0))
+        if row.get("url") is None or row.get("check") or has_rewards or cls.reward is not BaseScreen.reward:
+            return
+        raise ValueError(
+            "url without `check`, so its chains always earn 0; give the row JavaScript for a score from 0 to 1: "
+            '{"check": "document.querySelector(\'#done\') ? 1 : 0"}, or name a reward in the recipe\'s `rewards:`'
+        )
 
     async def reset(
         self,

@@ -35,7 +35,22 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
     """Return the site that a data row names.
 
     Raises:
-        ValueError: it names no page, several pages or an unknown page.
+        ValueError: see `check_fields`; or MiniWoB++ is not installed, or has no such page.
+    """
+    check_fields(page, miniwob, url, check, seed)
+    if page is not None:
+        return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed:d})", PAGES, is_ours=True)
+    if miniwob is not None:
+        return _miniwob(miniwob, seed)
+    assert url is not None
+    return Site(url, f"{{done: false, score: +({check or 0})}}")
+
+
+def check_fields(page: Any = None, miniwob: Any = None, url: Any = None, check: Any = None, seed: Any = 0) -> None:
+    """Check a data row's fields without the files of MiniWoB++.
+
+    Raises:
+        ValueError: it names no page, several pages or an unknown page, or a field has the wrong type.
     """
     if sum(name is not None for name in (page, miniwob, url)) != 1:
         raise ValueError("a row of screens has one of the fields page, miniwob and url")
@@ -45,16 +60,10 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
         raise ValueError(f"seed: got {seed!r}; give a whole number")
     if not isinstance(check, str | None):
         raise ValueError(f"check: got {check!r}; give JavaScript as a text")
-    if page is not None:
-        if page not in PAGE_NAMES:
-            raise ValueError(f"page: got {page!r}; there are {', '.join(PAGE_NAMES)}")
-        return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed:d})", PAGES, is_ours=True)
-    if miniwob is not None:
-        return _miniwob(miniwob, seed)
-    assert url is not None
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+    if page is not None and page not in PAGE_NAMES:
+        raise ValueError(f"page: got {page!r}; there are {', '.join(PAGE_NAMES)}")
+    if url is not None and (not isinstance(url, str) or not url.startswith(("http://", "https://"))):
         raise ValueError(f"url: got {url!r}; it begins with http:// or https://")
-    return Site(url, f"{{done: false, score: +({check or 0})}}")
 
 
 def _miniwob(name: str, seed: int) -> Site:

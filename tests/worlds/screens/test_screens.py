@@ -20,9 +20,11 @@ import pytest
 from playwright.async_api import Error
 
 from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.number_marks import MOST_MARKS
 from agentfactory.worlds.screens.screen import MarkedScreen, Screen
@@ -455,6 +457,41 @@ async def test_bad_rows_are_refused(screen: Screen) -> None:
         with pytest.raises(ValueError, match=problem):
             await screen.reset(**row)
     assert len(screens_tasks(seeds=2)) == 2 * len(PAGE_NAMES)
+
+
+def test_rows_that_cannot_earn_anything_are_refused_with_the_recipe(project: Path) -> None:
+    alone = ["tools=[]", "eval.data=null", "eval.every=0"]
+
+    def load(row: dict[str, Any], *overrides: str, module: str = "screen") -> None:
+        Path("tasks.jsonl").write_text('{"question": "?", "page": "form", "answer": ""}\n' + json.dumps(row) + "\n")
+        load_recipe("recipe.yaml", [*alone, f"mcp_servers={{screen: {{module: {module}}}}}", *overrides])
+
+    address = {"question": "?", "url": "http://localhost:1/", "answer": ""}
+    for row in (address, {**address, "check": None}, {**address, "check": ""}):
+        for module in ("screen", "marked_screen"):
+            with pytest.raises(SettingError, match=r"data: row 2: url without `check`.* earn 0.*\"check\": .*rewards"):
+                load(row, "rewards=[]", module=module)
+    with pytest.raises(SettingError, match=r"data: row 2: page: got 'fom'; there are checkboxes"):
+        load({"question": "?", "page": "fom"}, "rewards=[]")
+    load({**address, "check": "0"}, "rewards=[]")
+    load(address)  # the recipe's own reward judges
+    Path("my_screen.py").write_text(
+        "from agentfactory.worlds.screens.screen import Screen\n"
+        "class Shop(Screen):\n"
+        "    async def reset(self, order, **task):\n"
+        "        return await super().reset(url=order, check='1')\n"
+    )
+    Path("tasks.jsonl").write_text('{"question": "?", "order": "http://localhost:1/"}\n')
+    load_recipe("recipe.yaml", [*alone, "tools=['my_screen.py:Shop']", "rewards=[]"])
+
+
+async def test_rows_of_the_hub_are_refused_before_the_first_chain(tmp_path: Path) -> None:
+    recipe = ToolsRecipe(mcp_servers={"screen": McpServerConfig(module="screen")})
+    rows = [{"page": "form"}, {"url": "http://localhost:1/"}]
+    async with open_toolset(recipe, tmp_path) as toolset:
+        with pytest.raises(SettingError, match="data: row 2: url without `check`"):
+            toolset.check_rows(rows, "data", has_rewards=False)
+        toolset.check_rows(rows, "data", has_rewards=True)
 
 
 @pytest.mark.parametrize("allowed", ["localhost:8000", ["localhost:8000/page"], ["a,b"], ["<local>"]])

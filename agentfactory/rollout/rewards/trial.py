@@ -1,0 +1,35 @@
+"""Trial of a recipe's rewards on dummy answers, before any chain runs."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.rewards.scoring import Rewards
+from agentfactory.tools.messages import EnvironmentReward
+
+
+async def try_rewards(
+    recipe: RolloutRecipe, base: Path, tasks: Sequence[Task], environment: EnvironmentReward | None
+) -> list[str]:
+    """Call every reward of the recipe on a dummy answer to each task, and return the problems; see Rewards.try_on. If
+    the agent is a program, `workspace` is a folder as its chains begin with, removed after the call."""
+    faults = []
+    async with Rewards.load(recipe.rewards, base) as rewards:
+        folder_of = _folders(recipe, base) if rewards.takes("workspace") else None
+        for number, task in enumerate(tasks, 1):
+            async with folder_of(task) if folder_of is not None else nullcontext() as workspace:
+                faults += await rewards.try_on(number, task, environment, workspace)
+    return faults
+
+
+def _folders(recipe: RolloutRecipe, base: Path) -> Callable[[Task], AbstractAsyncContextManager[Path]] | None:
+    """Return the function that creates a chain's folder; None if chains have none."""
+    config = recipe.rollout.agent
+    if config is None or not config.command:
+        return None
+    # imported here, because it is slow to import and few recipes need it
+    from agentfactory.rollout.gateway.program_agent import ProgramAgent
+
+    return ProgramAgent(config, base).first_folder
