@@ -65,7 +65,8 @@ def closing_of_calls(
         if reads(closing):
             return closing
     turn = text.rpartition("wordask")[2]
-    raise RenderError(f"the chat template closes a turn with calls differently from a text turn: {turn!r}")
+    how = "differently from a text turn" if template.trailing_token(text) else "without an end-of-turn token"
+    raise RenderError(f"the chat template closes a turn with calls {how}: {turn!r}")
 
 
 def turn_start(opened: str, *turns: str) -> int:
