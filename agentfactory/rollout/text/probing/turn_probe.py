@@ -45,9 +45,10 @@ def closing_of_words(template: ChatTemplate, closed: str, specs: Tools) -> Closi
 
 
 def _opening_of_next(template: ChatTemplate, following: str) -> Closing:
-    """Return the closing of turns that end with the token that opens the next turn."""
-    token = template.leading_token(following)
-    return Closing(end=token, opens_next=True) if token else Closing()
+    """Return the closing of turns that end with a token which is only written before the next message."""
+    rest = following.lstrip()
+    token = template.leading_token(rest)
+    return Closing(following.removesuffix(rest), token, opens_next=True) if token else Closing()
 
 
 def closing_of_calls(
@@ -64,6 +65,8 @@ def closing_of_calls(
         closing = Closing(end=token, opens_next=True)
         if reads(closing):
             return closing
+    if words.opens_next and reads(words):
+        return words
     turn = text.rpartition("wordask")[2]
     how = "differently from a text turn" if template.trailing_token(text) else "without an end-of-turn token"
     raise RenderError(f"the chat template closes a turn with calls {how}: {turn!r}")

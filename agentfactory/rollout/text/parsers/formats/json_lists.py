@@ -1,7 +1,9 @@
-"""Formats with all calls in one JSON list between marks: Apertus, Command R7B, Granite 3, Hunyuan, Nemotron Nano 2,
+"""Formats with all calls in one JSON list between marks: Apertus, Cohere's, Granite 3, Hunyuan, Nemotron Nano 2,
 Phi-4-mini."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentfactory.rollout.text.parsers.blocks import JsonList, read_call_object
@@ -31,15 +33,21 @@ class Apertus(JsonList):
         return {name: arguments}
 
 
-class Command(JsonList):
-    """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "search", "parameters": {"query": "rain"}}]<|END_ACTION|>`,
-    from Command R7B on. Text is between `<|START_RESPONSE|>` and `<|END_RESPONSE|>`."""
+class Cohere(JsonList):
+    """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "search", "parameters": {"query": "rain"}}]<|END_ACTION|>`.
+    Text is between marks, too."""
 
     OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+    TEXT_MARKS = re.compile(r"<\|(?:START|END)_(?:TEXT|RESPONSE)\|>")
+
+    def call_id(self, name: str, number: int) -> str:
+        """See Parser."""
+        return str(number)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
-        return super().read(text.replace("<|START_RESPONSE|>", "").replace("<|END_RESPONSE|>", ""), specs)
+        """See Parser. Marks of text within a call are part of its arguments."""
+        found = super().read(text, specs)
+        return replace(found, content=self.TEXT_MARKS.sub("", found.content).strip())
 
     def read_call(self, call: object) -> Call:
         """See JsonList."""
