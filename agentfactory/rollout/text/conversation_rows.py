@@ -92,11 +92,8 @@ class ConversationRows:
         for (name, read), call in zip(found.calls, calls, strict=True):
             written = call["function"]["arguments"]
             written = json.loads(written) if isinstance(written, str) else written
-            if _as_texts(read) != _as_texts(written):
-                raise RenderError(
-                    f"message {index}: rollout.parser reads other arguments of {name} than the chat template writes: "
-                    f"{json.dumps(read, ensure_ascii=False)[:200]}; arguments must not contain the format's own tags"
-                )
+            if problem := _difference(read, written):
+                raise RenderError(f"message {index}: in the call of {name}, {problem}")
 
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
         """Add text[begin:], tokenised as in `open` and `extend`, with the weights of the spans."""
@@ -118,6 +115,26 @@ def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
         for key, value in arguments.items()
     }
     return {key.replace(MARK, ""): text.replace(MARK, "") for key, text in texts.items()}
+
+
+def _difference(read: dict[str, Any], written: dict[str, Any]) -> str | None:
+    """Describe the first argument that the parser reads differently from the transcript, with the fix; None if there is
+    none."""
+    read, written = ({key.replace(MARK, ""): value for key, value in given.items()} for given in (read, written))
+    texts, expected = _as_texts(read), _as_texts(written)
+    key = next((key for key in [*expected, *texts] if texts.get(key) != expected.get(key)), None)
+    if key is None:
+        return None
+    fix = "arguments must not contain the format's own tags"
+    if key in read and not isinstance(written.get(key, ""), str):
+        fix = f"give {key} a type in the tool's schema that fits the value"
+    return f"{key} is {_shown(written, key)}, but rollout.parser reads {_shown(read, key)} in the rendered turn; {fix}"
+
+
+def _shown(arguments: dict[str, Any], key: str) -> str:
+    """Return an argument for a message, as JSON."""
+    text = json.dumps(arguments[key], ensure_ascii=False).replace(MARK, "") if key in arguments else "missing"
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
