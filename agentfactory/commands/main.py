@@ -60,7 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except Exception as error:
         _show_traceback()
-        return _end(f"failed: {type(error).__name__}: {error}", FAILED)
+        return _end(f"failed: {type(error).__name__}: {error}{_other_version(error)}", FAILED)
+
+
+def _other_version(error: Exception) -> str:
+    """Return the fix if an import failed because another package has changed the version of one of ours; else ""."""
+    if not isinstance(error, ImportError):
+        return ""
+    from agentfactory.tools.user_code.extras import unmet
+
+    problem = unmet("agentfactory")
+    return f"; {problem}: install AgentFactory again, and what needs the other version elsewhere" if problem else ""
 
 
 @contextmanager
