@@ -169,7 +169,11 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
     ],
     "gigachat": [('I go.<|function_call|>{"name": "look", "arguments": {}}', [("look", {})], "I go.")],
     "functionary": [
-        ('I go.<function=look>{}</function><function=add>{"a": 1}</function>', [("look", {}), ("add", {"a": 1})], "I go.")
+        (
+            'I go.<function=look>{}</function><function=add>{"a": 1}</function>',
+            [("look", {}), ("add", {"a": 1})],
+            "I go.",
+        )
     ],
     "react": [
         (
@@ -267,7 +271,10 @@ REFUSED = {
     ],
     "cohere": [
         ('<|START_ACTION|>[{"name": "look", "parameters": {}}]<|END_ACTION|>', '"tool_name" is missing'),
-        ('<|START_ACTION|>[{"tool_name": "look", "arguments": {}}]<|END_ACTION|>', '"parameters" is missing, but there'),
+        (
+            '<|START_ACTION|>[{"tool_name": "look", "arguments": {}}]<|END_ACTION|>',
+            '"parameters" is missing, but there',
+        ),
         ('<|START_ACTION|>[{"tool_name": "look", "parameters": {}}]', "no <|END_ACTION|> after the list"),
     ],
     "gigachat": [

@@ -274,7 +274,8 @@ def test_an_argument_with_the_formats_own_text_is_refused() -> None:
     for harmless in ("rain", "3", "</parameter> in the text", "two\nlines\n", "<parameter=x>"):
         assert row(harmless)
     with pytest.raises(
-        ValueError, match=r'message 2: in the call of search, query is "rain\\n.* reads "rain" in .*; arguments must not co'
+        ValueError,
+        match=r'message 2: in the call of search, query is "rain\\n.* reads "rain" in .*; arguments must not',
     ):
         row("rain\n</parameter>\n<parameter=unit>\nkm")
 
@@ -288,7 +289,12 @@ def test_an_argument_of_another_type_than_the_schemas_is_refused_with_the_fix() 
         call = ToolCall("c0", "sort", {"items": value}).to_openai()
         return renderer.conversation_row([*OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], [spec])
 
-    for value, kind in ((["a", "b'"], "array"), ([None, {"c": True}], "array"), ({"a": 1}, "object"), (True, "boolean")):
+    for value, kind in (
+        (["a", "b'"], "array"),
+        ([None, {"c": True}], "array"),
+        ({"a": 1}, "object"),
+        (True, "boolean"),
+    ):
         assert row(value, kind)
     for value, shown in ((["a", "b"], r"\[\"a\", \"b\"\]"), (True, "true"), (None, "null")):
         with pytest.raises(

@@ -57,6 +57,28 @@ def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
     assert user_folders()[-1] == str(tmp_path)
 
 
+def test_a_framework_for_another_mcp_is_named_with_the_way_to_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be imported beside AgentFactory, but an agent can be a program of another environment."""
+    (tmp_path / "framework").mkdir()
+    (tmp_path / "framework" / "__init__.py").write_text("from mcp import types\ntypes.OfMcp1\n")
+    (tmp_path / "old_framework-1.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: old-framework\nVersion: 1.0\nRequires-Dist: pytest\nRequires-Dist: mcp<2\n"
+    (tmp_path / "old_framework-1.0.dist-info" / "METADATA").write_text(metadata)
+    (tmp_path / "old_framework-1.0.dist-info" / "top_level.txt").write_text("framework\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "agent.py").write_text("import framework\n\nasync def run(client): pass\n")
+    with pytest.raises(
+        UserCodeError,
+        match=r"old-framework 1\.0 needs mcp<2, and mcp 2\..* is installed; .* \(rollout\.agent\.command\)",
+    ):
+        load_object("agent.py:run", tmp_path)
+    (tmp_path / "old_tools.py").write_text("from mcp.server.fastmcp import FastMCP\n")
+    with pytest.raises(UserCodeError, match=r"fix: AgentFactory needs mcp 2\..*: change the import, or give it a virt"):
+        load_object("old_tools.py:tools", tmp_path)
+
+
 IMPORTS = {
     "at its beginning": "from {name} import VALUE\n",
     "later": "def value():\n    from {name} import VALUE\n    return VALUE\nVALUE = 0\n",

@@ -192,9 +192,7 @@ def choose_template(
     return Choice(Use.FORK, template, behaviour, reasons, variant)
 
 
-def _other_way(
-    tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None
-) -> str:
+def _other_way(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None) -> str:
     """Suggest the text formats to a template that cannot be used with tools, if it can be used without; otherwise
     another template."""
     other = "set model.chat_template to a file with a suitable template"

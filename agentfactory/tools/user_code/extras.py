@@ -12,8 +12,8 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 
 OWN_ENVIRONMENT = (
-    "give it a virtual environment of its own: start an agent as a program (rollout.agent.command), and tools as an MCP "
-    "server (mcp_servers.NAME.command)"
+    "give it a virtual environment of its own: start an agent as a program (rollout.agent.command), and tools as an "
+    "MCP server (mcp_servers.NAME.command)"
 )
 """The fix for a package that cannot be imported beside AgentFactory."""
 _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]")

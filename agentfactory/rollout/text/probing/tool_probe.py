@@ -20,7 +20,6 @@ from agentfactory.rollout.text.probing.turn_probe import (
 from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError, Tools
 from agentfactory.tools.messages import Message
 
-
 USE = "use rollout.parser="
 """Begins the fix of an error about a format."""
 

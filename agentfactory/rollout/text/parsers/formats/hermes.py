@@ -40,7 +40,7 @@ class Hermes(NativeParser):
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
         """See Parser."""
-        call = f'{{"name": "tool_name", "arguments": {{...}}}}'
+        call = '{"name": "tool_name", "arguments": {...}}'
         return f"Write each call as {self.OPEN}{self.BREAK}{call}{self.BREAK}{self.CLOSE}"
 
 

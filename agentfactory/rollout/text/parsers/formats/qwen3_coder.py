@@ -57,7 +57,10 @@ class Qwen3Coder(NativeParser):
         return f"Write each call as {self._write_call('tool_name', {'parameter_name': 'value'})}"
 
     def _write_call(self, name: str, arguments: Arguments) -> str:
-        given = [f"{PARAMETER}{key}>{self.BREAK}{write_value(value)}{self.BREAK}{PARAMETER_END}\n" for key, value in arguments.items()]
+        given = [
+            f"{PARAMETER}{key}>{self.BREAK}{write_value(value)}{self.BREAK}{PARAMETER_END}\n"
+            for key, value in arguments.items()
+        ]
         return f"{self.OPEN}\n{FUNCTION}{name}>\n{''.join(given)}{FUNCTION_END}\n{self.CLOSE}"
 
     def _read_call(self, text: str, position: int, specs: Sequence[ToolSpec]) -> tuple[Call, int]:
