@@ -281,8 +281,8 @@ def test_an_argument_with_the_formats_own_text_is_refused() -> None:
 
 
 def test_an_argument_of_another_type_than_the_schemas_is_refused_with_the_fix() -> None:
-    """Qwen3-Coder's template writes all but objects as Python does; the schema tells what is text."""
-    renderer = family_renderer(next(family for family in FAMILIES if family.name == "qwen3_coder"))
+    """Seed-OSS's template writes values as Python does; the schema tells what is text."""
+    renderer = family_renderer(next(family for family in FAMILIES if family.name == "seed_oss"))
 
     def row(value: Any, kind: str) -> Row:
         spec = ToolSpec("sort", "Sort.", {"type": "object", "properties": {"items": {"type": kind}}})

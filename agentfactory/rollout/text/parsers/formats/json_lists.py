@@ -24,6 +24,8 @@ class Apertus(JsonList):
             found = f"{len(call)} keys" if isinstance(call, dict) else KINDS[type(call)]
             raise ValueError(f"expected an object with the tool's name as its only key, not {found}")
         ((name, arguments),) = call.items()
+        if not name:
+            raise ValueError("the tool's name is empty")
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments of {name} must be a JSON object, not {KINDS[type(arguments)]}")
         return name, arguments
