@@ -51,7 +51,8 @@ quickstart: $(VENV)/.installed
 
 # Passive waits, and mostly one thread each: most tests wait for the processes that they start, and threads that wait for
 # others would spin.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+# on the CPU also where there are GPUs, which `make test-gpu` tests
+PYTEST := OMP_WAIT_POLICY=passive CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) $(ARGS)

@@ -1,7 +1,7 @@
 """Trainer and server on one device: split compared with time_share, and the speed and memory of each.
 
 The model is a random Qwen2. On a GPU it has the shape of Qwen2.5-0.5B (`--size 1.5b`: of Qwen2.5-1.5B) in bfloat16. On
-a CPU it is a tiny one in float32, which tests the code but does not predict a GPU's results. (Not yet run on a GPU.)
+a CPU it is a tiny one in float32, which tests the code but does not predict a GPU's results.
 
 - steps: `agentfactory train` on one-turn chains of random text, groups of 8, with full weights and with an adapter,
   under each placement; the seconds of a step are the mean without the first step.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference import server_command as serving
@@ -45,10 +46,10 @@ def only_loopback(pid: int) -> bool:
 @contextmanager
 def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = None) -> Iterator[str]:
     """Run the server that `recipe` describes, with its log in `folder`/server.log; yield its address. An embedded
-    engine is forked, to save the seconds of its imports."""
+    engine on the CPU is forked, to save the seconds of its imports; CUDA does not work in a fork."""
     command = serving.server_command(RolloutRecipe.model_validate(recipe), weight_transfer=weight_transfer)
     log = folder / "server.log"
-    if EMBEDDED in command:
+    if EMBEDDED in command and not torch.cuda.is_available():
         model, *flags = command[command.index(EMBEDDED) + 1 :]
         engine, url = start_engine(Path(model), *flags, log=log, HF_HUB_OFFLINE="1")
         try:

@@ -1,5 +1,6 @@
 """Resume a run: choose the checkpoint, check that the recipe still fits it, and cut everything written after it."""
 
+import hashlib
 import re
 import shutil
 from collections.abc import Callable
@@ -32,6 +33,8 @@ _MAY_DIFFER = (
     *("mcp_servers.*.isolation", "mcp_servers.*.pool", "mcp_servers.*.timeout_seconds"),
     *("limits.calls_per_second", "limits.seconds_per_call", "limits.parallel_calls"),
 )
+DATA_DIGEST = "data_sha256"
+"""Key of `data_digest` in the info of a checkpoint; older checkpoints lack it."""
 _BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
 """Field that older recipes lack -> the value that their runs were trained with."""
 
@@ -64,7 +67,8 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
     and speed of the run."""
     where = checkpoint or folder.recipe
     try:
-        before = read_info(checkpoint)["recipe"] if checkpoint else parse_saved(folder.read_recipe())
+        info = read_info(checkpoint) if checkpoint else {}
+        before = info["recipe"] if checkpoint else parse_saved(folder.read_recipe())
     except (OSError, ValueError, LookupError) as error:
         raise RunFolderError(
             f"--resume: {display(where)}: its recipe cannot be read: {error}; fix: output=OTHER"
@@ -77,9 +81,25 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
             then = f"with {short(old[name])}" if name in old else "without it"
             problem = f"{now}, but {display(where)} was trained {then}"
             raise SettingError(name, problem, "set it back, or begin another run with output=OTHER", source="--resume")
+    if info.get(DATA_DIGEST) not in (None, data_digest(recipe)):
+        problem = f"{recipe.data and recipe.data.path} has other content than when {display(where)} was written"
+        raise SettingError(
+            "data.path", problem, "restore it, or begin another run with output=OTHER", source="--resume"
+        )
     if checkpoint is not None and recipe.train.steps < step_of(checkpoint):
         problem = f"got {recipe.train.steps}, but {display(checkpoint)} has more"
         raise SettingError("train.steps", problem, "raise it, or name an earlier checkpoint", source="--resume")
+
+
+def data_digest(recipe: Recipe) -> str | None:
+    """Return the SHA-256 of the file with the tasks; None if they come from the hub or a source, or cannot be read."""
+    if recipe.data is None or recipe.data.file is None:
+        return None
+    try:
+        with recipe.data.file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
-from agentfactory.launching.resumption import rewind
+from agentfactory.launching.resumption import DATA_DIGEST, data_digest, rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.launching.run_results import chains_dropped, check_dropped
 from agentfactory.recipe.schema import Recipe
@@ -169,6 +169,7 @@ def _checkpoints(
         "algorithm": recipe.train.algorithm,
         "seed": recipe.seed,
         "recipe": yaml.safe_load(recipe.to_saved(folder.whole)),
+        DATA_DIGEST: data_digest(recipe),
     }
     return Checkpoints(folder.checkpoints, tokenizer, recipe.train, info, folder.growing, checkpoint)
 

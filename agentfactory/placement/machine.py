@@ -1,5 +1,5 @@
 """This machine's devices and memory for trainer and server. `python -m agentfactory.placement.machine` prints the free
-bytes of each visible GPU, as a JSON list. (Untested on a GPU.)"""
+bytes of each visible GPU, as a JSON list."""
 
 import json
 from dataclasses import dataclass

@@ -394,7 +394,7 @@ class SyncConfig(Section):
     weights by broadcast between GPUs, to vLLM only. ipc: full weights through memory that trainer and server share, on
     one GPU (vLLM) or one machine's CPU (embedded). auto: lora if model.lora is set, ipc if both use one GPU, nccl if
     vLLM is started here on other GPUs and is installed in the trainer's Python too, else file.
-    Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so far.)"""
+    Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl: untested on a GPU so far.)"""
     options: Options = {}
     """Additional arguments for a FILE.py:NAME backend."""
 

@@ -23,8 +23,7 @@ pytestmark = NEEDS_GPU
 
 
 def serve_small(model: Path, folder: Path) -> Any:
-    """A server in bfloat16 on the GPU, whose cache has room for several versions of the canary's contexts. It is no
-    fork of a process that may have asked for the GPU, which cannot use it."""
+    """A server in bfloat16 on the GPU, whose cache has room for several versions of the canary's contexts."""
     section = {"engine": "embedded", "max_model_len": 160, "max_num_seqs": 64}
     return serve({"model": {"path": str(model), "dtype": "bfloat16"}, "server": section}, folder)
 
@@ -66,7 +65,7 @@ def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
         report = sync.push(version, policy, state)
         if where == "offloaded":
             server.post("/wake_up?tags=kv_cache")
-        assert report.digest == Content(state).check({name: weight_digest(v) for name, v in state.items()})
+        assert report.digest == Content(state).check({name: weight_digest(v, "fold") for name, v in state.items()})
         ids = list(range(60))
         params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": ids, "model": report.model, "sampling_params": params}

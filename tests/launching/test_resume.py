@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from agentfactory.launching.launch_plan import State, resume_stages
-from agentfactory.launching.resumption import rewind
+from agentfactory.launching.resumption import DATA_DIGEST, data_digest, rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
@@ -157,15 +157,35 @@ def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
         resume_stages([recipe_of(override)], "auto")
 
 
+def change_info(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the info of a checkpoint."""
+    info = json.loads((path / "trainer_state.json").read_text())
+    change(info)
+    (path / "trainer_state.json").write_text(json.dumps(info))
+    digests = json.loads((path / "digests.json").read_text())
+    digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
+    (path / "digests.json").write_text(json.dumps(digests))
+
+
 def change_saved_recipes(run: RunFolder, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the recipe in every checkpoint."""
     for path in checkpoints(run.checkpoints):
-        info = json.loads((path / "trainer_state.json").read_text())
-        change(info["recipe"])
-        (path / "trainer_state.json").write_text(json.dumps(info))
-        digests = json.loads((path / "digests.json").read_text())
-        digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
-        (path / "digests.json").write_text(json.dumps(digests))
+        change_info(path, lambda info: change(info["recipe"]))
+
+
+def test_data_with_other_content_is_refused(run: RunFolder, project: Path) -> None:
+    """Checkpoints of earlier versions do not know the content."""
+    recipe = recipe_of()
+    assert recipe.data is not None
+    assert recipe.data.file is not None
+    assert resume_stages([recipe], "auto")[0].checkpoint
+    for path in checkpoints(run.checkpoints):
+        change_info(path, lambda info: info.update({DATA_DIGEST: data_digest(recipe)}))
+    assert resume_stages([recipe], "auto")[0].checkpoint
+    with recipe.data.file.open("a") as file:
+        file.write('{"question": "another"}\n')
+    with pytest.raises(SettingError, match=r"--resume: data\.path: .* has other content than when .*step-000006"):
+        resume_stages([recipe], "auto")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `make learn-worlds` runs: in a real Chromium, a vision-language network learns to click the named box."""
+"""Part of `make learn-worlds`: in a real Chromium, a vision-language network learns to click the named box."""
 
 import shutil
 from pathlib import Path

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
+from agentfactory.rollout.chains import chain_runner
 from agentfactory.rollout.chains.chain_runner import FirstVerdicts, RolloutStoppedError
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.errors import SettingError
 from tests.scripted_chains import scripted_chains
 
 
@@ -115,3 +117,44 @@ async def test_only_a_watched_runner_stops_when_its_first_rewards_fail(tmp_path:
             await chains.run()
         with pytest.raises(RolloutStoppedError, match="4 ended as reward_error"):
             await chains.run()
+
+
+HANGS = """
+import time
+
+from agentfactory import Environment, tool
+
+class Hangs(Environment):
+    def reset(self, **task):
+        time.sleep(6)
+
+    @tool
+    def look(self) -> str:
+        "Look."
+        return "nothing"
+
+    def reward(self):
+        return 1.0
+"""
+
+
+@pytest.mark.slow
+async def test_a_reset_that_hangs_is_announced_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the check of the first task, and in a chain."""
+    monkeypatch.setattr(chain_runner, "_SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(chain_runner, "_LEAST_CHECK_SECONDS", 0.5)
+    caplog.set_level("INFO")
+    fields = {"tools": ["notes.py:Hangs"], "rewards": [], "rollout": {"timeout_seconds": 0.5}}
+    async with scripted_chains(tmp_path, ["done"], source=HANGS, **fields) as chains:
+        problem = r"^data: with row 1, the first reset, of Hangs, did not end within 0\.5 s; fix: "
+        with pytest.raises(SettingError, match=problem):
+            await chains.runner.check([{"question": "go"}])
+        assert "still waiting for the first reset, of Hangs, for up to 0.5 s" in caplog.messages
+        trajectory = await chains.run()
+        assert trajectory.outcome is Outcome.TIMEOUT
+        assert trajectory.error is not None
+        assert trajectory.error.endswith(
+            "; the reset of its environments, or the start of its tool servers had not ended"
+        )

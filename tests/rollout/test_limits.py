@@ -311,7 +311,8 @@ async def test_timeout_seconds(tmp_path: Path) -> None:
     rollout: dict[str, Any] = {"timeout_seconds": 5}
     trajectory = (await play([SEARCH, REST], tmp_path, rollout=rollout)).trajectory
     assert (trajectory.outcome, trajectory.stop_reason, trajectory.reward) == (Outcome.TIMEOUT, None, None)
-    assert trajectory.error == "the chain took longer than rollout.timeout_seconds=5.0"
+    limit = "the chain took longer than rollout.timeout_seconds=5.0"
+    assert trajectory.error == f"{limit}; the call of rest had not ended"
     rollout |= {"on_outcome": {"timeout": "keep"}, "outcome_penalty": {"timeout": 0.5}}
     played = await play([SEARCH, REST], tmp_path, rollout=rollout)
     assert (played.trajectory.outcome, played.trajectory.reward) == (Outcome.TIMEOUT, 0.5)

@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[Settings | None, Settings]] = {
     "full": (None, {"loss": {"kl": {"coefficient": 0.1}}}),
     "adapter": ({"rank": 2}, {"loss": {"kl": {"coefficient": 0.1}}}),
     "critic": (None, {"algorithm": "ppo"}),
-    "two-adapters": ({"rank": 2, "dropout": 0.1}, {"algorithm": "ppo"}),
+    "two-adapters": ({"rank": 2}, {"algorithm": "ppo"}),
     "muon": (None, {"optimizer": {"name": "muon"}}),
     "adafactor": (None, {"optimizer": {"name": "adafactor"}}),
     "nf4": ({"rank": 2, "quantization": "nf4"}, {}),

@@ -28,8 +28,9 @@ from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Rates, check_limits
-from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.calls.truncation import Cut
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
@@ -56,6 +57,12 @@ _OUTCOMES = {
 def begin(chain_id: str) -> Trajectory:
     """Return an empty trajectory, whose outcome is CANCELLED until the chain has run to its end."""
     return Trajectory(id=chain_id, messages=[], rows=[], outcome=Outcome.CANCELLED)
+
+
+_SLOW_SECONDS = 10.0
+"""Seconds after which the user is informed that the first reset has not ended."""
+_LEAST_CHECK_SECONDS = 60.0
+"""Least time limit of the first reset."""
 
 
 class RolloutStoppedError(Exception):
@@ -217,8 +224,22 @@ class Runner(ABC):
         self.toolset.check_rows(tasks, section)
         await self.task_images.check(tasks, section, self.rewards.takes)
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
-        async with self.toolset.chain("check", self.for_tools(await self.take(tasks[0], section, 1))):
-            pass
+        task = self.for_tools(await self.take(tasks[0], section, 1))
+        # the first instance may take longer to create than later ones
+        seconds = max(self.setup.config.timeout_seconds, _LEAST_CHECK_SECONDS)
+        environments = ", ".join(self.toolset.environments)
+        first = f"the first reset, of {environments}," if environments else "the start of the tool servers"
+        slow = asyncio.get_running_loop().call_later(
+            _SLOW_SECONDS, inform, logger, f"still waiting for {first} for up to {seconds:g} s"
+        )
+        try:
+            async with asyncio.timeout(seconds), self.toolset.chain("check", task):
+                pass
+        except TimeoutError:
+            problem = f"with row 1, {first} did not end within {seconds:g} s"
+            raise SettingError(section, problem, "correct it, or raise rollout.timeout_seconds") from None
+        finally:
+            slow.cancel()
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
         """Run `chains` on one task concurrently, and add the group rewards."""
@@ -251,7 +272,7 @@ class Runner(ABC):
                     async with asyncio.timeout(self.setup.config.timeout_seconds) as limit:
                         await self._play_and_score(player, scored, limit)
                 except (TimeoutError, ToolInfrastructureError) as error:
-                    self._fail(trajectory, error)
+                    self._fail(episode, error)
             trajectory.seconds = episode.timeline.seconds
             trajectory.metrics = {**player.metrics(), **trajectory.metrics}
             if self._watch is not None:
@@ -270,7 +291,7 @@ class Runner(ABC):
                     trajectory.stop_reason = await player.play(session)
                     trajectory.outcome = _OUTCOMES.get(trajectory.stop_reason, Outcome.TOOL_LIMIT)
             except (TimeoutError, InferenceError, ToolInfrastructureError, AgentFailed) as error:
-                self._fail(trajectory, error)
+                self._fail(episode, error)
             limit.reschedule(asyncio.get_running_loop().time() + self.setup.config.timeout_seconds)
             if trajectory.outcome not in scored:
                 return
@@ -289,7 +310,8 @@ class Runner(ABC):
             trajectory.reward, trajectory.turn_rewards = verdict.reward - episode.penalty, verdict.turn_rewards
             trajectory.metrics = dict(verdict.metrics)
 
-    def _fail(self, trajectory: Trajectory, error: Exception) -> None:
+    def _fail(self, episode: Episode, error: Exception) -> None:
+        trajectory = episode.trajectory
         trajectory.error = str(error)
         match error:
             case TimeoutError():
@@ -297,6 +319,8 @@ class Runner(ABC):
                 trajectory.error = (
                     f"the chain took longer than rollout.timeout_seconds={self.setup.config.timeout_seconds}"
                 )
+                if cut := episode.timeline.unfinished():
+                    trajectory.error += f"; {cut} had not ended"
             case InferenceError():
                 trajectory.outcome = Outcome.INFERENCE_ERROR
             case AgentFailed():

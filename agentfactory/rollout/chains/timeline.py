@@ -10,6 +10,9 @@ from agentfactory.tools.messages import ToolCall, ToolResult
 _LEAST_WAIT = 0.001
 """Seconds below which a wait of a call is not recorded."""
 
+_JUST = 0.5
+"""Seconds after the end of an activity in which it counts as just cut."""
+
 Call = Callable[[ToolCall, float | None], Awaitable[ToolResult]]
 """(call, time limit in seconds) -> the result."""
 
@@ -25,6 +28,16 @@ class Timeline:
     def seconds(self) -> float:
         """The seconds since the start."""
         return time.monotonic() - self._began
+
+    def unfinished(self) -> str:
+        """Describe the activity that was just cut, for the user; empty if it is not known."""
+        if not any(stretch.activity is Activity.SETUP for stretch in self._stretches):
+            return "the reset of its environments, or the start of its tool servers"
+        last = max(self._stretches, key=lambda stretch: stretch.end)
+        if self.seconds - last.end > _JUST:
+            return ""
+        whole = {Activity.MODEL: "a turn of the model", Activity.REWARD: "the reward"}
+        return whole.get(last.activity, f"the call of {last.name}")
 
     def note(self, activity: Activity, start: float, end: float, turn: int | None = None, name: str = "") -> None:
         """Append an interval between two times of `time.monotonic()`."""

@@ -26,6 +26,8 @@ children."""
 _SPARES = 2
 """Processes started ahead for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
+_SHORT_WAIT = 0.01
+"""Mean wait, in seconds, below which chains are not said to wait."""
 RECENT_CHAINS = 64
 """Number of chains over which the share of the time that they wait for an instance is computed."""
 
@@ -129,9 +131,9 @@ class ToolServer:
             return
         self._waits.append((wait, chain))
         waited, lasted = (sum(column) for column in zip(*self._waits, strict=True))
-        if len(self._waits) < RECENT_CHAINS or waited <= lasted / 2:
-            return
         mean, field = waited / len(self._waits), f"mcp_servers.{self.name}"
+        if len(self._waits) < RECENT_CHAINS or waited <= lasted / 2 or mean < _SHORT_WAIT:
+            return
         self._waits.clear()
         if self._pool.replaces:
             cause = "each chain starts a process of its own"

@@ -21,6 +21,10 @@ BY_RUNS = "sdpa_by_runs"
 """transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""
 BY_BLOCKS = "flex_attention_by_blocks"
 """transformers' flex_attention, on lines of whole blocks: it replaces flex_attention."""
+IGNORED = {"s_aux": "attention sinks", "indices": "selected keys", "block_indices": "selected keys"}
+"""Arguments of attention functions in transformers that torch's kernel does not support, and their meaning."""
+SELECTIONS = ("index_topk", "index_topk_blocks")
+"""Fields of configurations whose networks select some keys per query."""
 BLOCK = 128
 """Tokens per block of FlexAttention's masks."""
 
@@ -83,10 +87,11 @@ def attention_by_runs(
     Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs. Scores
     with a soft cap are computed without torch's kernel, which does not support it; transformers' sdpa would ignore it.
 
-    Raises SettingError for attention sinks, which torch's kernel does not support either.
+    Raises SettingError for attention sinks and selected keys, which torch's kernel does not support either.
     """
-    if options.get("s_aux") is not None:
-        raise SettingError("train.attention", "sdpa would ignore the model's attention sinks", "use eager")
+    for name, ignored in IGNORED.items():
+        if options.get(name) is not None:
+            raise SettingError("train.attention", f"sdpa would ignore the model's {ignored} ({name})", "use eager")
     if runs is None:
         attend = _capped if options.get("softcap") else sdpa_attention_forward
         return attend(module, query, key, value, attention_mask, **options)
@@ -186,10 +191,19 @@ AttentionMaskInterface.register(BY_BLOCKS, flex_attention_mask)
 _OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
 
 
+def selects_keys(network: PreTrainedModel) -> bool:
+    """Return whether each query attends to only some keys, selected by an indexer, as in DeepSeek-V3.2
+    (https://arxiv.org/abs/2512.02556)."""
+    config = network.config.get_text_config()
+    return any(getattr(config, name, None) for name in SELECTIONS)
+
+
 def use_ours(network: PreTrainedModel) -> None:
     """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
-    accept `attention_arguments`."""
-    if ours := _OURS.get(network.config._attn_implementation):
+    accept `attention_arguments`.
+
+    Networks that select keys keep transformers' own: they mask other keys only if the name is "sdpa" or "eager"."""
+    if not selects_keys(network) and (ours := _OURS.get(network.config._attn_implementation)):
         network.set_attn_implementation(ours)
 
 

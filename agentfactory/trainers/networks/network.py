@@ -22,6 +22,7 @@ from transformers import (
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.networks.attention import selects_keys
 from agentfactory.trainers.networks.vision_tower import sees, tower_of
 from agentfactory.trainers.processes.sharding import load_on_rank_0
 
@@ -88,6 +89,9 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     Raises ValueError if the network, the device or the installed packages do not support one of them.
     """
     device = torch.device(device)
+    if selects_keys(network) and train.attention not in ("auto", "eager", "sdpa"):
+        problem = f"{train.attention} would ignore the keys that {type(network).__name__} selects"
+        raise SettingError("train.attention", problem, "use sdpa")
     if train.attention != "auto":
         if train.attention in ("flex_attention", "flash_attention_2"):
             _need_gpu("train.attention", train.attention, device)

@@ -193,9 +193,10 @@ def _check_head(network: PreTrainedModel) -> None:
     network.eval()
     tokens = ids(network, list(range(8)))[None]
     config = network.config
-    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    chosen = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
-    network.set_attn_implementation("eager")
+    parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
+    # a part that is no network, such as MPT's attn_config, has no implementation
+    chosen = {name: kind for name, part in parts.items() if (kind := getattr(part, "_attn_implementation", None))}
+    network.set_attn_implementation(dict.fromkeys(chosen, "eager"))
     expected = (
         network(tokens, use_cache=False)
         .logits[0, :-1]
@@ -205,7 +206,11 @@ def _check_head(network: PreTrainedModel) -> None:
         .squeeze(-1)
     )
     network.set_attn_implementation(chosen)
-    given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
+    policy = Policy(network, network.dtype)
+    if policy.hidden(tokens).shape[-1] != network.get_output_embeddings().weight.shape[-1]:
+        problem = f"{type(network).__name__} has further layers between its body and its head"
+        raise SettingError("model.path", problem, "train another model")
+    given, _ = policy(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
     if not torch.allclose(given, expected, atol=3e-4 if network.dtype == torch.float32 else 0.1):
         problem = (
             f"{type(network).__name__} changes its logits after the head in a way that the trainer does not support"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.networks.attention import BY_RUNS, use_ours
+from agentfactory.trainers.networks.attention import BY_RUNS, selects_keys, use_ours
 from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.network import body_of
 
@@ -45,6 +45,8 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
     others = sorted(set(kinds) - {"full_attention"})
     if others:
         return f"{type(network).__name__} has layers of {', '.join(others)}; only full_attention is exact"
+    if selects_keys(network):
+        return f"{type(network).__name__} selects keys per query"
     takes = inspect.signature(body_of(network).forward).parameters
     if "position_ids" not in takes or getattr(config, "alibi", False):
         return f"{type(network).__name__} does not accept position_ids"

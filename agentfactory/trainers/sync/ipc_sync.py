@@ -83,7 +83,7 @@ class IpcSync:
     """A sync backend for full weights in parts through memory shared by trainer and server, in the packed mode of
     vLLM's `ipc` weight transfer engine. vLLM servers need `--weight-transfer-config '{"backend": "ipc"}'`.
 
-    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC, untested on a GPU). It fills one
+    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC). It fills one
     while the server reads the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks
     of `multiprocessing.shared_memory`, which the embedded engine reads; these blocks persist and serve as the copy. The
     policy's weights may be on another device than the buffer: an offloaded trainer's go from the CPU to a GPU. Proof: a

@@ -4,7 +4,7 @@ graph and then replayed, so a step costs one launch instead of a thousand.
 A step computes one token in each of its slots. Slots without a request compute an unused token, which is written to the
 first unused position of the slot. There is always one, because a sequence's last token is never computed.
 
-Capturing and replaying are untested on a GPU so far; the steps themselves are tested on the CPU.
+`make test-gpu` tests capturing and replaying; the steps themselves are tested on the CPU.
 """
 
 from collections import OrderedDict

@@ -127,7 +127,7 @@ def memory_key(device: torch.device) -> str:
 
 class SharedBuffers:
     """The sender's buffers, each mapped once for all parts of an update, because torch counts one release per handle.
-    The sender writes one part after the other into the same few buffers. The CUDA path is untested on a GPU."""
+    The sender writes one part after the other into the same few buffers."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is the model's device."""

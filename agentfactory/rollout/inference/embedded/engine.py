@@ -366,7 +366,7 @@ class Engine:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend to the cache; the model's attention modules call this through transformers' attention interface."""
-        for name in ("softcap", "position_bias"):
+        for name in ("softcap", "position_bias", "indices", "block_indices"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name}")
         window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")

@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ KINDS = {
 """JSON type -> its name in messages to the model."""
 MAX_DEPTH = 100
 """Maximum nesting depth of arguments."""
+MAX_LITERAL = 100_000
+"""Maximum characters of a value in Python's notation, whose parser takes 500 bytes of memory per character."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -92,8 +95,14 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
 
 def _read_literal(plain: str, text: str) -> Any:
     """Return the list or object that `plain` is in Python's notation, if JSON can hold it; otherwise `text`."""
+    if len(plain) > MAX_LITERAL:
+        return text
     try:
-        tree = ast.parse(plain, mode="eval")
+        with warnings.catch_warnings():
+            # Python warns of unknown escapes, such as of a regular expression
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tree = ast.parse(plain, mode="eval")
         if not isinstance(tree.body, ast.List | ast.Dict):
             return text
         value = ast.literal_eval(tree)
