@@ -64,13 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _other_version(error: Exception) -> str:
-    """Return the fix if an import failed because another package has changed the version of one of ours; else ""."""
+    """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
     if not isinstance(error, ImportError):
         return ""
     from agentfactory.tools.user_code.extras import unmet
 
     problem = unmet("agentfactory")
-    return f"; {problem}: install AgentFactory again, and what needs the other version elsewhere" if problem else ""
+    fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
+    return f"; {problem}; fix: {fix}" if problem else ""
 
 
 @contextmanager

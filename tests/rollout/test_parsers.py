@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentfactory.rollout.text.parsers import PARSERS, Call, Parser, Reading, load_parser
+from agentfactory.rollout.text.parsers.values import MAX_LITERAL
 from agentfactory.tools.messages import ToolCall, ToolResult, ToolSpec
 
 
@@ -173,7 +174,14 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             'I go.<function=look>{}</function><function=add>{"a": 1}</function>',
             [("look", {}), ("add", {"a": 1})],
             "I go.",
-        )
+        ),
+        (
+            'I go.<function=look>{}</function><|python_tag|>{"code": "print(1)\\n"}',
+            [("look", {}), ("python", {"code": "print(1)\n"})],
+            "I go.",
+        ),
+        ('<|python_tag|>{"a": 1}["a"]', [("python", {"code": '{"a": 1}["a"]'})], ""),
+        ('<function=look>{"a": "<|python_tag|>"}</function>', [("look", {"a": "<|python_tag|>"})], ""),
     ],
     "react": [
         (
@@ -392,6 +400,7 @@ def test_types_of_text_are_the_schemas() -> None:
         ("object", "{'a': 1, 'a': 2}", "{'a': 1, 'a': 2}"),
         ("object", "{1: 'a'}", "{1: 'a'}"),
         ("list", "[" * 5000 + "]" * 5000 + "'", "[" * 5000 + "]" * 5000 + "'"),
+        ("list", f"['{'a' * MAX_LITERAL}']", f"['{'a' * MAX_LITERAL}']"),
         ("side", "['left']", "['left']"),
     ]
     parser, specs = parser_of("qwen3_coder"), [ToolSpec("f", "", {"type": "object", **schema})]

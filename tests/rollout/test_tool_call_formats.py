@@ -281,7 +281,7 @@ def test_an_argument_with_the_formats_own_text_is_refused() -> None:
 
 
 def test_an_argument_of_another_type_than_the_schemas_is_refused_with_the_fix() -> None:
-    """Seed-OSS's template writes values as Python does; the schema tells what is text."""
+    """Seed-OSS's template writes values as Python does; the schema determines what is text."""
     renderer = family_renderer(next(family for family in FAMILIES if family.name == "seed_oss"))
 
     def row(value: Any, kind: str) -> Row:
@@ -296,12 +296,17 @@ def test_an_argument_of_another_type_than_the_schemas_is_refused_with_the_fix() 
         (True, "boolean"),
     ):
         assert row(value, kind)
-    for value, shown in ((["a", "b"], r"\[\"a\", \"b\"\]"), (True, "true"), (None, "null")):
+    for value, kind, shown in (
+        (["a", "b"], "string", r"\[\"a\", \"b\"\]"),
+        (True, "string", "true"),
+        (None, "string", "null"),
+        ("['a']", "array", r"\"\['a'\]\""),
+    ):
         with pytest.raises(
             ValueError,
             match=rf"message 2: in the call of sort, items is {shown}, but rollout\.parser reads .*; give items a type",
         ):
-            row(value, "string")
+            row(value, kind)
 
 
 def test_words_that_a_template_would_drop_are_refused() -> None:

@@ -59,5 +59,6 @@ def test_a_package_that_has_another_version_than_ours_is_named(
 
     monkeypatch.setitem(main._COMMANDS, "doctor", fail)
     assert main.main(["doctor"]) == main.FAILED
-    assert "'mcp'; agentfactory" in (told := capsys.readouterr().err)
-    assert ", and mcp 1.26.0 is installed: install AgentFactory again, and what needs the other version" in told
+    message = capsys.readouterr().err
+    assert "'mcp'; agentfactory" in message
+    assert ", and mcp 1.26.0 is installed; fix: reinstall AgentFactory, and install the package that needs" in message

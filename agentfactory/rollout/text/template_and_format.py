@@ -182,7 +182,7 @@ def choose_template(
                 template, behaviour, variant = better, found_better, f"trl:{name}"
     if behaviour is None:
         told = "; ".join(reasons)
-        raise RenderError(told if USE in told else f"{told}{_other_way(tokenizer, source, tools, parser, image)}")
+        raise RenderError(told if USE in told else f"{told}; {_fix(tokenizer, source, tools, parser, image)}")
     if reasoning is Reasoning.DROP:
         return Choice(Use.DROP, template, behaviour, reasons, variant)
     if reasoning is Reasoning.KEEP:
@@ -192,18 +192,18 @@ def choose_template(
     return Choice(Use.FORK, template, behaviour, reasons, variant)
 
 
-def _other_way(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None) -> str:
-    """Suggest the text formats to a template that cannot be used with tools, if it can be used without; otherwise
-    another template."""
+def _fix(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None) -> str:
+    """Return the fix for a template that cannot be used: text formats if it can be used without tools, and another
+    template."""
     other = "set model.chat_template to a file with a suitable template"
+    if not (tools and parser.native):
+        return other
     named = tokenizer.chat_template
     if isinstance(named, dict) and source in named.values():  # text formats take the default template
-        source = named.get("default", source)
+        source = named.get("default", "")
     try:
-        if not (tools and parser.native):
-            raise RenderError
         probe(ChatTemplate(tokenizer, source), False, parser, image)
     except RenderError:
-        return f". {other.capitalize()}"
+        return other
     formats = " or ".join(name for name in PARSERS if not load_parser(name).native)
-    return f"; act in plain text: rollout.parser={formats}; or {other}"
+    return f"act in plain text: rollout.parser={formats}; or {other}"

@@ -1,9 +1,10 @@
-"""Extras: optional packages of AgentFactory, such as `pip install 'agentfactory[search]'`; packages that need other
-versions."""
+"""Missing packages: AgentFactory's extras, such as `pip install 'agentfactory[search]'`, and unmet requirements."""
 
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from itertools import dropwhile
+from pathlib import Path
 from traceback import walk_tb
 
 from packaging.requirements import Requirement
@@ -67,11 +68,11 @@ def unmet(distribution: str) -> str | None:
     return None
 
 
-def unmet_in(error: BaseException) -> str | None:
-    """Return the unmet requirement of a package in which `error` was raised; None if there is none."""
-    names = dict.fromkeys(
-        str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)
-    )
+def unmet_below(path: Path, error: BaseException) -> str | None:
+    """Return the unmet requirement of a package that was running for the file `path` when it raised `error`; None if
+    there is none."""
+    frames = dropwhile(lambda each: each.f_code.co_filename != str(path), (f for f, _ in walk_tb(error.__traceback__)))
+    names = dict.fromkeys(str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames)
     having = packages_distributions()
     found = (unmet(distribution) for name in names for distribution in having.get(name, ()))
-    return next((text for text in found if text), None)
+    return next(filter(None, found), None)

@@ -21,7 +21,7 @@ PARSERS = {
     "deepseek_v31": "agentfactory.rollout.text.parsers.formats.deepseek:DeepSeekV31",
     "deepseek_v32": "agentfactory.rollout.text.parsers.formats.invoke:DeepSeekV32",
     "deepseek_v4": "agentfactory.rollout.text.parsers.formats.invoke:DeepSeekV4",
-    "functionary": "agentfactory.rollout.text.parsers.formats.hermes:Functionary",
+    "functionary": "agentfactory.rollout.text.parsers.formats.llama3_json:Functionary",
     "functiongemma": "agentfactory.rollout.text.parsers.formats.gemma:FunctionGemma",
     "gemma4": "agentfactory.rollout.text.parsers.formats.gemma:Gemma4",
     "gigachat": "agentfactory.rollout.text.parsers.formats.hermes:GigaChat",

@@ -47,8 +47,6 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None
     header = closed[len(before) :].split("wordanswer")[0] if closed.startswith(before) else ""
     if opened == before and header.strip():
         raise RenderError("the chat template has no generation prompt: it ignores add_generation_prompt")
-    if tools and opened == before and not closed.startswith(before):
-        raise RenderError("the chat template ignores add_generation_prompt: it always ends with the generation prompt")
     reasoned = find_reasoning(template, [*question, answer], specs)
     words = closing_of_words(template, closed, specs)
     behaviour = Behaviour(

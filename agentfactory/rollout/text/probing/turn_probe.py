@@ -57,6 +57,9 @@ def closing_of_calls(
     """Return the closing of the turn with a call at the end of `text`; `after` continues with its result."""
     if words.text and text.endswith(words.text):
         return words
+    shorter = template.closing_of(words.after)  # Cohere's text has a closing token of its own
+    if shorter.end and text.endswith(shorter.text) and reads(shorter):
+        return shorter
     token = template.trailing_token(text)
     ending = Closing(end=token, after=text.rpartition(token)[2] if token else "")
     if token and reads(ending):

@@ -1,15 +1,14 @@
 """Hermes tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in an assistant's text.
 
 The format comes from NousResearch/Hermes-Function-Calling; the chat templates of Qwen2.5, Qwen3 and Granite 4 also
-write it. GigaChat 3.1 and Functionary 3.1 write JSON objects with other marks.
+write it, and GigaChat 3.1 with another mark.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object, read_object
+from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object
 from agentfactory.rollout.text.parsers.parser import Call, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
 from agentfactory.tools.messages import ToolSpec
@@ -48,32 +47,3 @@ class GigaChat(Hermes):
     """`<|function_call|>{"name": "search", "arguments": {"query": "rain"}}`."""
 
     OPEN, CLOSE, BREAK = "<|function_call|>", "", ""
-
-
-class Functionary(NativeParser):
-    """`<function=search>{"query": "rain"}</function>`, once per call."""
-
-    OPEN, CLOSE = "<function=", "</function>"
-
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
-
-        def read_call(position: int) -> tuple[list[Call], int]:
-            name = _NAME.match(text, position)
-            if name is None:
-                raise ValueError(f"no tool's name and > after {self.OPEN}")
-            arguments, end = read_object(text, name.end())
-            return [(name[1], arguments)], expect(text, end, self.CLOSE, "the JSON object")
-
-        return read_blocks(text, self.OPEN, self.CLOSE, read_call)
-
-    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
-        return "".join(f"{self.OPEN}{n}>{json.dumps(given, ensure_ascii=False)}{self.CLOSE}" for n, given in calls)
-
-    def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
-        return f"Write each call as {self.OPEN}tool_name>{{...}}{self.CLOSE}, with the arguments as a JSON object"
-
-
-_NAME = re.compile(r"([^\s<>]+)>")
