@@ -76,7 +76,9 @@ def test_a_framework_for_another_mcp_is_named_with_the_way_to_start_it(
     ):
         load_object("agent.py:run", tmp_path)
     (tmp_path / "old_tools.py").write_text("from mcp.server.fastmcp import FastMCP\n")
-    with pytest.raises(UserCodeError, match=r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"):
+    with pytest.raises(
+        UserCodeError, match=r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"
+    ):
         load_object("old_tools.py:tools", tmp_path)
     # what has not run for the file is not to blame, nor the library mcp for a file of that name
     monkeypatch.setattr(extras, "unmet", lambda distribution: "agentfactory needs another version")

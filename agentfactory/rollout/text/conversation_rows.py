@@ -118,12 +118,14 @@ def _difference(read: dict[str, Any], written: dict[str, Any]) -> str | None:
     fix = "arguments must not contain the format's own tags"
     if name in read and name in written and type(read[name]) is not type(written[name]):
         fix = f"give {name} a type in the tool's schema that fits the value"
-    return f"{name} is {_shown(written, name)}, but rollout.parser reads {_shown(read, name)} in the rendered turn; {fix}"
+    return (
+        f"{name} is {_shown(written, name)}, but rollout.parser reads {_shown(read, name)} in the rendered turn; {fix}"
+    )
 
 
 def _as_text(arguments: dict[str, Any], name: str) -> str | None:
-    """Return an argument as formats without quotes write it, where only the tool's schema distinguishes 3 from "3"; None
-    if it is missing."""
+    """Return an argument as written by formats without quotes, where only the tool's schema distinguishes 3 from "3";
+    None if it is missing."""
     if name not in arguments or isinstance(arguments[name], str):
         return arguments.get(name)
     return json.dumps(arguments[name], sort_keys=True, ensure_ascii=False)
