@@ -74,7 +74,18 @@ def _execute(options: argparse.Namespace) -> int:
         return FAILED
     except Exception as error:
         _show_traceback()
-        return _end(f"failed: {type(error).__name__}: {error}", FAILED)
+        return _end(f"failed: {type(error).__name__}: {error}{_other_version(error)}", FAILED)
+
+
+def _other_version(error: Exception) -> str:
+    """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
+    if not isinstance(error, ImportError):
+        return ""
+    from agentfactory.tools.user_code.extras import unmet
+
+    problem = unmet("agentfactory")
+    fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
+    return f"; {problem}; fix: {fix}" if problem else ""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentfactory.rollout.text.parsers import PARSERS, Call, Parser, Reading, load_parser
+from agentfactory.rollout.text.parsers.values import MAX_LITERAL
 from agentfactory.tools.messages import ToolCall, ToolResult, ToolSpec
 
 
@@ -131,8 +132,56 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("python", {"code": "a = 1\nb", "z": "Aé😀\\q'", "r": "\\d", "from": 7})],
             "",
         ),
+        (
+            '<|tool_call_start|>[{"name": "look", "arguments": {}, "id": "1"}, {"name": "search", "arguments": '
+            '{"query": "rain"}}]<|tool_call_end|>',
+            [("look", {}), ("search", {"query": "rain"})],
+            "",
+        ),
         ("[a list](of links)", [], "[a list](of links)"),
         ("[1, 2]", [], "[1, 2]"),
+    ],
+    "seed_oss": [
+        (
+            "I go.\n<seed:tool_call>\n<function=put>\n<parameter=items>['a', None]</parameter>\n"
+            "<parameter=where>{'x': True}</parameter>\n</function>\n</seed:tool_call>",
+            [("put", {"items": ["a", None], "where": {"x": True}})],
+            "I go.",
+        ),
+        (
+            "<seed:tool_call><function=python><parameter=code>\nx\n</parameter></function></seed:tool_call>",
+            [("python", {"code": "\nx\n"})],
+            "",
+        ),
+    ],
+    "apertus": [
+        # the closing token may be the end-of-turn token, which the text does not include
+        ('I go.<|tools_prefix|>[{"look": {}}, {"move": {"to": "n"}}]', [("look", {}), ("move", {"to": "n"})], "I go."),
+        ('<|tools_prefix|>[{"look": {}}]<|tools_suffix|>\n', [("look", {})], ""),
+    ],
+    "cohere": [
+        (
+            '<|START_TEXT|>I go.<|END_TEXT|><|START_ACTION|>[\n    {"tool_call_id": "3", "tool_name": "search", '
+            '"parameters": {"query": "<|END_TEXT|>"}}\n]<|END_ACTION|>',
+            [("search", {"query": "<|END_TEXT|>"})],
+            "I go.",
+        ),
+        ("<|START_RESPONSE|>It is 3.<|END_RESPONSE|>", [], "It is 3."),
+    ],
+    "gigachat": [('I go.<|function_call|>{"name": "look", "arguments": {}}', [("look", {})], "I go.")],
+    "functionary": [
+        (
+            'I go.<function=look>{}</function><function=add>{"a": 1}</function>',
+            [("look", {}), ("add", {"a": 1})],
+            "I go.",
+        ),
+        (
+            'I go.<function=look>{}</function><|python_tag|>{"code": "print(1)\\n"}',
+            [("look", {}), ("python", {"code": "print(1)\n"})],
+            "I go.",
+        ),
+        ('<|python_tag|>{"a": 1}["a"]', [("python", {"code": '{"a": 1}["a"]'})], ""),
+        ('<function=look>{"a": "<|python_tag|>"}</function>', [("look", {"a": "<|python_tag|>"})], ""),
     ],
     "react": [
         (
@@ -220,6 +269,30 @@ REFUSED = {
         ("<|tool_call_start|>[look()]", "no <|tool_call_end|> after the list"),
         ("[look()]<|tool_call_end|>", "<|tool_call_end|> without <|tool_call_start|>"),
         ("<|tool_call_start|>[]<|tool_call_end|>", "expected a name at"),
+    ],
+    "seed_oss": [("<seed:tool_call>", "no <function=name> after <seed:tool_call>")],
+    "apertus": [
+        ('<|tools_prefix|>[{"name": "look", "arguments": {}}]', "the tool's name as its only key, not 2 keys"),
+        ('<|tools_prefix|>["look"]', "the tool's name as its only key, not a string"),
+        ('<|tools_prefix|>[{"look": 1}]', "the arguments of look must be a JSON object, not a number"),
+        ('<|tools_prefix|>[{"look": {}}] I went.', "no <|tools_suffix|> after the list of calls"),
+    ],
+    "cohere": [
+        ('<|START_ACTION|>[{"name": "look", "parameters": {}}]<|END_ACTION|>', '"tool_name" is missing'),
+        (
+            '<|START_ACTION|>[{"tool_name": "look", "arguments": {}}]<|END_ACTION|>',
+            '"parameters" is missing, but there',
+        ),
+        ('<|START_ACTION|>[{"tool_name": "look", "parameters": {}}]', "no <|END_ACTION|> after the list"),
+    ],
+    "gigachat": [
+        ("<|function_call|>look", "not valid JSON"),
+        ('<|function_call|>{"arguments": {}}', '"name" is missing'),
+    ],
+    "functionary": [
+        ("<function=look>[]</function>", "the arguments must be a JSON object, not an array"),
+        ("<function=look>{}", "no </function> after the JSON object"),
+        ("<function=>{}</function>", "no tool's name and > after <function="),
     ],
     "react": [
         ("I wonder.", "neither an Action nor a Final Answer"),
@@ -327,6 +400,7 @@ def test_types_of_text_are_the_schemas() -> None:
         ("object", "{'a': 1, 'a': 2}", "{'a': 1, 'a': 2}"),
         ("object", "{1: 'a'}", "{1: 'a'}"),
         ("list", "[" * 5000 + "]" * 5000 + "'", "[" * 5000 + "]" * 5000 + "'"),
+        ("list", f"['{'a' * MAX_LITERAL}']", f"['{'a' * MAX_LITERAL}']"),
         ("side", "['left']", "['left']"),
     ]
     parser, specs = parser_of("qwen3_coder"), [ToolSpec("f", "", {"type": "object", **schema})]
@@ -382,7 +456,7 @@ def test_tools_that_a_format_cannot_call_are_refused() -> None:
 
 # --- write, then read ------------------------------------------------------------------------------------------------
 
-UNQUOTED = ("qwen3_coder", "glm", "harmony", "hy3", "minimax", "deepseek_v32", "deepseek_v4", "gemma4")
+UNQUOTED = ("qwen3_coder", "seed_oss", "glm", "harmony", "hy3", "minimax", "deepseek_v32", "deepseek_v4", "gemma4")
 """Formats whose text values stand between tags."""
 text = st.text(st.characters(codec="utf-8"), max_size=12)
 values = st.recursive(
@@ -588,6 +662,11 @@ BEGINNINGS = {
     "nemotron": ["<TOOLCALL>[", '<TOOLCALL>[{"name": "'],
     "phi4": ["<|tool_call|>[", '<|tool_call|>[{"name": "'],
     "phi4_mini": ["functools[", 'functools[{"name": "'],
+    "apertus": ["<|tools_prefix|>[", '<|tools_prefix|>[{"'],
+    "cohere": ["<|START_ACTION|>[", '<|START_ACTION|>[{"tool_name": "'],
+    "functionary": ["<function=", "<function=look>{"],
+    "gigachat": ['<|function_call|>{"name": "look", "arguments": {"a": '],
+    "seed_oss": ["<seed:tool_call><function=look><parameter=a>", "<seed:tool_call><function=put><parameter=items>["],
 }
 OWN_UNITS = {
     "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"],
@@ -608,6 +687,11 @@ OWN_UNITS = {
     "nemotron": ["<TOOLCALL>"],
     "phi4": ["<|tool_call|>", "<|/tool_call|>"],
     "phi4_mini": ["functools"],
+    "apertus": ["<|tools_prefix|>", "<|tools_prefix|>[]"],
+    "cohere": ["<|START_ACTION|>", "<|START_TEXT|>"],
+    "functionary": ["<function=look>", "</function>"],
+    "gigachat": ["<|function_call|>", "<|function_call|>{}"],
+    "seed_oss": ["<seed:tool_call>", "</parameter> "],
 }
 """Format-specific parts of calls, to be repeated endlessly."""
 

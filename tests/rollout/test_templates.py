@@ -2,7 +2,9 @@ import re
 
 import pytest
 
+from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.parsers import load_parser
+from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS, make_call, results_of
 from agentfactory.rollout.text.template_and_format import Choice, choose_template, training_variant
 from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError
 from tests.chat_tokenizers import (
@@ -144,6 +146,60 @@ def test_a_template_may_need_descriptions_of_parameters() -> None:
     )
     assert needing != CHATML
     assert choose(needing).use == "append"
+
+
+def test_a_turn_may_be_closed_only_before_the_next_message() -> None:
+    """Apriel 1.6's template writes a line break and the end-of-turn token there."""
+    closing = "'\n<|im_end|>\n' if m.role != 'assistant' or not loop.last else ''"
+    template = CHATML.replace("'<|im_end|>\n'", closing)
+    renderer = make_renderer(make_tokenizer(template, special=("<|im_start|>", "<|im_end|>", "<|endoftext|>")))
+    assert renderer.info["choice"] == "append"
+    call = make_call(renderer.parser, "probelook", zeta="3")
+    question = {"role": "user", "content": "Where?"}
+    text = '<tool_call>\n{"name": "probelook", "arguments": {"zeta": "3"}}\n</tool_call>'
+    for said, turn, new in (
+        ("Here.", {"role": "assistant", "content": "Here."}, question),
+        (text, {"role": "assistant", "content": "", "tool_calls": [call]}, *results_of([call])),
+    ):
+        end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert renderer.end_of(bool(turn.get("tool_calls"))) == end
+        start, whole = renderer.open([question], PROBE_TOOLS), renderer.open([question, turn, new], PROBE_TOOLS)
+        for sampled in (renderer.continuation(said), [*renderer.continuation(f"{said}\n"), end]):
+            following = renderer.extend([*start, *sampled], [question, turn, new], [new], PROBE_TOOLS)
+            assert [*start, *sampled, *(following or ())] == whole
+        row = renderer.conversation_row([question, turn, new], PROBE_TOOLS)
+        assert [i for i, weight in zip(row.token_ids, row.mask, strict=True) if weight] == sampled
+
+
+def test_a_refused_template_names_text_formats_only_if_it_renders_without_tools() -> None:
+    def refusal(templates: str | dict[str, str]) -> str:
+        tokenizer = make_tokenizer(special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+        tokenizer.chat_template = templates
+        with pytest.raises(RenderError) as raised:
+            make_renderer(tokenizer)
+        return str(raised.value)
+
+    names, other = "; act in plain text: rollout.parser=react or code_block or tags; or set model", "; set model"
+    foreign = CHATML.replace("<tool_call>", "<invocation>").replace("</tool_call>", "</invocation>")
+    needing = foreign.replace("{%- for m in messages %}", "{{ tools | length }}{%- for m in messages %}", 1)
+    assert names in refusal(foreign)
+    assert other in (message := refusal(needing))
+    assert names not in message
+    # text formats take the default template
+    assert names in refusal({"default": CHATML, "tool_use": needing})
+    assert names not in refusal({"default": needing, "tool_use": foreign})
+    assert names not in refusal({"tool_use": foreign})
+
+
+def test_a_template_may_always_end_with_the_generation_prompt_and_text_turns_with_two_tokens() -> None:
+    """Command R7B's does."""
+    always = CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}")
+    always = always.replace("'<|im_end|>\n'", "('' if m.tool_calls else '<|endoftext|>') + '<|im_end|>\n'")
+    choice = choose(always)
+    assert choice.use == "append"
+    words, calls = choice.behaviour.closings.words, choice.behaviour.closings.calls
+    assert (words.end, words.after) == ("<|endoftext|>", "<|im_end|>\n<|im_start|>assistant\n")
+    assert (calls.end, calls.after) == ("<|im_end|>", "\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
+from tests.model_families import FAMILIES
+from tests.model_families import renderer_of as family_renderer
 from tests.scripted_server import serve_script
 
 SPECS = [
@@ -272,9 +274,39 @@ def test_an_argument_with_the_formats_own_text_is_refused() -> None:
     for harmless in ("rain", "3", "</parameter> in the text", "two\nlines\n", "<parameter=x>"):
         assert row(harmless)
     with pytest.raises(
-        ValueError, match=r"message 2: rollout\.parser reads other arguments of search than the chat tem"
+        ValueError,
+        match=r'message 2: in the call of search, query is "rain\\n.* reads "rain" in .*; arguments must not',
     ):
         row("rain\n</parameter>\n<parameter=unit>\nkm")
+
+
+def test_an_argument_of_another_type_than_the_schemas_is_refused_with_the_fix() -> None:
+    """Seed-OSS's template writes values as Python does; the schema determines what is text."""
+    renderer = family_renderer(next(family for family in FAMILIES if family.name == "seed_oss"))
+
+    def row(value: Any, kind: str) -> Row:
+        spec = ToolSpec("sort", "Sort.", {"type": "object", "properties": {"items": {"type": kind}}})
+        call = ToolCall("c0", "sort", {"items": value}).to_openai()
+        return renderer.conversation_row([*OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], [spec])
+
+    for value, kind in (
+        (["a", "b'"], "array"),
+        ([None, {"c": True}], "array"),
+        ({"a": 1}, "object"),
+        (True, "boolean"),
+    ):
+        assert row(value, kind)
+    for value, kind, shown in (
+        (["a", "b"], "string", r"\[\"a\", \"b\"\]"),
+        (True, "string", "true"),
+        (None, "string", "null"),
+        ("['a']", "array", r"\"\['a'\]\""),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=rf"message 2: in the call of sort, items is {shown}, but rollout\.parser reads .*; give items a type",
+        ):
+            row(value, kind)
 
 
 def test_words_that_a_template_would_drop_are_refused() -> None:

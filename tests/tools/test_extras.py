@@ -2,9 +2,11 @@
 
 import sys
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 
+from agentfactory.commands import main
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code import extras
 from agentfactory.tools.user_code.entry_points import load_named
@@ -41,3 +43,22 @@ def test_all_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(extras, "is_installed", lambda name: False)
     with pytest.raises(SettingError, match=r"^html_to_markdown, pypdf and protego are not installed; fix:"):
         check_extra("browse")
+
+
+def test_a_package_that_has_another_version_than_ours_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip installs a framework that needs mcp<2 over AgentFactory's mcp, with no more than a warning."""
+    (tmp_path / "mcp-1.26.0.dist-info").mkdir()
+    (tmp_path / "mcp-1.26.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mcp\nVersion: 1.26.0\n")
+    assert extras.unmet("agentfactory") is None
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def fail(options: object) -> int:
+        raise ImportError("cannot import name 'MCPError' from 'mcp'")
+
+    monkeypatch.setitem(main._COMMANDS, "doctor", fail)
+    assert main.main(["doctor"]) == main.FAILED
+    message = capsys.readouterr().err
+    assert "'mcp'; agentfactory" in message
+    assert ", and mcp 1.26.0 is installed; fix: reinstall AgentFactory, and install the package that needs" in message

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.tools.user_code import extras
 from agentfactory.tools.user_code.import_path import append_folders, user_folders
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
@@ -55,6 +56,39 @@ def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import json\nfrom beside import VALUE\n")
     assert load_object("mine.py:VALUE", tmp_path) == 1
     assert user_folders()[-1] == str(tmp_path)
+
+
+def test_a_framework_for_another_mcp_is_named_with_the_way_to_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be imported beside AgentFactory, but an agent can be a program of another environment."""
+    (tmp_path / "framework").mkdir()
+    (tmp_path / "framework" / "__init__.py").write_text("from mcp import types\ntypes.OfMcp1\n")
+    (tmp_path / "old_framework-1.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: old-framework\nVersion: 1.0\nRequires-Dist: pytest\nRequires-Dist: mcp<2\n"
+    (tmp_path / "old_framework-1.0.dist-info" / "METADATA").write_text(metadata)
+    (tmp_path / "old_framework-1.0.dist-info" / "top_level.txt").write_text("framework\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "agent.py").write_text("import framework\n\nasync def run(client): pass\n")
+    with pytest.raises(
+        UserCodeError,
+        match=r"old-framework 1\.0 needs mcp<2, and mcp 2\..* is installed; .* \(rollout\.agent\.command\)",
+    ):
+        load_object("agent.py:run", tmp_path)
+    (tmp_path / "old_tools.py").write_text("from mcp.server.fastmcp import FastMCP\n")
+    with pytest.raises(
+        UserCodeError, match=r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"
+    ):
+        load_object("old_tools.py:tools", tmp_path)
+    # what has not run for the file is not to blame, nor the library mcp for a file of that name
+    monkeypatch.setattr(extras, "unmet", lambda distribution: "agentfactory needs another version")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(UserCodeError, match=r"division by zero \(line 1\); fix: correct the file$"):
+        load_object("broken.py:run", tmp_path)
+    (tmp_path / "mcp.py").write_text("mine = 1\n")
+    (tmp_path / "mistaken.py").write_text("from mcp import mine\n")
+    with pytest.raises(UserCodeError, match=r"fix: give .*mcp\.py another name: the library mcp comes before it"):
+        load_object("mistaken.py:run", tmp_path)
 
 
 IMPORTS = {

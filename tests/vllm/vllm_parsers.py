@@ -51,6 +51,9 @@ PARSERS: dict[str, tuple[str, str | None]] = {
     "phi_4_mini": ("phi4_mini_json", None),
     "granite_3_3": ("granite", "granite"),
     "granite_4": ("hermes", None),
+    "apertus": ("apertus", None),
+    "gigachat_3_1": ("gigachat3", None),
+    "seed_oss": ("seed_oss", "seed_oss"),
     "lfm2": ("lfm2", None),
     "lfm2_2_5_v2": ("lfm2", None),
     "hunyuan_a13b": ("hunyuan_a13b", "hunyuan_a13b"),
@@ -58,8 +61,8 @@ PARSERS: dict[str, tuple[str, str | None]] = {
     "nemotron_3_super": ("qwen3_coder", "nemotron_v3"),
 }
 """Family -> vLLM's tool parser and reasoning parser."""
-WITHOUT = {"nemotron_nano_2"}
-"""Families whose calls no parser of vLLM reads."""
+WITHOUT = {"nemotron_nano_2", "functionary_3_1", "cohere"}
+"""Families whose calls no parser of vLLM reads; that for Cohere's needs the package cohere_melody."""
 
 Calls = list[tuple[str, Any]]
 
@@ -77,6 +80,20 @@ def null_is_text(turn: Turn) -> Turn:
     """Templates write Python's None for null."""
     calls = [(name, {k: "None" if v is None else v for k, v in given.items()}) for name, given in turn.calls]
     return turn._replace(calls=calls)
+
+
+def python_values_are_text(turn: Turn) -> Turn:
+    """The template writes lists and objects as Python does."""
+
+    def as_written(value: Any) -> Any:
+        return value if not isinstance(value, list | dict) or not value else str(value)
+
+    return turn._replace(calls=[(name, {k: as_written(v) for k, v in given.items()}) for name, given in turn.calls])
+
+
+def words_are_reasoning(turn: Turn) -> Turn:
+    """vLLM takes a turn without reasoning for one whose reasoning was cut."""
+    return turn if turn.reasoning else turn._replace(reasoning=turn.content, content="")
 
 
 def no_words_after_calls(turn: Turn) -> Turn:
@@ -131,6 +148,7 @@ DIFFERENCES: dict[str, list[Callable[[Turn], Turn]]] = {
     "qwen3_coder": [null_is_text],
     "qwen3_5_think": [null_is_text],
     "nemotron_3_super": [null_is_text],
+    "seed_oss": [null_is_text, python_values_are_text, words_are_reasoning],
     "llama_4": [several_calls_are_text],
     "mistral_small_3_2": [ids_are_part_of_names],
     "functiongemma": [only_text_is_read],

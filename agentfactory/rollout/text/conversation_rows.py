@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from agentfactory.rollout.text.dialogue import Line
-from agentfactory.rollout.text.encoding import MARK, Encoder
+from agentfactory.rollout.text.encoding import MARK, Encoder, map_strings
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, Tools, cached, shared_length
@@ -92,11 +92,8 @@ class ConversationRows:
         for (name, read), call in zip(found.calls, calls, strict=True):
             written = call["function"]["arguments"]
             written = json.loads(written) if isinstance(written, str) else written
-            if _as_texts(read) != _as_texts(written):
-                raise RenderError(
-                    f"message {index}: rollout.parser reads other arguments of {name} than the chat template writes: "
-                    f"{json.dumps(read, ensure_ascii=False)[:200]}; arguments must not contain the format's own tags"
-                )
+            if problem := _difference(read, written):
+                raise RenderError(f"message {index}: in the call of {name}, {problem}")
 
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
         """Add text[begin:], tokenised as in `open` and `extend`, with the weights of the spans."""
@@ -111,13 +108,33 @@ class ConversationRows:
         return tuple(self._encoder.encode(text, follows))
 
 
-def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
-    """Return arguments as formats without quotes write them, where only the tool's schema distinguishes 3 from "3"."""
-    texts = {
-        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
-        for key, value in arguments.items()
-    }
-    return {key.replace(MARK, ""): text.replace(MARK, "") for key, text in texts.items()}
+def _difference(read: dict[str, Any], written: dict[str, Any]) -> str | None:
+    """Describe the first argument of the transcript that the parser reads differently, with the fix; None if there is
+    none."""
+    read, written = (map_strings(given, lambda text: text.replace(MARK, "")) for given in (read, written))
+    name = next((name for name in [*written, *read] if _as_text(read, name) != _as_text(written, name)), None)
+    if name is None:
+        return None
+    fix = "arguments must not contain the format's own tags"
+    if name in read and name in written and type(read[name]) is not type(written[name]):
+        fix = f"give {name} a type in the tool's schema that fits the value"
+    return (
+        f"{name} is {_shown(written, name)}, but rollout.parser reads {_shown(read, name)} in the rendered turn; {fix}"
+    )
+
+
+def _as_text(arguments: dict[str, Any], name: str) -> str | None:
+    """Return an argument as written by formats without quotes, where only the tool's schema distinguishes 3 from "3";
+    None if it is missing."""
+    if name not in arguments or isinstance(arguments[name], str):
+        return arguments.get(name)
+    return json.dumps(arguments[name], sort_keys=True, ensure_ascii=False)
+
+
+def _shown(arguments: dict[str, Any], name: str) -> str:
+    """Return an argument for a message: JSON, cut after 100 characters."""
+    text = json.dumps(arguments[name], ensure_ascii=False) if name in arguments else "missing"
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:

@@ -12,7 +12,7 @@ from agentfactory.rollout.text.parsers import PARSERS, NativeParser, Parser, loa
 from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
 from agentfactory.rollout.text.probing.probe import probe
-from agentfactory.rollout.text.probing.tool_probe import reads_call
+from agentfactory.rollout.text.probing.tool_probe import USE, reads_call
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -182,9 +182,7 @@ def choose_template(
                 template, behaviour, variant = better, found_better, f"trl:{name}"
     if behaviour is None:
         told = "; ".join(reasons)
-        if "use rollout.parser=" not in told:
-            told += ". Set model.chat_template to a file with a suitable template"
-        raise RenderError(told)
+        raise RenderError(told if USE in told else f"{told}; {_fix(tokenizer, source, tools, parser, image)}")
     if reasoning is Reasoning.DROP:
         return Choice(Use.DROP, template, behaviour, reasons, variant)
     if reasoning is Reasoning.KEEP:
@@ -192,3 +190,20 @@ def choose_template(
         return Choice(Use.KEEP, template, behaviour, reasons, variant)
     reasons.append("each rewritten prompt begins a new row")
     return Choice(Use.FORK, template, behaviour, reasons, variant)
+
+
+def _fix(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None) -> str:
+    """Return the fix for a template that cannot be used: text formats if it can be used without tools, and another
+    template."""
+    other = "set model.chat_template to a file with a suitable template"
+    if not (tools and parser.native):
+        return other
+    named = tokenizer.chat_template
+    if isinstance(named, dict) and source in named.values():  # text formats take the default template
+        source = named.get("default", "")
+    try:
+        probe(ChatTemplate(tokenizer, source), False, parser, image)
+    except RenderError:
+        return other
+    formats = " or ".join(name for name in PARSERS if not load_parser(name).native)
+    return f"act in plain text: rollout.parser={formats}; or {other}"

@@ -108,8 +108,10 @@ class TemplateRenderer:
             following = None if rest is None else self._encoder.encode(rest, follows=True)
         else:
             following = self._following(json.dumps(self._plain(new)), tools)
-            if following and ids and ids[-1] in self.stop_token_ids and ids[-1] == following[0]:
-                following = following[1:]  # the model has already sampled the next turn's first token, as GLM does
+            closing = self.behaviour.closings.of(new[0]["role"] == "tool")
+            before = len(self._encoder.encode(closing.before)) if closing.opens_next else 0
+            if following and ids and ids[-1] in self.stop_token_ids and ids[-1] in following[before : before + 1]:
+                following = following[before + 1 :]  # the model has already sampled the token, as GLM does
         return None if following is None else self._counted([*missing, *following], new)
 
     def end_of(self, calls: bool) -> int:
@@ -287,8 +289,9 @@ class TemplateRenderer:
                 ids = [i for i in ids if i != self._ends[False]]
             plain = for_template(conversation)
             whole = self._encoder.encode(self.template.render(plain, json.loads(self._json(specs))))
-            if self.behaviour.closings.of(conversation[-1].get("tool_calls")).opens_next:
-                ids = ids[:-1]
+            closing = self.behaviour.closings.of(conversation[-1].get("tool_calls"))
+            if closing.opens_next:
+                ids = ids[: -1 - len(self._encoder.encode(closing.before))]
             if ids != whole[: len(ids)]:
                 return False
         return True

@@ -30,8 +30,8 @@ class Closing:
     """A template's text after an assistant turn: `before`, the end-of-turn token `end`, and `after`. If plain text
     closes turns, the token is empty, and `after` is that text.
 
-    `opens_next`: the token is the first of the next message, such as GLM's `<|user|>`, and missing at the end of a
-    conversation.
+    `opens_next`: the token is missing at the end of a conversation, and often the first of the next message, such as
+    GLM's `<|user|>`.
     """
 
     before: str = ""

@@ -1,12 +1,22 @@
-"""Extras: optional packages of AgentFactory, such as `pip install 'agentfactory[search]'`."""
+"""Missing packages: AgentFactory's extras, such as `pip install 'agentfactory[search]'`, and unmet requirements."""
 
 import re
 from functools import cache
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from itertools import dropwhile
+from pathlib import Path
+from traceback import walk_tb
+
+from packaging.requirements import Requirement
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 
+OWN_ENVIRONMENT = (
+    "give it a virtual environment of its own: start an agent as a program (rollout.agent.command), and tools as an "
+    "MCP server (mcp_servers.NAME.command)"
+)
+"""The fix for a package that cannot be imported beside AgentFactory."""
 _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]")
 
 
@@ -39,3 +49,30 @@ def _not_installed(extra: str, packages: list[str]) -> SettingError:
     *others, last = packages
     missing = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     return SettingError("", f"{missing} not installed", f"pip install 'agentfactory[{extra}]'")
+
+
+def unmet(distribution: str) -> str | None:
+    """Return the first requirement of an installed distribution that the installed versions do not meet, such as
+    "x 1.0 needs mcp<2, and mcp 2.3.0 is installed"; None if there is none."""
+    for text in requires(distribution) or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            needed = f"{requirement.name}{requirement.specifier}"
+            return f"{distribution} {version(distribution)} needs {needed}, and {requirement.name} {found} is installed"
+    return None
+
+
+def unmet_below(path: Path, error: BaseException) -> str | None:
+    """Return the unmet requirement of a package that was running for the file `path` when it raised `error`; None if
+    there is none."""
+    frames = dropwhile(lambda each: each.f_code.co_filename != str(path), (f for f, _ in walk_tb(error.__traceback__)))
+    names = dict.fromkeys(str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames)
+    having = packages_distributions()
+    found = (unmet(distribution) for name in names for distribution in having.get(name, ()))
+    return next(filter(None, found), None)

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.entry_points import load_named
+from agentfactory.tools.user_code.extras import OWN_ENVIRONMENT, unmet_below
 from agentfactory.tools.user_code.import_path import append_folders, user_folders
 
 
@@ -116,6 +118,8 @@ def _place(error: BaseException, path: Path) -> str:
 def _fix(error: BaseException, path: Path) -> str:
     if isinstance(error, SystemExit):
         return "do not end the program when the file is imported"
+    if problem := unmet_below(path, error):
+        return f"{problem}; {OWN_ENVIRONMENT}"
     if not isinstance(error, ImportError):
         return "correct the file"
     if "no known parent package" in str(error):
@@ -124,6 +128,8 @@ def _fix(error: BaseException, path: Path) -> str:
     beside = [each for each in (path.parent / f"{first}.py", path.parent / first / "__init__.py") if each.is_file()]
     if beside and not isinstance(error, ModuleNotFoundError) and not _is_users(_origin(first)):
         return f"give {beside[0]} another name: the library {first} comes before it"
+    if first == "mcp":
+        return f"AgentFactory needs the installed mcp {version('mcp')}: change the import, or {OWN_ENVIRONMENT}"
     if not isinstance(error, ModuleNotFoundError):
         return "correct the file"
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())

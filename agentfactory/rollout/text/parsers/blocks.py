@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, NativeParser, Reading
+from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import KINDS, read_json, skip_space
 from agentfactory.tools.messages import ToolSpec
 
@@ -49,17 +49,17 @@ def read_object(text: str, position: int) -> tuple[dict[str, object], int]:
     return value, end
 
 
-def read_call_object(call: object, *keys: str) -> Call:
-    """Parse a call from a JSON object with its arguments under one of `keys`. Raises ValueError with a message for the
-    model."""
+def read_call_object(call: object, *keys: str, name_key: str = "name") -> Call:
+    """Parse a call from a JSON object with its name under `name_key` and its arguments under one of `keys`. Raises
+    ValueError with a message for the model."""
     if not isinstance(call, dict):
         raise ValueError(f"expected a JSON object, not {KINDS[type(call)]}")
-    name = call.get("name")
+    name = call.get(name_key)
     if not isinstance(name, str) or not name:
-        raise ValueError('"name" is missing' if "name" not in call else '"name" must be a non-empty string')
+        raise ValueError(f'"{name_key}" {"must be a non-empty string" if name_key in call else "is missing"}')
     key = next((key for key in keys if key in call), keys[0])
     if key not in call and len(call) > 1:
-        others = ", ".join(json.dumps(other) for other in call if other != "name")
+        others = ", ".join(json.dumps(other) for other in call if other != name_key)
         raise ValueError(f'"{key}" is missing, but there is {others}')
     # a tool without parameters needs no arguments; if a required argument is missing, the tool's own check reports it
     arguments = call.get(key, {})
@@ -76,6 +76,8 @@ class JsonList(NativeParser):
     CLOSE: ClassVar[str]
     LONE: ClassVar[bool] = False
     """True if a call may be written without the list."""
+    CLOSE_ENDS_TURN: ClassVar[bool] = False
+    """True if `CLOSE` is the turn's end-of-turn token, which a turn's text does not include."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser."""
@@ -88,16 +90,27 @@ class JsonList(NativeParser):
                 raise ValueError(f"expected a JSON list of calls, not {KINDS[type(value)]}")
             if not value:
                 raise ValueError("the list of calls is empty")
-            calls = [read_call_object(call, "arguments", "parameters") for call in value]
-            return calls, expect(text, end, self.CLOSE, "the list of calls") if self.CLOSE else end
+            calls = [self.read_call(call) for call in value]
+            if not self.CLOSE or (self.CLOSE_ENDS_TURN and skip_space(text, end) == len(text)):
+                return calls, end
+            return calls, expect(text, end, self.CLOSE, "the list of calls")
 
         return read_blocks(text, self.OPEN, self.CLOSE, read_list)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         """See Parser."""
-        objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        objects = [self.write_call(*call) for call in calls]
         return f"{self.OPEN}{json.dumps(objects, ensure_ascii=False)}{self.CLOSE}"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
         """See Parser."""
-        return f'Write the calls as {self.OPEN}[{{"name": "tool_name", "arguments": {{...}}}}]{self.CLOSE}'
+        call = json.dumps(self.write_call("tool_name", {})).replace("{}", "{...}")
+        return f"Write the calls as {self.OPEN}[{call}]{self.CLOSE}"
+
+    def read_call(self, call: object) -> Call:
+        """Parse an element of the list. Raises ValueError with a message for the model."""
+        return read_call_object(call, "arguments", "parameters")
+
+    def write_call(self, name: str, arguments: Arguments) -> dict[str, Any]:
+        """Return an element of the list."""
+        return {"name": name, "arguments": arguments}

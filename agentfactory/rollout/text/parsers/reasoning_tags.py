@@ -7,6 +7,8 @@ REASONING_TAGS = (
     ("<|channel>thought\n", "<channel|>"),
     ("<think:opensource>", "</think:opensource>"),
     ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
 )
 """Opening and closing tags."""
 

@@ -20,6 +20,9 @@ from agentfactory.rollout.text.probing.turn_probe import (
 from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError, Tools
 from agentfactory.tools.messages import Message
 
+USE = "use rollout.parser="
+"""Begins the fix of an error about a format."""
+
 
 def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parser: Parser, specs: Tools) -> None:
     """Raise RenderError if the template cannot render calls or results, or writes calls that the parser cannot read."""
@@ -32,7 +35,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         return parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS).calls == expected
 
     ignores = not shows_tools(opened)
-    unseen = RenderError(f"the chat template ignores `tools`: the model would not know of them; {_plain_text()}")
+    unseen = RenderError("the chat template ignores `tools`: the model would not know of them")
     messages, expected = probe_calls(parser, 1)
     try:
         text = fit_calls(template, parser, specs)
@@ -188,7 +191,7 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
 def _formats_that_read(template: ChatTemplate) -> str:
     """Suggest formats for a template whose calls the chosen parser cannot read."""
     fit = _fitting_formats(template)
-    return _use(fit) if fit else f"none of {', '.join(_native())} does; {_plain_text()}"
+    return _use(fit) if fit else "no native format does"
 
 
 def _fitting_formats(template: ChatTemplate) -> list[str]:
@@ -203,9 +206,4 @@ def _native() -> dict[str, Parser]:
 
 
 def _use(formats: list[str]) -> str:
-    return f"use rollout.parser={' or '.join(formats)}"
-
-
-def _plain_text() -> str:
-    """Suggest plain-text formats for a template that supports no native one."""
-    return f"act in plain text: rollout.parser={' or '.join(n for n in PARSERS if not load_parser(n).native)}"
+    return f"{USE}{' or '.join(formats)}"

@@ -45,9 +45,10 @@ def closing_of_words(template: ChatTemplate, closed: str, specs: Tools) -> Closi
 
 
 def _opening_of_next(template: ChatTemplate, following: str) -> Closing:
-    """Return the closing of turns that end with the token that opens the next turn."""
-    token = template.leading_token(following)
-    return Closing(end=token, opens_next=True) if token else Closing()
+    """Return the closing of turns that end with a token which is only written before the next message."""
+    rest = following.lstrip()
+    token = template.leading_token(rest)
+    return Closing(following.removesuffix(rest), token, opens_next=True) if token else Closing()
 
 
 def closing_of_calls(
@@ -56,6 +57,9 @@ def closing_of_calls(
     """Return the closing of the turn with a call at the end of `text`; `after` continues with its result."""
     if words.text and text.endswith(words.text):
         return words
+    shorter = template.closing_of(words.after)  # Cohere's text has a closing token of its own
+    if shorter.end and text.endswith(shorter.text) and reads(shorter):
+        return shorter
     token = template.trailing_token(text)
     ending = Closing(end=token, after=text.rpartition(token)[2] if token else "")
     if token and reads(ending):
@@ -64,8 +68,11 @@ def closing_of_calls(
         closing = Closing(end=token, opens_next=True)
         if reads(closing):
             return closing
+    if words.opens_next and reads(words):
+        return words
     turn = text.rpartition("wordask")[2]
-    raise RenderError(f"the chat template closes a turn with calls differently from a text turn: {turn!r}")
+    how = "differently from a text turn" if template.trailing_token(text) else "without an end-of-turn token"
+    raise RenderError(f"the chat template closes a turn with calls {how}: {turn!r}")
 
 
 def turn_start(opened: str, *turns: str) -> int:

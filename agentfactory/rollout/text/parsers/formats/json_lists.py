@@ -1,7 +1,63 @@
-"""Formats with all calls in one JSON list between marks: Granite 3, Hunyuan, Nemotron Nano 2, Phi-4-mini."""
+"""Formats with all calls in one JSON list between marks: Apertus, Cohere's, Granite 3, Hunyuan, Nemotron Nano 2,
+Phi-4-mini."""
 
-from agentfactory.rollout.text.parsers.blocks import JsonList
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentfactory.rollout.text.parsers.blocks import JsonList, read_call_object
 from agentfactory.rollout.text.parsers.formats.glm import Glm
+from agentfactory.rollout.text.parsers.parser import Arguments, Call, Reading
+from agentfactory.rollout.text.parsers.values import KINDS
+from agentfactory.tools.messages import ToolSpec
+
+
+class Apertus(JsonList):
+    """`<|tools_prefix|>[{"search": {"query": "rain"}}]<|tools_suffix|>`."""
+
+    OPEN, CLOSE, CLOSE_ENDS_TURN = "<|tools_prefix|>", "<|tools_suffix|>", True
+
+    def read_call(self, call: object) -> Call:
+        """See JsonList."""
+        if not isinstance(call, dict) or len(call) != 1:
+            found = f"{len(call)} keys" if isinstance(call, dict) else KINDS[type(call)]
+            raise ValueError(f"expected an object with the tool's name as its only key, not {found}")
+        ((name, arguments),) = call.items()
+        if not name:
+            raise ValueError("the tool's name is empty")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of {name} must be a JSON object, not {KINDS[type(arguments)]}")
+        return name, arguments
+
+    def write_call(self, name: str, arguments: Arguments) -> dict[str, Any]:
+        """See JsonList."""
+        return {name: arguments}
+
+
+class Cohere(JsonList):
+    """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "search", "parameters": {"query": "rain"}}]<|END_ACTION|>`.
+    Text is between marks, too."""
+
+    OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+    TEXT_MARKS = re.compile(r"<\|(?:START|END)_(?:TEXT|RESPONSE)\|>")
+
+    def call_id(self, name: str, number: int) -> str:
+        """See Parser."""
+        return str(number)
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser. Marks of text within a call are part of its arguments."""
+        found = super().read(text, specs)
+        return replace(found, content=self.TEXT_MARKS.sub("", found.content).strip())
+
+    def read_call(self, call: object) -> Call:
+        """See JsonList."""
+        return read_call_object(call, "parameters", name_key="tool_name")
+
+    def write_call(self, name: str, arguments: Arguments) -> dict[str, Any]:
+        """See JsonList."""
+        return {"tool_name": name, "parameters": arguments}
 
 
 class Granite(JsonList):

@@ -1,20 +1,30 @@
-"""Llama 3's JSON: a turn that consists only of `{"name": ..., "parameters": {...}}`.
+"""Llama 3's formats: a turn that consists only of `{"name": ..., "parameters": {...}}`, and Functionary's tags.
 
 The chat templates of Llama 3.1 and later write one call per turn. Several calls separated by semicolons are parsed too.
+Functionary 3.1 is based on Llama 3.1, and writes Llama's form of custom tools.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
-from agentfactory.rollout.text.parsers.blocks import read_call_object
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, NativeParser, Reading
+from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object, read_object
+from agentfactory.rollout.text.parsers.parser import (
+    Call,
+    FormatError,
+    NativeParser,
+    Reading,
+    find_spec,
+    sole_parameter,
+)
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
 from agentfactory.tools.messages import ToolSpec
 
 TAG = "<|python_tag|>"
 _ALONE = "Malformed tool call: a turn with a call has nothing beside it"
 _BEGINS = re.compile(r'\{\s*"(?:name|parameters|arguments|function)"\s*:')
+_NAME = re.compile(r"([^\s<>]+)>")
 _CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
 
 
@@ -59,3 +69,46 @@ class Llama3Json(NativeParser):
 
 def _is_call(value: object) -> bool:
     return isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
+
+
+class Functionary(NativeParser):
+    """`<function=search>{"query": "rain"}</function>`, once per call. A call of the tool `python` may be the rest of
+    the turn, after `<|python_tag|>`."""
+
+    OPEN, CLOSE = "<function=", "</function>"
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser."""
+
+        def read_call(position: int) -> tuple[list[Call], int]:
+            name = _NAME.match(text, position)
+            if name is None:
+                raise ValueError(f"no tool's name and > after {self.OPEN}")
+            arguments, end = read_object(text, name.end())
+            return [(name[1], arguments)], expect(text, end, self.CLOSE, "the JSON object")
+
+        found = read_blocks(text, self.OPEN, self.CLOSE, read_call)
+        words, tag, code = found.content.partition(TAG)
+        if not tag:
+            return found
+        return replace(found, content=words.rstrip(), calls=[*found.calls, _python_call(code.strip(), specs)])
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        return "".join(f"{self.OPEN}{n}>{json.dumps(given, ensure_ascii=False)}{self.CLOSE}" for n, given in calls)
+
+    def form(self, specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        return f"Write each call as {self.OPEN}tool_name>{{...}}{self.CLOSE}, with the arguments as a JSON object"
+
+
+def _python_call(text: str, specs: Sequence[ToolSpec]) -> Call:
+    """Parse a call of the tool `python` from its arguments as JSON, as the template writes them, or from its code."""
+    try:
+        arguments, end = read_object(text, 0)
+        if end == len(text):
+            return "python", arguments
+    except ValueError:
+        pass
+    spec = find_spec("python", specs)
+    return "python", {(spec and sole_parameter(spec)) or "code": text}

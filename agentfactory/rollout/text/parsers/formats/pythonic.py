@@ -1,8 +1,8 @@
 """Pythonic calls: `[search(query="rain", limit=3), look()]`.
 
 LFM2 and Llama 4 write them between tags, with other text allowed outside; Llama 3.2 writes the bare list as the whole
-turn. Values are Python literals or JSON. A small parser reads them in linear time, because Python's own parser can
-exhaust time and stack on model output.
+turn. LFM2 can also write the list as JSON. Values are Python literals or JSON. A small parser reads them in linear
+time, because Python's own parser can exhaust time and stack on model output.
 """
 
 import math
@@ -10,13 +10,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
+from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
-from agentfactory.rollout.text.parsers.values import MAX_DEPTH, skip_space
+from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_json, skip_space
 from agentfactory.tools.messages import ToolSpec
 
 TAGS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
 _NAME = r"[A-Za-z_][\w./-]*"
+_JSON = re.compile(r"\s*\[\s*\{")
 _BEGINS = re.compile(rf"\[\s*{_NAME}\s*\(")
 _TOKEN = re.compile(
     r"(?P<string>[rR]?(?:\"\"\"(?:[^\\]|\\.)*?\"\"\"|'''(?:[^\\]|\\.)*?'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'))"
@@ -55,7 +56,11 @@ class Pythonic(NativeParser):
         opening, closing = tags
 
         def read_list(position: int) -> tuple[list[Call], int]:
-            calls, end = _Reader(text, position).calls()
+            if _JSON.match(text, position):
+                value, end = read_json(text, skip_space(text, position))
+                calls = [read_call_object(call, "arguments") for call in value]
+            else:
+                calls, end = _Reader(text, position).calls()
             return calls, expect(text, end, closing, "the list of calls")
 
         return read_blocks(text, opening, closing, read_list)
