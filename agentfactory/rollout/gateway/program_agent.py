@@ -96,7 +96,8 @@ class ProgramAgent(ClientAgent):
                 problem = f"got {options.disk_mb}, but {self._template} has {size} MiB"
                 raise SettingError("rollout.agent.options.disk_mb", problem, "raise it, or make the workspace smaller")
         self._check_own_program(command[0])
-        self._script = None if (number := _script_of(command)) is None else (number, command[number])
+        place = _script_of(command)
+        self._script = None if place is None else (place, command[place])
         if self._script is not None and self._in_template(self._script[1]):
             self._script = None  # otherwise, the files of rows must have it
         if self._kept is not None:
