@@ -401,7 +401,7 @@ def test_a_question_without_text_is_refused_unless_something_else_gives_the_task
     write(project / "data.jsonl", TASK + '{"question": " ", "answer": "2"}\n')
     given = ["data.path=data.jsonl", "eval.data=null", "eval.every=0"]
     with pytest.raises(
-        SettingError, match="data: row 2: question has no text, .*; fix: write the task there, or leave"
+        SettingError, match=r"data: row 2: question has no text, .*; fix: write the task there, or leave"
     ):
         load_recipe("recipe.yaml", given)
     load_recipe("recipe.yaml", [*given, "rollout.system_prompt=Add 1 and 1."])

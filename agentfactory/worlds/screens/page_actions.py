@@ -111,7 +111,8 @@ class BaseScreen(Environment):
         """Raise ValueError if the row names no page, or a `url` without the `check` that the only reward needs."""
         if cls.reset is not BaseScreen.reset:  # a subclass may find the page by other fields
             return
-        check_fields(*(row.get(name) for name in ("page", "miniwob", "url", "check")), seed=row.get("seed", 0))
+        fields = ("page", "miniwob", "url", "check", "seed")
+        check_fields(**{name: row[name] for name in fields if name in row})
         if row.get("url") is None or row.get("check") or has_rewards or cls.reward is not BaseScreen.reward:
             return
         raise ValueError(

@@ -72,8 +72,8 @@ def _is_call(value: object) -> bool:
 
 
 class Functionary(NativeParser):
-    """`<function=search>{"query": "rain"}</function>`, once per call. A call of the tool `python` may be the rest of the
-    turn, after `<|python_tag|>`."""
+    """`<function=search>{"query": "rain"}</function>`, once per call. A call of the tool `python` may be the rest of
+    the turn, after `<|python_tag|>`."""
 
     OPEN, CLOSE = "<function=", "</function>"
 
