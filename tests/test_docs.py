@@ -21,6 +21,7 @@ import yaml
 
 from agentfactory.commands import main
 from agentfactory.commands.options import make_parser, parse
+from agentfactory.launching.reach_early import check_servers_answer
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
@@ -450,6 +451,10 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
         assert main.main(["train", "recipe.yaml"]) == main.REFUSED
         said.append(capsys.readouterr().err)
+    dead = Recipe.model_validate({"model": {"path": "none"}, "train": {"steps": 1}, "output": "new", **attached})
+    with pytest.raises(SettingError) as unreached:
+        check_servers_answer(dead)
+    said.append(f"{unreached.value.problem}; fix: {unreached.value.fix}")
     said.append("; ".join(missing_routes("http://here", ["/health"], ["/inference/v1/generate"]) or ()))
     said.append(str(no_sandbox("setting up uid map: Permission denied")))
     said.append(f"agentfactory: {refused_placement()}")

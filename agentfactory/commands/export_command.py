@@ -5,8 +5,18 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.launching.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free, named_base
+from agentfactory.launching.run_folder import (
+    ADAPTER,
+    RECIPE,
+    RunFolder,
+    RunFolderError,
+    base_of_adapter,
+    is_free,
+    is_run,
+    named_base,
+)
 from agentfactory.launching.untrusted_folders import check_weights_folder
+from agentfactory.recipe.composition import display
 from agentfactory.tools.files.disk import set_usual_modes
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     DIGESTS,
@@ -26,17 +36,24 @@ class ExportError(Exception):
 
 
 def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say: Callable[[str], None]) -> None:
-    """Export `checkpoint` to the new folder `output`: the full model in the training's dtype, with an adapter merged
-    into its base; or with `adapter`, only the adapter. `push` names a hub repository to upload it to.
+    """Export `checkpoint`, or the last checkpoint of the run in that folder, to the new folder `output`: the full model
+    in the training's dtype, with an adapter merged into its base; or with `adapter`, only the adapter. `push` names a
+    hub repository to upload it to.
 
     Raises ExportError.
     """
+    checkpoint = checkpoint.expanduser()
     try:
+        if (run := _run_at(checkpoint)) is not None:
+            checkpoint = _last_checkpoint(run)
+            say(f"the last checkpoint of {display(run)} is {display(checkpoint)}")
+        if not (checkpoint / INFO).is_file():
+            problem = "is not a checkpoint" if checkpoint.exists() else "does not exist"
+            fix = "name a run, such as runs/NAME, or a checkpoint, such as runs/NAME/checkpoints/step-000080"
+            raise ExportError(f"{checkpoint} {problem}; fix: {fix}")
         check_weights_folder(checkpoint)
     except RunFolderError as error:
         raise ExportError(str(error)) from None
-    if not (checkpoint / INFO).is_file():
-        raise ExportError(f"{checkpoint} is not a checkpoint; fix: name one, such as runs/NAME/checkpoints/step-000080")
     if not is_free(output):
         raise ExportError(f"--output: {output} is not empty; fix: --output OTHER")
     try:
@@ -74,6 +91,26 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     say(f"exported {checkpoint} to {output}")
     if push:
         say(f"uploaded to {_push(output, push)}")
+
+
+def _run_at(path: Path) -> Path | None:
+    """Return the run folder at `path`, which may also be its recipe or its folder of checkpoints; None if there is
+    none."""
+    place = path.parent if path.name in (RECIPE, "checkpoints") else path
+    return place if is_run(place) else None
+
+
+def _last_checkpoint(run: Path) -> Path:
+    """Return the last checkpoint of a run, in its last stage if it has stages. Raises RunFolderError if there is
+    none."""
+    names = [name for name in RunFolder(run).stage_names() if Path(name).name == name]
+    *earlier, last = [RunFolder(run / name, within=run) for name in names] or [RunFolder(run)]
+    if (found := last.last_checkpoint()) is not None:
+        return found
+    fix = "run `agentfactory train` first"
+    if trained := [stage for stage in earlier if stage.last_checkpoint() is not None]:
+        fix = f"name an earlier stage, {display(trained[-1].path)}, or end the training with --resume"
+    raise RunFolderError(f"{display(last.checkpoints)} holds no checkpoint; fix: {fix}")
 
 
 def _name_base(folder: Path, base: str) -> None:

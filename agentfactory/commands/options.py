@@ -62,7 +62,7 @@ _EXAMPLES = {
     "chat": ["chat runs/mine", "chat runs/mine --checkpoint runs/mine/checkpoints/step-000100"],
     "view": ["view runs/mine", "view runs/first runs/second --port 0", "view runs/mine --export mine.html"],
     "export": [
-        "export runs/mine/checkpoints/step-000100 --output model",
+        "export runs/mine --output model",
         "export runs/mine/checkpoints/step-000100 --output adapter --adapter",
     ],
     "tools": [
@@ -245,8 +245,8 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
-    about = "such as runs/NAME/checkpoints/step-000080"
-    command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
+    about = "a run, whose last checkpoint is exported, or a checkpoint, such as runs/NAME/checkpoints/step-000080"
+    command.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT", help=about)
     command.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to create")
     command.add_argument("--adapter", action="store_true", help="export only the adapter, not merged into its base")
     about = "also upload it to this hub repository (a new one is private)"

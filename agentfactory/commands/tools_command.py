@@ -25,10 +25,10 @@ from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import NO_MODEL, load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.model_hub import use_hub_if_it_answers
-from agentfactory.rollout.rewards.trial import try_rewards
 from agentfactory.tools.calls.limits import check_limits
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environments.environment import Environment

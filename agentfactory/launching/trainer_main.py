@@ -46,7 +46,7 @@ from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.health import Finding, Health
 from agentfactory.trainers.loop.rl import Note, Services, TrainResult, train_rl
 from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
-from agentfactory.trainers.loop.stopping import Stop
+from agentfactory.trainers.loop.stopping import Stop, name_of
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.sync.backends import backend_of, make_sync
@@ -272,7 +272,7 @@ class _Display:
         ended_by = self._stop.agreed_on
         if isinstance(ended_by, signal.Signals):
             # the launcher stops its trainer by SIGTERM, and names the signal that it got itself
-            by = "" if is_launched else f" by {ended_by.name}"
+            by = "" if is_launched else f" by {name_of(ended_by)}"
             self._progress.note(f"stopped{by} after step {steps}; continue with --resume")
         elif ended_by is not None:
             self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
@@ -352,7 +352,7 @@ def _summary(
     status = "completed"
     reason = {}
     if isinstance(ended_by, signal.Signals):
-        status, reason = "interrupted", {"reason": ended_by.name}
+        status, reason = "interrupted", {"reason": name_of(ended_by)}
     elif ended_by is not None:
         text = next(finding.text for finding in reversed(display.findings) if finding.symptom is ended_by)
         status, reason = "stopped", {"reason": f"train.stop_when: {ended_by}: {text}"}

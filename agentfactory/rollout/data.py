@@ -142,7 +142,8 @@ def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task
     given = [name for name in ("question", "messages") if name in row]
     if given and all(row[name] is None for name in given):
         columns = " and ".join(config.columns.get(name, name) for name in given)
-        problem = f"row {number} of {_named(config)}: {columns} is null, so there is no task"
+        are = "is" if len(given) == 1 else "are"
+        problem = f"row {number} of {_named(config)}: {columns} {are} null, so there is no task"
         raise SettingError(_origin(config), problem, "write the task there, or leave the row out")
     # tables have None in the columns that a row lacks
     row = {name: value for name, value in row.items() if value is not None or name not in ("question", "messages")}

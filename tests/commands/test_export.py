@@ -13,6 +13,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.commands.export_command import ExportError, export
+from agentfactory.launching.run_folder import RunFolder
 from agentfactory.trainers.checkpoints.checkpoint_folder import DIGESTS, INFO, digest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
@@ -102,6 +103,38 @@ def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Comman
     assert result.stderr == f"agentfactory: --output: {output} is not empty; fix: --output OTHER\n"
 
 
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("stages", [(), ("sft", "grpo")])
+def test_the_last_checkpoint_of_a_run(
+    make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool, stages: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint, said = make_checkpoint(lora=lora), []
+    run = Path("run")
+    RunFolder.create(run, yaml.safe_dump({"stages": [{"name": name} for name in stages]} if stages else {"name": "a"}))
+    parts = [run / name for name in stages] or [run]
+    for part in parts[: len(stages)]:
+        RunFolder.create(part, "name: a")
+    with pytest.raises(
+        ExportError, match=rf"{parts[-1]}/checkpoints holds no checkpoint; fix: run `agentfactory train`"
+    ):
+        export(run, tmp_path / "out", adapter=False, push=None, say=print)
+    for part in parts[:-1]:
+        shutil.copytree(checkpoint, part / "checkpoints" / "step-000090")
+        with pytest.raises(
+            ExportError, match=rf"grpo/checkpoints holds no checkpoint; fix: name an earlier stage, {part}"
+        ):
+            export(run, tmp_path / "out", adapter=False, push=None, say=print)
+    for step in (7, 10):
+        shutil.copytree(checkpoint, parts[-1] / "checkpoints" / f"step-{step:06d}")
+    last = parts[-1] / "checkpoints" / "step-000010"
+    for number, named in enumerate((run, run / "recipe.yaml", parts[-1], parts[-1] / "checkpoints", last)):
+        export(named, tmp_path / f"out{number}", adapter=lora, push=None, say=said.append)
+        assert said[-1] == f"exported {last} to {tmp_path}/out{number}"
+    assert said[0] == f"the last checkpoint of run is {last}"
+    assert len(said) == 9, "a checkpoint that is named is not announced"
+
+
 def test_an_upload_that_fails_is_told(make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     output = tmp_path / "model"
@@ -112,7 +145,9 @@ def test_an_upload_that_fails_is_told(make_checkpoint: Make, tmp_path: Path, mon
 
 def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(lora=False)
-    with pytest.raises(ExportError, match=r"base is not a checkpoint; fix: name one"):
+    with pytest.raises(ExportError, match=r"nothing does not exist; fix: name a run"):
+        export(tmp_path / "nothing", tmp_path / "out", adapter=False, push=None, say=print)
+    with pytest.raises(ExportError, match=r"base is not a checkpoint; fix: name a run"):
         export(tmp_path / "base", tmp_path / "out", adapter=False, push=None, say=print)
     with pytest.raises(ExportError, match=r"--adapter: .* holds a full model; fix: leave it out"):
         export(checkpoint, tmp_path / "out", adapter=True, push=None, say=print)

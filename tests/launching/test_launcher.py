@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentfactory.launching.child_processes import Terminated
+from agentfactory.launching.launcher import _note_signal
+from agentfactory.launching.run_folder import RunFolder
+
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 PREPARE = """
@@ -223,7 +227,16 @@ def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: st
     _, said = launcher.communicate(timeout=20)
     assert launcher.returncode == 130
     assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; continue with --resume"
-    assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"
+    found = json.loads((staged / "summary.json").read_text())
+    assert (found["status"], found["reason"]) == ("interrupted", by)
+
+
+def test_the_reason_of_a_stage_is_the_signal_that_the_user_sent(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "first", "name: first")
+    for error, reason in ((KeyboardInterrupt(), "Ctrl-C"), (Terminated("SIGHUP"), "SIGHUP"), (OSError(), "SIGTERM")):
+        folder.write_summary({"status": "interrupted", "reason": "SIGTERM", "steps": 3})
+        _note_signal(folder, error)
+        assert folder.read_summary() == {"status": "interrupted", "reason": reason, "steps": 3}
 
 
 def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:

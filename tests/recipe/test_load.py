@@ -384,6 +384,45 @@ def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
     assert vllm.startswith("server.engine: got 'vllm', which is not installed")
 
 
+@pytest.mark.parametrize("section", ["mcp_servers={a: {command: %s}}", "rollout.agent={command: [%s]}"])
+def test_a_program_that_is_not_executable_is_named(project: Path, section: str) -> None:
+    script = project / "program.sh"
+    script.write_text("#!/bin/sh\n")
+    with pytest.raises(SettingError, match=rf"command.*: {script} is not executable; fix: chmod \+x {script}$"):
+        load_recipe("recipe.yaml", ["tools=[]", section % script], lacks=[])
+    found = (
+        rf"no program 'program.sh' is on PATH, but .* has such a file; fix: give its full path, {script}, after chmod"
+    )
+    with pytest.raises(SettingError, match=found):
+        load_recipe("recipe.yaml", ["tools=[]", section % "program.sh"], lacks=[])
+
+
+def test_a_question_without_text_is_refused_unless_something_else_gives_the_task(project: Path) -> None:
+    write(project / "data.jsonl", TASK + '{"question": " ", "answer": "2"}\n')
+    given = ["data.path=data.jsonl", "eval.data=null", "eval.every=0"]
+    with pytest.raises(
+        SettingError, match=r"data: row 2: question has no text, .*; fix: write the task there, or leave"
+    ):
+        load_recipe("recipe.yaml", given)
+    load_recipe("recipe.yaml", [*given, "rollout.system_prompt=Add 1 and 1."])
+    write(
+        project / "world.py",
+        """
+from agentfactory import Environment, tool
+
+class World(Environment):
+    def reset(self, **task): return "Add 1 and 1."
+    @tool
+    def look(self) -> str:
+        \"\"\"Look.\"\"\"
+""",
+    )
+    load_recipe("recipe.yaml", [*given, "tools=['world.py:World']"])
+    write(project / "data.jsonl", '{"messages": [{"role": "user", "content": ""}], "answer": "2"}\n')
+    with pytest.raises(SettingError, match="data: row 1: messages has no text"):
+        load_recipe("recipe.yaml", given)
+
+
 def test_user_code_imports_from_the_folders_of_the_recipes_files(project: Path) -> None:
     (project / "deep").mkdir()
     (project / "deep" / "recipe.yaml").write_text("extends: ../recipe.yaml\n")

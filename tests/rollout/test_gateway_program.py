@@ -426,7 +426,7 @@ async def test_a_row_without_files_among_others_is_refused(tmp_path: Path) -> No
         await chains.runner.check(rows[:2])
         await chains.runner.check(rows[2:])
         with pytest.raises(
-            SettingError, match=r'data, row 3: files: missing, but row 1 has them; fix: write "files": \{\}'
+            SettingError, match=r'data, row 3: files: missing, but row 1 has them; fix: write "files": {}'
         ):
             await chains.runner.check(rows)
 

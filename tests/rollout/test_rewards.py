@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
+from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
-from agentfactory.rollout.rewards.trial import try_rewards
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from agentfactory.trainers.loop.stopping import Stop
+from agentfactory.trainers.loop.stopping import Stop, name_of
 
 pytestmark = pytest.mark.processes
 
@@ -75,6 +75,7 @@ def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
 def test_a_wait_is_cut_short(signalled: Signalled, tmp_path: Path, number: signal.Signals) -> None:
     told = signalled("waits-1", number, waits={1: 60.0}, works={})
     assert told == (f"step 1, given None, stopped by {number.name}", 0)
+    assert name_of(number) == {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
     assert (tmp_path / "heard").exists()
     assert (tmp_path / "worked-0").exists()
     assert not (tmp_path / "works-1").exists()

@@ -73,8 +73,6 @@ class GatewayChain:
                     if self._ended.done():
                         return self._ended.result()
                     trajectory.result = agent.result()
-                    self._check_requested()
-                    return self._over or self.turns.last
                 except AgentFailed as failure:
                     trajectory.result = failure.result
                     if self.turns.last is StopReason.CONTEXT_OVERFLOW:
@@ -88,6 +86,8 @@ class GatewayChain:
                     await asyncio.wait([agent])
                     self._close()
                     await visit.tools.close()
+                self._check_requested()
+                return self._over or self.turns.last
         finally:
             if self._ended.done():
                 self._ended.exception()  # mark it as retrieved: nothing else may have read it

@@ -19,6 +19,11 @@ Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+def name_of(number: int) -> str:
+    """Return a signal's name in messages."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 class _WaitCutShort(Exception):
     """Raised by the signal handler, only during a wait."""
 
