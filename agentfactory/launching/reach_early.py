@@ -5,6 +5,8 @@ from pathlib import Path
 
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference.concurrency import check_open_files
 from agentfactory.tools.config import Isolation, McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 
@@ -13,8 +15,8 @@ _ANSWERS_WITHIN = 10.0
 
 
 def check_reach(recipe: Recipe) -> None:
-    """Check that the servers at `server.url` answer, and that the recipe's tools can be opened, if chains run in
-    training. Raises SettingError."""
+    """Check that the servers at `server.url` answer, and that the recipe's tools and connections can be opened, if
+    chains run in training. Raises SettingError."""
     if runs_chains(recipe, "train"):
         check_servers_answer(recipe)
         check_tools_open(recipe)
@@ -37,9 +39,11 @@ def check_servers_answer(recipe: Recipe) -> None:
             continue
 
 
-def check_tools_open(recipe: ToolsRecipe) -> None:
-    """Open the recipe's tools, and close them. Raises SettingError if that fails, names clash, or a limit is for a tool
-    that there is not."""
+def check_tools_open(recipe: RolloutRecipe) -> None:
+    """Open the recipe's tools, and close them. Raises SettingError if that fails, names clash, a limit is for a tool
+    that there is not, or a process may not open enough files."""
+    if recipe.rollout.concurrency != "auto":
+        check_open_files(-(-recipe.rollout.concurrency // recipe.rollout.workers))
     if not recipe.tools and not recipe.mcp_servers:
         return
     # imported here, because the MCP SDK is slow to import

@@ -1,6 +1,8 @@
 """Faults of tools and servers are found before anything slow is started, and named with their fix."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,21 @@ def test_a_batch_of_more_tasks_than_rows_is_doubted(project: Path) -> None:
     said = "train.batch_size: got 8, more than the rows of data (1): a batch has groups of the same task several times"
     assert doubts(load("train.batch_size=8")) == [f"{said}; fix: lower it to 1, or add rows"]
     assert doubts(load("train.batch_size=1")) == []
+
+
+@pytest.mark.processes
+def test_too_few_open_files_for_the_chains_are_refused() -> None:
+    files = 1024
+    code = (
+        "import resource\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {files}))\n"
+        "from agentfactory.rollout.inference.concurrency import check_open_files\n"
+        f"check_open_files({files // 2})\n"
+        f"assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == {files}\n"
+        f"check_open_files({files // 2 + 1})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    problem = (
+        f"{files // 2 + 1} chains at a time each need a connection, but a process may open {files} files (ulimit -n)"
+    )
+    assert f"rollout.concurrency: {problem}; fix: lower it to {files // 2}, or raise that limit" in done.stderr

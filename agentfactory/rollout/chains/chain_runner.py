@@ -23,7 +23,7 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.images.task_images import TaskImages
-from agentfactory.rollout.inference.concurrency import Places
+from agentfactory.rollout.inference.concurrency import Places, check_open_files
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
@@ -166,7 +166,8 @@ class Runner(ABC):
         toolset: Toolset,
         rewards: Rewards,
     ):
-        """Create a runner. Raise ValueError if the limits or the context policy do not suit these tools."""
+        """Create a runner. Raise ValueError if the limits or the context policy do not suit these tools, or if the
+        process may not open enough files for its chains."""
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         check_context(recipe.rollout)
         self.task_images = TaskImages(recipe, images)
@@ -176,7 +177,9 @@ class Runner(ABC):
         self.rewards = rewards
         self._watch: ChainWatch | None = None
         limit = recipe.rollout.concurrency
-        self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
+        most = recipe.server.max_num_seqs if limit == "auto" else limit
+        check_open_files(most)
+        self.places = Places(most)
 
     @abstractmethod
     def player(self, episode: Episode) -> Player:

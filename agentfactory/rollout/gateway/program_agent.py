@@ -96,16 +96,9 @@ class ProgramAgent(ClientAgent):
                 problem = f"got {options.disk_mb}, but {self._template} has {size} MiB"
                 raise SettingError("rollout.agent.options.disk_mb", problem, "raise it, or make the workspace smaller")
         self._check_own_program(command[0])
-<<<<<<< HEAD
-        place = _script_of(command)
-        self._script = None if place is None else (place, command[place])
-        if self._script is not None and self._in_template(self._script[1]):
-            self._script = None  # otherwise, the files of rows must have it
-=======
         # a script that is not in the template must be in the files of every row
         script = _script_of(command)
         self._script = None if script is None or self._in_template(command[script]) else (script, command[script])
->>>>>>> m38d
         if self._kept is not None:
             check_kept("rollout.agent.options.keep_workspaces", self._kept)
         if self._sandboxed:

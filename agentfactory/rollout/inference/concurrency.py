@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import dataclass
 
 from agentfactory.rollout.inference.server_metrics import Load
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.connections import raise_open_files
 
 
 class Places:
@@ -66,3 +68,11 @@ class ConcurrencyControl:
         elif alive >= self.limit:
             self.limit += self.step
         return self.limit
+
+
+def check_open_files(chains: int) -> None:
+    """Raise SettingError if this process may not open a connection for each of `chains`, and as many other files."""
+    files = raise_open_files()
+    if files is not None and chains > files // 2:
+        problem = f"{chains} chains at a time each need a connection, but a process may open {files} files (ulimit -n)"
+        raise SettingError("rollout.concurrency", problem, f"lower it to {files // 2}, or raise that limit")

@@ -29,7 +29,11 @@ def writing(path: Path) -> Iterator[None]:
         if told is None:
             raise
         free = shutil.disk_usage(path.parent).free
-        fix = "make room" if told.errno in _FULL else "choose a folder that can be written"
+        fix = "choose a folder that can be written"
+        if told.errno in _FULL:
+            fix = "make room"
+        elif told.errno in (errno.EMFILE, errno.ENFILE):
+            fix = "raise the limit of open files (ulimit -n), or lower rollout.concurrency"
         raise DiskError(
             f"{path} cannot be written: {told.strerror} ({free >> 10:,} KiB are free there); fix: {fix}"
         ) from error

@@ -13,14 +13,20 @@ _MOST_CONNECTIONS = 8192
 _MOST_RECORDS = 3
 
 
-def most_connections() -> int:
-    """Raise this process's limit of open files as far as the system allows. Return the maximum number of connections to
-    a listener: at most half of that limit, so that clients cannot exhaust the files that the process needs."""
+def raise_open_files() -> int | None:
+    """Raise this process's limit of open files as far as the system allows. Return the limit; None if there is none."""
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:  # macOS does not take it as the soft limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         most = hard
-    return _MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most // 2)
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def most_connections() -> int:
+    """Raise this process's limit of open files as far as the system allows. Return the maximum number of connections to
+    a listener: at most half of that limit, so that clients cannot exhaust the files that the process needs."""
+    most = raise_open_files()
+    return _MOST_CONNECTIONS if most is None else min(_MOST_CONNECTIONS, most // 2)
 
 
 class ConnectionLimit:

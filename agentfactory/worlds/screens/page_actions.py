@@ -111,12 +111,8 @@ class BaseScreen(Environment):
         """Raise ValueError if the row names no page, or a `url` without the `check` that the only reward needs."""
         if cls.reset is not BaseScreen.reset:  # a subclass may find the page by other fields
             return
-<<<<<<< HEAD
-        check_fields(row.get("page"), row.get("miniwob"), row.get("url"), row.get("check"), row.get("seed", 0))
-=======
         fields = ("page", "miniwob", "url", "check", "seed")
         check_fields(**{name: row[name] for name in fields if name in row})
->>>>>>> m38d
         if row.get("url") is None or row.get("check") or has_rewards or cls.reward is not BaseScreen.reward:
             return
         raise ValueError(
