@@ -451,7 +451,9 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
         assert main.main(["train", "recipe.yaml"]) == main.REFUSED
         said.append(capsys.readouterr().err)
-    dead = Recipe.model_validate({"model": {"path": "none"}, "train": {"steps": 1}, "output": "new", **attached})
+    dead = Recipe.model_validate(
+        {"name": "dead", "model": {"path": "none"}, "train": {"steps": 1}, "output": "new", **attached}
+    )
     with pytest.raises(SettingError) as unreached:
         check_servers_answer(dead)
     said.append(f"{unreached.value.problem}; fix: {unreached.value.fix}")
