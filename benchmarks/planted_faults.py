@@ -77,7 +77,7 @@ FAULTS = (
     Fault(
         "mismatch-ignored",
         "trainers/update/policy_update.py",
-        "terms = terms * correction",
+        "terms = terms * mismatch_weights(config.mismatch, gap, part.sequence)",
         "pass",
         "trainers/test_trl.py",
     ),
