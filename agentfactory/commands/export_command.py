@@ -47,13 +47,13 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         if (run := _run_at(checkpoint)) is not None:
             checkpoint = _last_checkpoint(run)
             say(f"the last checkpoint of {display(run)} is {display(checkpoint)}")
-        if not (checkpoint / INFO).is_file():
-            problem = "is not a checkpoint" if checkpoint.exists() else "does not exist"
-            fix = "name a run, such as runs/NAME, or a checkpoint, such as runs/NAME/checkpoints/step-000080"
-            raise ExportError(f"{checkpoint} {problem}; fix: {fix}")
         check_weights_folder(checkpoint)
     except RunFolderError as error:
         raise ExportError(str(error)) from None
+    if not (checkpoint / INFO).is_file():
+        problem = "is not a checkpoint" if checkpoint.exists() else "does not exist"
+        fix = "name a run, such as runs/NAME, or a checkpoint, such as runs/NAME/checkpoints/step-000080"
+        raise ExportError(f"{checkpoint} {problem}; fix: {fix}")
     if not is_free(output):
         raise ExportError(f"--output: {output} is not empty; fix: --output OTHER")
     try:
