@@ -47,7 +47,8 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         if (run := _run_at(checkpoint)) is not None:
             checkpoint = _last_checkpoint(run)
             say(f"the last checkpoint of {display(run)} is {display(checkpoint)}")
-        check_weights_folder(checkpoint)
+        if checkpoint.exists():
+            check_weights_folder(checkpoint)
     except RunFolderError as error:
         raise ExportError(str(error)) from None
     if not (checkpoint / INFO).is_file():
