@@ -145,5 +145,5 @@ def test_conversations_become_weighted_rows(tmp_path: Path) -> None:
     assert "Bye" in tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == 0.5])
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
-    with pytest.raises(ValueError, match=r"data\.path: row 1: 'tools' is not in the OpenAI format"):
-        conversation_rows([{"messages": messages, "tools": [{"name": "move"}]}], renderer)
+    with pytest.raises(ValueError, match=r"data\.path: row 1: tools\.0: got .*, which is not in the OpenAI format"):
+        conversation_rows([{"messages": messages, "tools": [{"tool": "move"}]}], renderer)

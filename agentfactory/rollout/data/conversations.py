@@ -31,6 +31,7 @@ _REFUSED = {
     "loss": "write weight: 1 or 0",
 }
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+HALF = "half of a surrogate pair, which is no character; remove it"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -50,6 +51,7 @@ class Tools:
     def __init__(self, specs: Sequence[ToolSpec]) -> None:
         self.specs = list(specs)
         self._by_name = {spec.name: spec for spec in specs}
+        self._schemas: dict[str, str] = {}
 
     def without_nulls(self, name: str, arguments: dict[str, Any], nulls: Nulls) -> dict[str, Any]:
         """Return the arguments of a call without padding nulls. The nulls of an unknown tool are kept."""
@@ -64,8 +66,9 @@ class Tools:
         """Return why these tools refuse a call; None if they do not, or if the schema cannot be checked."""
         if name not in self._by_name:
             return f"there is no tool {name!r} among the row's tools ({', '.join(self._by_name) or 'none'})"
-        schema = json.dumps(self._by_name[name].parameters)
-        problem = _problem(schema, json.dumps(arguments))
+        if name not in self._schemas:
+            self._schemas[name] = json.dumps(self._by_name[name].parameters)
+        problem = _problem(self._schemas[name], json.dumps(arguments))
         return problem and f"the row's tool {name!r} refuses these arguments: {problem}"
 
 
@@ -158,8 +161,8 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
         content = message["content"] = ""
     if not isinstance(content, str | list):
         raise ValueError(f"{place}.content: got {short(content)}, not text or a list of parts")
-    if has_half_surrogate(message):
-        raise ValueError(f"{place}: it has half of a surrogate pair, which is no character; remove it")
+    if has_half_surrogate(content) or has_half_surrogate(message.get("reasoning_content")):
+        raise ValueError(f"{place}: it has {HALF}")
     findings.fields |= message.keys() - _FIELDS
     return message
 
@@ -213,9 +216,11 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ValueError(f"{place}.function.arguments: got {short(arguments)}, not an object of named arguments")
     try:
-        json.dumps(arguments, allow_nan=False)
+        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}.function.arguments: got {short(arguments)}, which is not JSON: {error}") from None
+    if has_half_surrogate(text) or has_half_surrogate(given["name"]):
+        raise ValueError(f"{place}: it has {HALF}")
     known = {"id": call.get("id"), "type": "function"}
     findings.nulls.dropped += sum(value is None for value in call.values())
     known = known if known["id"] is not None else {"type": "function"}
@@ -227,7 +232,7 @@ def has_half_surrogate(value: Any) -> bool:
     if isinstance(value, str):
         return not value.isascii() and _SURROGATE.search(value) is not None
     if isinstance(value, dict):
-        return any(has_half_surrogate(key) or has_half_surrogate(each) for key, each in value.items())
+        return any(map(has_half_surrogate, value.values()))
     return isinstance(value, list) and any(map(has_half_surrogate, value))
 
 

@@ -109,7 +109,7 @@ def _csv(path: Path) -> list[Any]:
                 raise SettingError("path", problem, "correct it, and put text with commas or quotes in quotes")
             found.append(row)
     except csv.Error as error:
-        raise SettingError("path", f"{path}:{rows.line_num} is not CSV: {error}", "correct it") from error
+        raise SettingError("path", f"{path}:{rows.line_num + 1} is not CSV: {error}", "correct it") from error
     return found
 
 

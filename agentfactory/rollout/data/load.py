@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import DataConfig
-from agentfactory.rollout.data.conversations import Findings, Tools, clean_messages, has_half_surrogate, specs_of
+from agentfactory.rollout.data.conversations import HALF, Findings, Tools, clean_messages, has_half_surrogate, specs_of
 from agentfactory.rollout.data.files import is_columnar, is_data_file, read_file, unreadable
 from agentfactory.rollout.data.layouts import fix_for_conversation, fix_for_task, is_messages
 from agentfactory.rollout.images.parts import clean_row
@@ -214,7 +214,7 @@ def _check_question(question: Any) -> None:
         if _IN_TEXT.match(question):
             raise ValueError(f"question: got the text {short(question)}, which is messages; use data.columns.messages")
         if has_half_surrogate(question):
-            raise ValueError("question: it has half of a surrogate pair, which is no character; remove it")
+            raise ValueError(f"question: it has {HALF}")
     elif isinstance(question, bool) or not isinstance(question, int):
         raise ValueError(f"question: got {short(question)}, not text; messages belong into the field messages")
 
