@@ -213,7 +213,9 @@ NULLS = [
         BOTH,
         BOTH,
         sft=True,
-        notices=(r"nulls that the tools do not allow are dropped from messages, calls and tools \(first in row 1\)",),
+        notices=(
+            r"nulls dropped from messages, calls and tools, because the tools do not allow them \(first in row 1\)",
+        ),
     ),
     Case(
         "padding of parquet, in lines",
@@ -238,7 +240,7 @@ NULLS = [
         ],
         BOTH[:1],
         sft=True,
-        notices=("^data: 3 nulls that the tools do not allow are dropped",),
+        notices=("^data: 3 nulls dropped",),
     ),
     Case(
         "a null that a schema allows",
@@ -256,7 +258,7 @@ NULLS = [
         ],
         [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": n}))} for n in (1, None)],
         sft=True,
-        notices=("dropped from messages", "1 null in calls are kept, because the tools allow them.*row 2"),
+        notices=("dropped from messages", "1 null kept in calls, because the tools allow them.*row 2"),
     ),
     Case(
         "nested padding",
@@ -271,7 +273,7 @@ NULLS = [
         ],
         [{"tools": [NESTED], "messages": talk(call("book", {"guest": {"name": "a"}, "extras": [{"name": "b"}]}))}],
         sft=True,
-        notices=("2 nulls that the tools do not allow",),
+        notices=("2 nulls dropped",),
     ),
     Case(
         "an object of any fields",

@@ -36,9 +36,9 @@ async def test_nulls_that_the_recipes_tools_do_not_allow_are_not_shown(
     (called,) = chain.messages[-4]["tool_calls"]
     assert called["function"]["arguments"] == {"text": "a"}
     assert rows[1]["messages"][1]["tool_calls"][0]["function"]["arguments"]["extra"] is None
-    dropped = "data: 2 nulls in calls of messages are dropped: the tools do not allow them (first in row 2)"
+    dropped = "data: 2 nulls dropped from calls in messages, because the tools do not allow them (first in row 2)"
     assert caplog.text.count(dropped) == 1
-    assert "data: 1 null in calls of messages are kept: no tool of that name declares them (first in row 3)" in caplog.text
+    assert "data: 1 null kept in calls in messages, because no tool has that name (first in row 3)" in caplog.text
 
 
 async def test_what_no_chain_gets_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,9 +48,8 @@ async def test_what_no_chain_gets_is_told(tmp_path: Path, caplog: pytest.LogCapt
         await chains.runner.check(rows)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told == [
-        "data: 1 rows have the field tools, which the model does not get; chains have the recipe's tools and "
-        "mcp_servers",
-        "data: 1 rows have the field system, which the model does not get; put it into messages, or set "
+        "data: the model does not get the field tools of 1 of 2 rows; chains have the recipe's tools and mcp_servers",
+        "data: the model does not get the field system of 1 of 2 rows; put it into messages, or set "
         "rollout.system_prompt",
-        "data: the messages of 1 rows end with the assistant (first: row 2), and the model answers once more",
+        "data: the messages of row 2 (1 of 2 rows) end with the assistant, and the model answers once more",
     ]

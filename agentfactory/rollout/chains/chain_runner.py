@@ -257,18 +257,22 @@ class Runner(ABC):
         found = [Nulls() for _ in tasks]
         for task, nulls in zip(tasks, found, strict=True):
             drop_from_history(task, self.setup.specs, nulls)
-        text = "in calls of messages are dropped: the tools do not allow them"
+        text = "dropped from calls in messages, because the tools do not allow them"
         tell_nulls(section, "dropped from calls", text, [nulls.dropped for nulls in found])
-        text = "in calls of messages are kept: no tool of that name declares them"
+        text = "kept in calls in messages, because no tool has that name"
         tell_nulls(section, "kept in calls", text, [nulls.kept for nulls in found])
         for name, instead in _NOT_FOR_CHAINS.items():
             rows = [number for number, task in enumerate(tasks, 1) if task.get(name)]
             if rows and not self.rewards.takes(name) and not self.toolset.takes(name):
-                text = f"{section}: {len(rows)} rows have the field {name}, which the model does not get; {instead}"
+                text = (
+                    f"{section}: the model does not get the field {name} of {len(rows)} of {len(tasks)} rows; {instead}"
+                )
                 notify(logger, f"field {name} of {section}", text, times=0)
         ended = [n for n, task in enumerate(tasks, 1) if (task.get("messages") or [{}])[-1].get("role") == "assistant"]
         if ended and not self.toolset.environments:
-            text = f"{section}: the messages of {len(ended)} rows end with the assistant (first: row {ended[0]})"
+            text = (
+                f"{section}: the messages of row {ended[0]} ({len(ended)} of {len(tasks)} rows) end with the assistant"
+            )
             notify(logger, f"answered rows of {section}", f"{text}, and the model answers once more", times=0)
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:

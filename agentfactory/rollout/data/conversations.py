@@ -3,13 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
+from referencing import Registry
 
 from agentfactory.rollout.data.layouts import FROM_AND_VALUE, ROLE_FIXES
 from agentfactory.rollout.data.nulls import (
@@ -20,7 +21,7 @@ from agentfactory.rollout.data.nulls import (
     drop_from_schema,
 )
 from agentfactory.tools.errors import short
-from agentfactory.tools.messages import Message, ToolSpec
+from agentfactory.tools.messages import Message, ToolSpec, text_of
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight", "info"}
@@ -152,6 +153,8 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
         if role == "assistant" and isinstance(message.get(name), str) and "reasoning_content" not in message:
             message["reasoning_content"] = message.pop(name)
     _check_weight(message, place)
+    for name in ("name", "tool_call_id"):
+        _check_id(message, name, place)
     calls = message.pop("tool_calls", None)
     if calls not in (None, []):
         weight = message.get("weight", 1)
@@ -159,6 +162,9 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
     content = message.get("content")
     if content is None and "tool_calls" in message:
         content = message["content"] = ""
+    if role == "assistant" and is_text_parts(content):
+        # models write text: their own turns have no parts
+        content = message["content"] = text_of(content)
     if not isinstance(content, str | list):
         raise ValueError(f"{place}.content: got {short(content)}, not text or a list of parts")
     if has_half_surrogate(content) or has_half_surrogate(message.get("reasoning_content")):
@@ -171,6 +177,18 @@ def _check_weight(message: Message, place: str) -> None:
     weight = message.get("weight", 0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise ValueError(f"{place}.weight: got {short(weight)}, not a number of at least 0")
+
+
+def _check_id(entry: Mapping[str, Any], name: str, place: str) -> None:
+    if not isinstance(entry.get(name, ""), str | int):
+        raise ValueError(f"{place}.{name}: got {short(entry[name])}, not text")
+
+
+def is_text_parts(content: Any) -> bool:
+    """Return whether content is a list of text parts only."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    )
 
 
 def _calls(
@@ -202,6 +220,8 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
         raise ValueError(f"{place}: got {short(call)}, not {{function: {{name: ..., arguments: ...}}}}")
     if call.get("type") not in (None, "function"):
         raise ValueError(f"{place}.type: got {short(call['type'])}, not function")
+    if call.get("id") is not None:
+        _check_id(call, "id", place)
     arguments = given.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         try:
@@ -253,4 +273,5 @@ def _problem(schema: str, arguments: str) -> str | None:
 @lru_cache(256)
 def _validator(schema: str) -> Any:
     parsed = json.loads(schema)
-    return validator_for(parsed)(parsed)
+    # the registry keeps references from being fetched
+    return validator_for(parsed)(parsed, registry=Registry())

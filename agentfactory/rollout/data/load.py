@@ -67,10 +67,10 @@ def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSp
 
 def _tell(found: Sequence[Findings], section: str, columnar: bool) -> None:
     """Notify the user of what was dropped from the conversations of rows, and of what no model may read."""
-    dropped = "that the tools do not allow are dropped from messages, calls and tools"
+    dropped = "dropped from messages, calls and tools, because the tools do not allow them"
     tell_nulls(section, "dropped", dropped, [each.nulls.dropped for each in found])
     if columnar:
-        allowed = "in calls are kept, because the tools allow them: a table cannot distinguish them from missing fields"
+        allowed = "kept in calls, because the tools allow them; in a table, they may be missing arguments"
         tell_nulls(section, "allowed", allowed, [each.nulls.allowed for each in found])
     fields = sorted({name for each in found for name in each.fields})
     keys = sorted({name for each in found for name in each.keys})

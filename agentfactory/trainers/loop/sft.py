@@ -62,7 +62,7 @@ def _tell_unlearned(tasks: list[dict[str, Any]], rows: list[Row]) -> None:
         text = f"data: nothing is learned from {len(idle)} of {len(rows)} rows, which have no token with a loss weight"
         notify(logger, "rows without a loss weight", f"{text} (first: row {idle[0]})", times=0)
     unknown = [0 if task.get("tools") else nulls_in_calls(task["messages"]) for task in tasks]
-    tell_nulls("data", "kept", "in calls are learned: the row has no tools that could declare them", unknown)
+    tell_nulls("data", "kept", "kept in calls and learned, because the row has no tools", unknown)
 
 
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
