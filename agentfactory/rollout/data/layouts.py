@@ -20,7 +20,8 @@ ROLE_FIXES = {
 }
 """Role in other projects -> what to do about it."""
 _PROMPTS = ("prompt", "query", "problem", "instruction", "input")
-_ANSWERS = ("completion", "response", "output", "answer", "solution")
+_TURNS_OF_MODELS = ("completion", "response", "output")
+_ANSWERS = (*_TURNS_OF_MODELS, "answer", "solution")
 _PREFERENCES = ("chosen", "rejected", "rejected_response")
 
 
@@ -40,10 +41,9 @@ def fix_for_task(row: dict[str, Any]) -> str:
     if lists:
         return f"rename it with data.columns.messages={lists[0]}"
     texts = [name for name in _PROMPTS if isinstance(row.get(name), str)]
-    answers = [name for name in _ANSWERS if name in row and name not in texts]
     if texts:
         rename = f"rename it with data.columns.question={texts[0]}"
-        return f"{rename}; for sft: {_TURNS}" if answers else rename
+        return f"{rename}; for sft: {_TURNS}" if any(name in row for name in _TURNS_OF_MODELS) else rename
     if _PREFERENCES[0] in row:
         chosen = row[_PREFERENCES[0]]
         return "name other data: no algorithm learns preferences" + (
