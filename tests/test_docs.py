@@ -378,7 +378,7 @@ def test_saved_chains_are_loaded_as_the_page_does(
     said = [{"role": "assistant", "content": "4.83"}]
     row = Row([1, 2, 3], [0, 1, 1], [0.0, -0.5, -0.25])
     append_group(folder / "train.jsonl", Group("g", {}, [Trajectory("g.0", said, [row], Outcome.COMPLETED, 1.0)]))
-    exec(blocks(DOCS / "data.md", "python")[1], {})
+    exec(blocks(DOCS / "data.md", "python")[2], {})
     assert capsys.readouterr().out == "g g.0 completed 1.0 2 4.83\n"
 
 

@@ -156,10 +156,12 @@ def _run_eval(
     from agentfactory.rollout.evaluation.evaluate import run_eval
 
     assert recipe.eval.data is not None  # load_recipe has checked it
-    tasks, samples, greedy = load_tasks(recipe.eval.data, "eval.data"), recipe.eval.samples, recipe.eval.greedy
-    say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
-    with tell_warnings(say), follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
-        return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
+    samples, greedy = recipe.eval.samples, recipe.eval.greedy
+    with tell_warnings(say):
+        tasks = load_tasks(recipe.eval.data, "eval.data", tell=True)
+        say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
+        with follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
+            return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
 
 
 def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say) -> None:
@@ -183,13 +185,14 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
 
         acting = served.recipe
         assert acting.data is not None  # load_recipe has checked it
-        tasks = load_tasks(acting.data)
-        say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
-        with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
-            log = partial(_log_figures, folder, served.step)
-            metrics = run_rollout(
-                acting, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
-            )
+        with tell_warnings(say):
+            tasks = load_tasks(acting.data, tell=True)
+            say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
+            with follow_groups(folder.trajectories, len(tasks), say):
+                log = partial(_log_figures, folder, served.step)
+                metrics = run_rollout(
+                    acting, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
+                )
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
     told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
     say(f"means over chains: {', '.join(told)}; all metrics: {display(folder.summary)}")

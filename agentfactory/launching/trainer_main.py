@@ -194,7 +194,7 @@ def _sft_tasks(recipe: Recipe) -> list[Task] | None:
     """Return the conversations for supervised training; None if there are none, or if it uses saved rows."""
     if recipe.train.algorithm != "sft" or recipe.train.from_trajectories or recipe.data is None:
         return None
-    return load_tasks(recipe.data)
+    return load_tasks(recipe.data, tell=True)
 
 
 def _sft_rows(recipe: Recipe, renderer: TemplateRenderer, tasks: list[Task] | None) -> list[Row] | None:

@@ -15,7 +15,8 @@ from agentfactory.recipe.train_checks import Lack, check_placement, check_traini
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening import check_lengths, check_texts
 from agentfactory.rollout.config import DataConfig, Inflight
-from agentfactory.rollout.data import Task, check_source, load_tasks
+from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
+from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.model_hub import use_hub_if_it_answers
@@ -36,9 +37,6 @@ from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
 from agentfactory.trainers.config import GigpoOptions
 
-_MOST_BYTES_READ = 1 << 26
-"""Maximum bytes of a data file that is checked before the start. Reading it takes about a second, in every trainer
-process."""
 _TRIED_ROWS = 3
 
 Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
@@ -156,7 +154,9 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
         require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
     for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
         if data is not None and data.file is not None:
-            require(name, str(data.file), _is_data_file, "JSON, JSONL or parquet file, or a hub name")
+            require(name, str(data.file), Path.exists, f"{FORMATS} file, or a hub name")
+            if data.file.exists() and not is_data_file(data.file):
+                raise unreadable(data.file).at(name)
     if recipe.train.from_trajectories:
         require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
 
@@ -177,7 +177,7 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
         if (path := data.file) is None:
             continue
         is_made = prepared is not None and path.is_relative_to(prepared)
-        if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
+        if is_made or not is_quick(path):
             continue
         _check_tasks(recipe, load_tasks(data, section), section, acts)
 
@@ -185,6 +185,8 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
 def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) -> None:
     _check_images(tasks, section)
     if not acts:
+        for number, task in enumerate(tasks, 1):
+            conversation_of(task, number)
         return
     if recipe.rollout.agent is None:
         check_lengths(tasks, recipe.rollout, section)
@@ -255,8 +257,7 @@ def doubts(recipe: Recipe) -> list[str]:
 def _is_quick(data: DataConfig) -> bool:
     """Return whether the rows are in a file that exists and is fast to read."""
     file = data.file
-    quick = file is not None and file.is_file() and file.suffix != ".parquet"
-    return quick and file is not None and file.stat().st_size <= _MOST_BYTES_READ
+    return file is not None and file.is_file() and is_quick(file)
 
 
 def _used_data(recipe: Recipe, purpose: Purpose) -> dict[str, DataConfig]:
@@ -342,10 +343,6 @@ def _check_servers(recipe: Recipe, prepared: Path | None) -> None:
 
     for key, server in recipe.mcp_servers.items():
         check_entry(key, server, Path.cwd(), prepared)
-
-
-def _is_data_file(path: Path) -> bool:
-    return path.is_file() and path.suffix in (".json", ".jsonl", ".parquet")
 
 
 def _check_user_code(recipe: Recipe, purpose: Purpose, lack: Lack) -> None:

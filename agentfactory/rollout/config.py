@@ -93,7 +93,7 @@ class DataConfig(Section):
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     path: str | None = None
-    """A JSON, JSONL or parquet file, or the hub name of a dataset."""
+    """A file .jsonl, .json, .csv (each also as .gz) or .parquet, or the hub name of a dataset."""
     source: str | None = None
     """Alternative to path: `FILE.py:NAME` of a function or class that returns rows."""
     options: Options = {}
@@ -103,7 +103,8 @@ class DataConfig(Section):
     split: str = "train"
     """Split of a hub dataset."""
     columns: dict[str, str] = {}
-    """Columns to rename: new name -> name in the file, such as {question: problem}."""
+    """Columns to rename: new name -> name in the file, such as {question: problem}. A dotted name copies a nested
+    field."""
     shuffle: bool = True
     """Reshuffle the rows each epoch, using the recipe's seed."""
     limit: PositiveInt | None = None

@@ -37,12 +37,12 @@ BROKEN = {
     "a row that is no task": (
         {},
         ["data.columns={problem: question}"],
-        ["recipe.yaml: data.path", "row 1 of", "neither 'question' nor 'messages'", "fix: rename one"],
+        ["recipe.yaml: data.path", "row 1 of", "neither 'question' nor 'messages'", "fix: rename it"],
     ),
     "a held-out row that is no task": (
         {},
         ["eval.data.columns={problem: question}"],
-        ["recipe.yaml: eval.data.path", "row 1 of", "heldout.jsonl", "fix: rename one"],
+        ["recipe.yaml: eval.data.path", "row 1 of", "heldout.jsonl", "fix: rename it"],
     ),
     "a column that is not there": (
         {},

@@ -114,7 +114,8 @@ def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
         ["train.loss.kl={coefficient: 0.1, estimator: k2}"],
         ["train.loss.mismatch={correction: geometric_mask, options: {low: 0.99, high: 1.01}}"],
         ["train.loss.mismatch.options.high=0.4"],
-        *([f"train.algorithm={name}"] for name in ALGORITHMS if name != "gigpo"),
+        *([f"train.algorithm={name}"] for name in ALGORITHMS if name not in ("gigpo", "sft")),
+        ["train.algorithm=sft", "data.path=talks.jsonl"],
         *(
             [*GIGPO, f"train.algorithm={name}"]
             for name in ("gigpo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo")
@@ -125,4 +126,5 @@ def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
     ],
 )
 def test_accepted(project: Path, overrides: list[str]) -> None:
+    (project / "talks.jsonl").write_text('{"messages": [{"role": "assistant", "content": "2"}]}\n')
     load_recipe("recipe.yaml", overrides, purpose="train")

@@ -14,6 +14,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.errors import SettingError
 
 TASK = '{"question": "1 + 1?", "answer": "2"}\n'
+CONVERSATION = '{"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}\n'
 
 
 def write(path: Path, text: str) -> Path:
@@ -270,7 +271,7 @@ def test_a_resolved_staged_recipe_runs_as_it_stands(stages: Path, project: Path)
     stage = recipe.stages[0]
     prepared = recipe.output / "prepared"
     (prepared / "model").mkdir(parents=True)
-    write(prepared / "talks.jsonl", TASK)
+    write(prepared / "talks.jsonl", CONVERSATION)
     assert load_recipe(write(project / "stage.yaml", stage.to_yaml())) == stage
 
 
@@ -360,7 +361,7 @@ def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.Mo
     load_recipe("recipe.yaml", purpose="eval")
     load_recipe("recipe.yaml", ["data=null"], purpose="serve")
     load_recipe("recipe.yaml", ["train.from_trajectories=heldout.jsonl"])
-    monkeypatch.setattr("agentfactory.recipe.checks._MOST_BYTES_READ", 3)
+    monkeypatch.setattr("agentfactory.rollout.data.files._MOST_BYTES", 3)
     load_recipe("recipe.yaml")
 
 

@@ -122,7 +122,7 @@ def test_an_agent_s_own_server_refuses_it_too() -> None:
         [NF4, "server.quantization=int8", "train.strategy=ddp", "train.processes=2"],
         [LORA, UNCORRECTED],
         # nothing is sampled
-        [NF4, "train.algorithm=sft"],
+        [NF4, "train.algorithm=sft", "data.path=talks.jsonl"],
         [*FSDP2, "model.lora.rank=8", "train.gradient_checkpointing=offload"],
         [*FSDP2, "train.compile=true", "train.optimizer.name=sgd"],
         ["train.optimizer={name: muon, eps: 1e-6, betas: [0.95, 0.99]}", "train.attention=flex_attention"],
@@ -131,4 +131,5 @@ def test_an_agent_s_own_server_refuses_it_too() -> None:
     ],
 )
 def test_accepted(project: Path, overrides: list[str]) -> None:
+    (project / "talks.jsonl").write_text('{"messages": [{"role": "assistant", "content": "2"}]}\n')
     load_recipe("recipe.yaml", overrides, purpose="train")

@@ -119,7 +119,7 @@ def test_rows_that_teach_nothing_are_refused(
         run(make_recipe(algorithm="sft"), [Row([1, 2], [0, 0], [0.0, 0.0])], tmp_path, tokenizer)
 
 
-def test_conversations_become_weighted_rows(tmp_path: Path) -> None:
+def test_conversations_become_weighted_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A Qwen-style template over bytes: the assistant's turns, and messages with a weight, are trained."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     base = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
@@ -145,5 +145,22 @@ def test_conversations_become_weighted_rows(tmp_path: Path) -> None:
     assert "Bye" in tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == 0.5])
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
-    with pytest.raises(ValueError, match=r"data\.path: row 1: 'tools' is not in the OpenAI format"):
-        conversation_rows([{"messages": messages, "tools": [{"name": "move"}]}], renderer)
+    with pytest.raises(ValueError, match=r"data\.path: row 1: tools\.0: got .*, which is not in the OpenAI format"):
+        conversation_rows([{"messages": messages, "tools": [{"tool": "move"}]}], renderer)
+    thinking = [messages[0], {**messages[1], "reasoning_content": "I greet."}]
+    with pytest.raises(ValueError, match=r"data\.path: row 2: message 1: the chat template does not render its reason"):
+        conversation_rows([{"messages": messages}, {"messages": thinking}], renderer)
+    conversation_rows([{"messages": [messages[0], {**thinking[1], "weight": 0}]}], renderer)
+    called = {"function": {"name": "move", "arguments": {"x": None}}}
+    others = [
+        {"messages": messages, "system": "Be brief.", "id": None},
+        {"messages": [messages[0], {**messages[1], "weight": 0}], "source": "web"},
+        {"messages": [messages[0], {"role": "assistant", "content": "", "tool_calls": [called], "weight": 0}]},
+    ]
+    caplog.clear()
+    conversation_rows(others, renderer)
+    assert [record.getMessage() for record in caplog.records] == [
+        "data: sft reads the columns images, messages, tools, and not source, system",
+        "data: nothing is learned from 2 of 3 rows, which have no token with a loss weight (first: row 2)",
+        "data: 1 null kept in calls and learned, because the row has no tools (first in row 3)",
+    ]

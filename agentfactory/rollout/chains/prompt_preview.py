@@ -7,6 +7,7 @@ from typing import Any
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
+from agentfactory.rollout.data.nulls import Nulls, drop_from_history
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import Call, NativeParser
@@ -35,6 +36,7 @@ async def describe_first_prompt(
         task = await task_images.take(task, "data") if shown.shows else task
         task = task_images.for_tools(task, toolset.takes) if task_images.view else task
         async with toolset.chain("prompt", task) as session:
+            task = drop_from_history(task, toolset.specs, Nulls())
             messages = opening_messages(task, rollout.system_prompt)
             if session.opening:
                 messages += await shown.take_messages([{"role": "user", "content": session.opening}])

@@ -141,6 +141,8 @@ def _clean_part(part: Any, base: Path) -> dict[str, Any]:
     part = {key: value for key, value in part.items() if value is not None}
     match part.get("type"):
         case "text":
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"a part of its content has no text: {part!r:.100}")
             return part
         case "image_url":
             address = part.get("image_url")

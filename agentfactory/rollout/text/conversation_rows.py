@@ -67,6 +67,12 @@ class ConversationRows:
                 )
             self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
             said = closed[len(prompt) : len(closed) - len(closing.text)] + closing.before
+            thought = plain[turn].get("reasoning_content") or ""
+            if weights[turn] and thought.strip() not in said:
+                raise RenderError(
+                    f"message {lines[turn].index}: the chat template does not render its reasoning_content: write it "
+                    "into the content, in the model's tags"
+                )
             if calls := plain[turn].get("tool_calls"):
                 self._check_calls(said, calls, lines[turn].index, specs)
             end = self._ends[bool(plain[turn].get("tool_calls"))]

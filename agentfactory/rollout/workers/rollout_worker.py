@@ -63,8 +63,9 @@ class Worker:
         self.versions: dict[str, int] = start["versions"]
         if self.recipe.data is None:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
-        self.order = TaskOrder(load_tasks(self.recipe.data), self.recipe.seed, self.recipe.data.shuffle)
-        self.held_out = load_tasks(self.recipe.eval.data, "eval.data") if self.recipe.eval.data else []
+        self.order = TaskOrder(load_tasks(self.recipe.data, tell=True), self.recipe.seed, self.recipe.data.shuffle)
+        held_out = self.recipe.eval.data
+        self.held_out = load_tasks(held_out, "eval.data", tell=True) if held_out else []
 
     async def run(self) -> None:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""

@@ -1,6 +1,7 @@
 """Supervised fine-tuning on conversations or saved rows: the training loop."""
 
 import itertools
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -9,11 +10,15 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from agentfactory.rollout.data import conversation_of
+from agentfactory.rollout.data.load import tell_nulls
+from agentfactory.rollout.data.nulls import nulls_in_calls
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.text.renderer import Renderer
+from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import Row
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolSpec
 from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow, training_row
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
@@ -22,25 +27,42 @@ from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.update.learner import Learner, Targets, Terms
 from agentfactory.trainers.update.losses import negative_log_likelihood
 
+logger = logging.getLogger(__name__)
+
+_READ = {"messages", "tools", "images"}
+
 
 def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[Row]:
     """Return one row per conversation: `messages`, and `tools` in the OpenAI format if the assistant has any. A
     message's `weight` is the loss weight of its tokens, by default 1 for assistant messages and 0 for others.
 
-    Raises ValueError with the row's number if it is not such a conversation.
+    Raises SettingError with the row's number if it is not such a conversation, or if the chat template or the tool-call
+    format cannot render it. Notifies the user of what is not learned.
     """
     rows = []
     for number, task in enumerate(tasks, 1):
-        if "messages" not in task:
-            problem = f"row {number} has no 'messages'"
-            raise SettingError("data.path", problem, "sft learns conversations: name a file of them")
+        messages, specs = conversation_of(task, number)
         try:
-            specs = [ToolSpec(**tool["function"]) for tool in task.get("tools") or []]
-        except (TypeError, KeyError) as error:
-            problem = f"row {number}: 'tools' is not in the OpenAI format: {error!r}"
-            raise SettingError("data.path", problem, "correct it") from error
-        rows.append(renderer.conversation_row(task["messages"], specs))
+            rows.append(renderer.conversation_row(messages, specs))
+        except RenderError as error:
+            fix = "correct the row, or change rollout.parser or model.chat_template"
+            raise SettingError("data.path", f"row {number}: {error}", fix) from error
+    _tell_unlearned(tasks, rows)
     return rows
+
+
+def _tell_unlearned(tasks: list[dict[str, Any]], rows: list[Row]) -> None:
+    """Notify the user of columns and rows from which nothing is learned, and of nulls that no tool can explain."""
+    unread = sorted({name for task in tasks for name, value in task.items() if value not in (None, "", [], {})} - _READ)
+    if unread:
+        text = f"data: sft reads the columns {', '.join(sorted(_READ))}, and not {', '.join(unread)}"
+        notify(logger, "columns that sft does not read", text, times=0)
+    idle = [number for number, row in enumerate(rows, 1) if not any(row.weights or [])]
+    if idle:
+        text = f"data: nothing is learned from {len(idle)} of {len(rows)} rows, which have no token with a loss weight"
+        notify(logger, "rows without a loss weight", f"{text} (first: row {idle[0]})", times=0)
+    unknown = [0 if task.get("tools") else nulls_in_calls(task["messages"]) for task in tasks]
+    tell_nulls("data", "kept", "kept in calls and learned, because the row has no tools", unknown)
 
 
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:

@@ -1,0 +1,277 @@
+"""Messages, tool calls and tools of rows in the OpenAI format, checked and brought to the form of our chains."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
+from referencing import Registry
+
+from agentfactory.rollout.data.layouts import FROM_AND_VALUE, ROLE_FIXES
+from agentfactory.rollout.data.nulls import (
+    Nulls,
+    count_nulls,
+    drop_from_arguments,
+    drop_from_message,
+    drop_from_schema,
+)
+from agentfactory.tools.errors import short
+from agentfactory.tools.messages import Message, ToolSpec, text_of
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight", "info"}
+_REASONING = ("reasoning", "thinking")
+"""Other names of `reasoning_content`."""
+_REFUSED = {
+    "function_call": "write tool_calls: [{function: {name: ..., arguments: {...}}}]",
+    "loss": "write weight: 1 or 0",
+}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+HALF = "half of a surrogate pair, which is no character; remove it"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass
+class Findings:
+    """What reading a row's conversation changed or left: nulls, fields of messages that only a chat template may
+    read, and keys of tools that the model does not see."""
+
+    nulls: Nulls = field(default_factory=Nulls)
+    fields: set[str] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
+
+
+class Tools:
+    """The tools that a row describes, by name, which its calls are checked against."""
+
+    def __init__(self, specs: Sequence[ToolSpec]) -> None:
+        self.specs = list(specs)
+        self._by_name = {spec.name: spec for spec in specs}
+        self._schemas: dict[str, str] = {}
+
+    def without_nulls(self, name: str, arguments: dict[str, Any], nulls: Nulls) -> dict[str, Any]:
+        """Return the arguments of a call without padding nulls. The nulls of an unknown tool are kept."""
+        if not count_nulls(arguments):
+            return arguments
+        if name not in self._by_name:
+            nulls.kept += count_nulls(arguments)
+            return arguments
+        return drop_from_arguments(arguments, self._by_name[name], nulls)
+
+    def fault(self, name: str, arguments: dict[str, Any]) -> str | None:
+        """Return why these tools refuse a call; None if they do not, or if the schema cannot be checked."""
+        if name not in self._by_name:
+            return f"there is no tool {name!r} among the row's tools ({', '.join(self._by_name) or 'none'})"
+        if name not in self._schemas:
+            self._schemas[name] = json.dumps(self._by_name[name].parameters)
+        problem = _problem(self._schemas[name], json.dumps(arguments))
+        return problem and f"the row's tool {name!r} refuses these arguments: {problem}"
+
+
+def parse_json_column(value: Any, column: str) -> Any:
+    """Return the value of a column that may be JSON text, as in CSV files."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{column}: got {short(value)}, which is not JSON") from None
+
+
+def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = False) -> list[ToolSpec]:
+    """Return the tools of a row: a list in the OpenAI format, or its JSON text, also without the level `function`.
+
+    Raise ValueError, which names the entry, for anything else.
+    """
+    tools = parse_json_column(tools, "tools") if tools != "" else None
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise ValueError(f"tools: got {short(tools)}, not a list of {{type: function, function: {{name: ...}}}}")
+    findings = findings or Findings()
+    specs = [_spec(tool, f"tools.{number}", findings, columnar) for number, tool in enumerate(tools)]
+    names = [spec.name for spec in specs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tools: two of them have the name {twice[0]!r}")
+    return specs
+
+
+def _spec(tool: Any, place: str, findings: Findings, columnar: bool) -> ToolSpec:
+    tool = parse_json_column(tool, place)
+    given = tool.get("function", tool) if isinstance(tool, dict) else tool
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
+        form = "{type: function, function: {name: ..., description: ..., parameters: ...}}"
+        raise ValueError(f"{place}: got {short(tool)}, which is not in the OpenAI format: {form}")
+    given = drop_from_message({key: value for key, value in given.items() if key != "content"}, findings.nulls)
+    if given is not tool and tool.get("type") not in (None, "function") and "function" in tool:
+        raise ValueError(f"{place}.type: got {short(tool['type'])}, not function")
+    for other in ("input_schema", "inputSchema"):  # of Anthropic and MCP
+        if other in given and "parameters" not in given:
+            given["parameters"] = given.pop(other)
+    parameters = parse_json_column(given.get("parameters", _NO_PARAMETERS), f"{place}.parameters")
+    if not isinstance(parameters, dict):
+        raise ValueError(f"{place}.parameters: got {short(parameters)}, not a JSON Schema of type object")
+    description = given.get("description", "")
+    if not isinstance(description, str):
+        raise ValueError(f"{place}.description: got {short(description)}, not text")
+    findings.keys |= given.keys() - {"name", "description", "parameters", "type"}
+    parameters = drop_from_schema(parameters, findings.nulls, columnar) if count_nulls(parameters) else parameters
+    return ToolSpec(given["name"], description, parameters)
+
+
+def clean_messages(messages: Any, tools: Tools | None, findings: Findings) -> list[Message]:
+    """Return messages in the OpenAI format with call arguments as objects, without padding nulls.
+
+    Raise ValueError, which names the message and the field, for anything else, and for a call that `tools` refuse,
+    unless the message's weight is 0.
+    """
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = parse_json_column(messages, "messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages: got {short(messages)}, not a list of {{role: ..., content: ...}}")
+    return [_message(message, f"messages.{number}", tools, findings) for number, message in enumerate(messages)]
+
+
+def _message(message: Any, place: str, tools: Tools | None, findings: Findings) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        hint = f"; {FROM_AND_VALUE}" if isinstance(message, dict) and {"from", "value"} <= message.keys() else ""
+        raise ValueError(f"{place}: got {short(message)}, not {{role: ..., content: ...}}{hint}")
+    role = message["role"]
+    if role not in _ROLES:
+        fix = f"; {ROLE_FIXES[role]}" if role in ROLE_FIXES else ""
+        raise ValueError(f"{place}.role: got {short(role)}, not one of {', '.join(_ROLES)}{fix}")
+    message = drop_from_message(message, findings.nulls)
+    for name, fix in _REFUSED.items():
+        if name in message:
+            raise ValueError(f"{place}.{name}: got {short(message[name])}, which is not read; {fix}")
+    for name in _REASONING:
+        if role == "assistant" and isinstance(message.get(name), str) and "reasoning_content" not in message:
+            message["reasoning_content"] = message.pop(name)
+    _check_weight(message, place)
+    for name in ("name", "tool_call_id"):
+        _check_id(message, name, place)
+    calls = message.pop("tool_calls", None)
+    if calls not in (None, []):
+        weight = message.get("weight", 1)
+        message["tool_calls"] = _calls(calls, role, f"{place}.tool_calls", tools if weight else None, tools, findings)
+    content = message.get("content")
+    if content is None and "tool_calls" in message:
+        content = message["content"] = ""
+    if role == "assistant" and is_text_parts(content):
+        # models write text: their own turns have no parts
+        content = message["content"] = text_of(content)
+    if not isinstance(content, str | list):
+        raise ValueError(f"{place}.content: got {short(content)}, not text or a list of parts")
+    if has_half_surrogate(content) or has_half_surrogate(message.get("reasoning_content")):
+        raise ValueError(f"{place}: it has {HALF}")
+    findings.fields |= message.keys() - _FIELDS
+    return message
+
+
+def _check_weight(message: Message, place: str) -> None:
+    weight = message.get("weight", 0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise ValueError(f"{place}.weight: got {short(weight)}, not a number of at least 0")
+
+
+def _check_id(entry: Mapping[str, Any], name: str, place: str) -> None:
+    if not isinstance(entry.get(name, ""), str | int):
+        raise ValueError(f"{place}.{name}: got {short(entry[name])}, not text")
+
+
+def is_text_parts(content: Any) -> bool:
+    """Return whether content is a list of text parts only."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    )
+
+
+def _calls(
+    calls: Any, role: str, place: str, checking: Tools | None, tools: Tools | None, findings: Findings
+) -> list[dict[str, Any]]:
+    calls = parse_json_column(calls, place)
+    if role != "assistant":
+        raise ValueError(f"{place}: a message of the role {role!r} has calls; only an assistant makes them")
+    if not isinstance(calls, list):
+        raise ValueError(f"{place}: got {short(calls)}, not a list of {{function: {{name: ..., arguments: ...}}}}")
+    cleaned = []
+    for number, call in enumerate(calls):
+        call = _call(call, f"{place}.{number}", findings)
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if tools is None:
+            findings.nulls.kept += count_nulls(arguments)
+        else:
+            arguments = call["function"]["arguments"] = tools.without_nulls(name, arguments, findings.nulls)
+        if checking is not None and (fault := checking.fault(name, arguments)):
+            raise ValueError(f"{place}.{number}: {fault}")
+        cleaned.append(call)
+    return cleaned
+
+
+def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
+    """Return a call with its arguments as an object; they may be JSON text, as in OpenAI's API."""
+    given = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
+        raise ValueError(f"{place}: got {short(call)}, not {{function: {{name: ..., arguments: ...}}}}")
+    if call.get("type") not in (None, "function"):
+        raise ValueError(f"{place}.type: got {short(call['type'])}, not function")
+    if call.get("id") is not None:
+        _check_id(call, "id", place)
+    arguments = given.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{place}.function.arguments: got {short(arguments)}, which is not JSON") from None
+        if arguments is None:
+            raise ValueError(f"{place}.function.arguments: got the text 'null', not an object of named arguments")
+    elif arguments is None or arguments == "":
+        # a column has null for an object without fields, and some servers write a call without arguments as empty text
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{place}.function.arguments: got {short(arguments)}, not an object of named arguments")
+    try:
+        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}.function.arguments: got {short(arguments)}, which is not JSON: {error}") from None
+    if has_half_surrogate(text) or has_half_surrogate(given["name"]):
+        raise ValueError(f"{place}: it has {HALF}")
+    known = {"id": call.get("id"), "type": "function"}
+    findings.nulls.dropped += sum(value is None for value in call.values())
+    known = known if known["id"] is not None else {"type": "function"}
+    return {**known, "function": {"name": given["name"], "arguments": arguments}}
+
+
+def has_half_surrogate(value: Any) -> bool:
+    """Return whether a text in a value, at any depth, has half of a surrogate pair, which is no character."""
+    if isinstance(value, str):
+        return not value.isascii() and _SURROGATE.search(value) is not None
+    if isinstance(value, dict):
+        return any(map(has_half_surrogate, value.values()))
+    return isinstance(value, list) and any(map(has_half_surrogate, value))
+
+
+@lru_cache(4096)
+def _problem(schema: str, arguments: str) -> str | None:
+    """Return why a JSON Schema refuses arguments; None if it does not, or if it cannot be checked."""
+    validator = _validator(schema)
+    try:
+        error = best_match(validator.iter_errors(json.loads(arguments)))
+    except Exception:  # an unusual schema may raise anything in jsonschema; this cannot be checked then
+        return None
+    if error is None:
+        return None
+    where = f" in {error.json_path.removeprefix('$.')}" if error.absolute_path else ""
+    return f"{error.message[:200]}{where}"
+
+
+@lru_cache(256)
+def _validator(schema: str) -> Any:
+    parsed = json.loads(schema)
+    # the registry keeps references from being fetched
+    return validator_for(parsed)(parsed, registry=Registry())

@@ -1,0 +1,230 @@
+"""Loading of tasks, which are rows of a file, a hub dataset or a source."""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.config import DataConfig
+from agentfactory.rollout.data.conversations import HALF, Findings, Tools, clean_messages, has_half_surrogate, specs_of
+from agentfactory.rollout.data.files import is_columnar, is_data_file, read_file, unreadable
+from agentfactory.rollout.data.layouts import fix_for_conversation, fix_for_task, is_messages
+from agentfactory.rollout.images.parts import clean_row
+from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.messages import Message, ToolSpec
+from agentfactory.tools.user_code.extension import Extension, load_extension
+
+Task = dict[str, Any]
+"""A row with `question` or `messages`, and any other fields."""
+
+logger = logging.getLogger(__name__)
+
+_IN_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
+"""The beginning of messages as JSON text, or as Python writes them."""
+
+
+def load_tasks(config: DataConfig, section: str = "data", tell: bool = False) -> list[Task]:
+    """Load the rows of `config`, with columns renamed; each has `question` or `messages`. Errors refer to `config` as
+    `section`. `tell`: notify the user of changes to the rows' conversations.
+
+    Messages are in the OpenAI format, with call arguments as objects and without nulls that the row's tools do not
+    allow. Raise SettingError with the file and the row if a row has no valid question or messages, or if the file
+    cannot be read as rows.
+    """
+    try:
+        rows, columnar = _read(config)
+        if config.limit is not None:
+            rows = rows[: config.limit]
+        if not rows:
+            raise SettingError(_origin(config), f"{_named(config)} holds no rows", "use data with rows")
+        column = config.columns.get("images", "images")
+        has_images = any(isinstance(row, dict) and column in row for row in rows)
+        found = [_task(row, number, config, has_images, columnar) for number, row in enumerate(rows, 1)]
+    except SettingError as error:
+        raise error.at(f"{section}.{error.field}") from error.__cause__
+    if tell:
+        _tell([findings for _, findings in found], section, columnar)
+    return [task for task, _ in found]
+
+
+def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSpec]]:
+    """Return the messages and tools of row `number` for supervised fine-tuning. Raise SettingError with the row's
+    number if it has no messages, or if its tools are not in the OpenAI format."""
+    if "messages" not in task:
+        raise SettingError(
+            "data.path", f"row {number} has no 'messages' but {sorted(task)}", fix_for_conversation(task)
+        )
+    try:
+        return task["messages"], specs_of(task.get("tools"))
+    except ValueError as error:
+        raise SettingError("data.path", f"row {number}: {error}", "correct it") from error
+
+
+def _tell(found: Sequence[Findings], section: str, columnar: bool) -> None:
+    """Notify the user of what was dropped from the conversations of rows, and of what no model may read."""
+    dropped = "dropped from messages, calls and tools, because the tools do not allow them"
+    tell_nulls(section, "dropped", dropped, [each.nulls.dropped for each in found])
+    if columnar:
+        allowed = "kept in calls, because the tools allow them; in a table, they may be missing arguments"
+        tell_nulls(section, "allowed", allowed, [each.nulls.allowed for each in found])
+    fields = sorted({name for each in found for name in each.fields})
+    keys = sorted({name for each in found for name in each.keys})
+    if keys:
+        text = f"{section}: tools have {', '.join(keys)}, which models do not get"
+        notify(logger, f"keys of tools of {section}", text, times=0)
+    if fields:
+        text = f"{section}: messages have the fields {', '.join(fields)}, which only a chat template may read"
+        notify(logger, f"fields of messages of {section}", text, times=0)
+
+
+def tell_nulls(section: str, topic: str, text: str, counts: Sequence[int]) -> None:
+    """Notify the user of nulls in the rows of `section`, of which each has one of `counts`; not if there are none."""
+    if any(counts):
+        first = next(number for number, count in enumerate(counts, 1) if count)
+        nulls = f"{sum(counts)} null{'s' if sum(counts) > 1 else ''}"
+        notify(logger, f"nulls of {section}, {topic}", f"{section}: {nulls} {text} (first in row {first})", times=0)
+
+
+def check_source(config: DataConfig, section: str) -> None:
+    """Raise SettingError if `source` cannot be loaded or does not accept `options`. The source is not called."""
+    if config.source is not None:
+        load_extension(f"{section}.source", config.source, {}, (), config)
+
+
+def _called(config: DataConfig) -> list[Any]:
+    """Return the rows of a source as JSON values."""
+    if config.registered is not None:
+        field, section = config.registered
+        source = Extension(section.rows, (), {}, field, f"{type(section).__name__}.rows")
+    else:
+        assert config.source is not None
+        source = load_extension("source", config.source, {}, (), config)
+    with source.blamed():
+        rows = source()
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise SettingError(source.field, f"{source.name} returned {short(rows)}", "return or yield rows")
+        rows = list(islice(rows, config.limit))
+    # images may be bytes or objects
+    images = [row.get("images") if isinstance(row, dict) else None for row in rows]
+    bare = [row if found is None else {**row, "images": []} for row, found in zip(rows, images, strict=True)]
+    try:
+        plain = json.loads(json.dumps(bare))
+    except (TypeError, ValueError) as error:
+        raise SettingError(source.field, f"{source.name} returned non-JSON rows: {error}", "correct it") from error
+    return [row if found is None else {**row, "images": found} for row, found in zip(plain, images, strict=True)]
+
+
+def _read(config: DataConfig) -> tuple[list[Any], bool]:
+    """Return the rows, and whether they are those of a table, which has null where a row lacks a nested field."""
+    if config.path is None:
+        return _called(config), False
+    path = Path(config.path)
+    if is_data_file(path):
+        return read_file(path), is_columnar(path)
+    if path.exists() or os.path.isabs(config.path):
+        raise unreadable(path)
+    # takes seconds to import
+    import datasets
+
+    try:
+        return datasets.load_dataset(config.path, config.subset, split=config.split).to_list(), True
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        problem = f"{config.path} is not a file, and cannot be read as a hub dataset: {error}"
+        fix = "correct the name, data.subset or data.split, or name a file"
+        raise SettingError("path", problem, fix) from error
+
+
+def _origin(config: DataConfig) -> str:
+    """Return the name of the field of `config` that gives the rows."""
+    if config.registered is not None:
+        return config.registered[0]
+    return "source" if config.path is None else "path"
+
+
+def _named(config: DataConfig) -> str:
+    return config.path or config.source or f"data.{_origin(config)}"
+
+
+def _task(row: Any, number: int, config: DataConfig, has_images: bool, columnar: bool) -> tuple[Task, Findings]:
+    """Return a row with its columns renamed and its conversation checked, and what was found. `has_images`: some rows
+    have images, but this one may lack the column. `columnar`: it is the row of a table."""
+    row_name = f"row {number} of {_named(config)}"
+    if not isinstance(row, dict):
+        problem = f"{row_name} is a {type(row).__name__}, not an object"
+        raise SettingError(_origin(config), problem, "correct it")
+    row = _renamed(row, row_name, config)
+    given = [name for name in ("question", "messages") if name in row]
+    if given and all(row[name] is None for name in given):
+        columns = " and ".join(config.columns.get(name, name) for name in given)
+        problem = f"{row_name}: {columns} {'is' if len(given) == 1 else 'are'} null, so there is no task"
+        raise SettingError(_origin(config), problem, "write the task there, or leave the row out")
+    # tables have None in the columns that a row lacks
+    row = {name: value for name, value in row.items() if value is not None or name not in ("question", "messages")}
+    if "messages" not in row and is_messages(row.get("question")):
+        row["messages"] = row.pop("question")
+    if "question" not in row and "messages" not in row:
+        problem = f"{row_name} has neither 'question' nor 'messages' but {sorted(row)}"
+        raise SettingError(_origin(config), problem, fix_for_task(row))
+    if has_images:
+        row.setdefault("images", None)
+    findings = Findings()
+    try:
+        if "messages" in row:
+            row["messages"] = clean_messages(row["messages"], _tools(row, findings, columnar), findings)
+        else:
+            _check_question(row["question"])
+        return clean_row(row, _folder(config)), findings
+    except ValueError as error:
+        raise SettingError(_origin(config), f"{row_name}: {error}", "correct it") from error
+
+
+def _renamed(row: dict[str, Any], row_name: str, config: DataConfig) -> dict[str, Any]:
+    row = dict(row)
+    for new, old in config.columns.items():
+        if old in row:
+            row[new] = row.pop(old)
+            continue
+        # a nested field, such as verl's reward_model.ground_truth, is copied
+        value: Any = row
+        for name in old.split("."):
+            if not isinstance(value, dict) or name not in value:
+                problem = f"{row_name} has no field {old!r} but {sorted(row)}"
+                raise SettingError(f"columns.{new}", problem, "name one of those")
+            value = value[name]
+        row[new] = value
+    return row
+
+
+def _tools(row: Task, findings: Findings, columnar: bool) -> Tools | None:
+    """Return the tools that a row describes; None if it describes none. Their list in `row` loses its padding nulls."""
+    given = row.get("tools")
+    try:
+        specs = specs_of(given, findings, columnar and not isinstance(given, str))
+    except ValueError:
+        # in reinforcement learning, `tools` may be any field; sft refuses it
+        return None
+    if isinstance(given, list) and findings.nulls.dropped:
+        row["tools"] = [spec.to_openai() for spec in specs]
+    return Tools(specs) if specs else None
+
+
+def _check_question(question: Any) -> None:
+    """Raise ValueError unless a question is text or a whole number."""
+    if isinstance(question, str):
+        if _IN_TEXT.match(question):
+            raise ValueError(f"question: got the text {short(question)}, which is messages; use data.columns.messages")
+        if has_half_surrogate(question):
+            raise ValueError(f"question: it has {HALF}")
+    elif isinstance(question, bool) or not isinstance(question, int):
+        raise ValueError(f"question: got {short(question)}, not text; messages belong into the field messages")
+
+
+def _folder(config: DataConfig) -> Path:
+    """Return the folder to which paths in rows are relative."""
+    file = config.path or (config.source or "").partition(".py:")[0]
+    return Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()

@@ -1,0 +1,214 @@
+"""Padding nulls of columnar tables: a struct column has all fields of all rows, and null where a row lacks one.
+
+A null is padding where no schema declares or allows it. These functions follow a tool's JSON Schema as far as they
+understand it; they never raise for a schema that is unusual or wrong.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentfactory.tools.messages import Message, ToolSpec
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired")
+_VALUES = ("default", "const", "example")
+"""Keywords whose value may be null."""
+_LISTS_OF_VALUES = ("enum", "examples", "required", "type")
+_ANYTHING: dict[str, Any] = {"additionalProperties": True}
+
+
+@dataclass
+class Nulls:
+    """Counts of nulls: those `dropped`, those `kept` because no schema is known, and those `allowed` by a schema."""
+
+    dropped: int = 0
+    kept: int = 0
+    allowed: int = 0
+
+
+def drop_from_message(message: Mapping[str, Any], nulls: Nulls) -> dict[str, Any]:
+    """Return an object of the OpenAI format, such as a message, without null fields. A null `content` is part of the
+    format."""
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+    nulls.dropped += len(message) - len(kept)
+    return kept
+
+
+def drop_from_schema(schema: Any, nulls: Nulls, columnar: bool) -> Any:
+    """Return a JSON Schema without the nulls that none may have. `default` and `const` may be null: that is padding if
+    the schema has other nulls, or is `columnar`, and does not declare the type null."""
+    if not isinstance(schema, dict):
+        return schema
+    padded = columnar or any(value is None and key not in _VALUES for key, value in schema.items())
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if value is None:
+            if key in _VALUES and (not padded or _declares_null({**schema, key: 0}, schema)):
+                kept[key] = value
+            else:
+                nulls.dropped += 1
+        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            named = {name: each for name, each in value.items() if each is not None}
+            nulls.dropped += len(value) - len(named)
+            kept[key] = {name: drop_from_schema(each, nulls, columnar) for name, each in named.items()}
+        elif key in (*_VALUES, *_LISTS_OF_VALUES):
+            kept[key] = value
+        elif isinstance(value, list):
+            kept[key] = [drop_from_schema(each, nulls, columnar) for each in value]
+        else:
+            kept[key] = drop_from_schema(value, nulls, columnar)
+    return kept
+
+
+def drop_from_arguments(arguments: dict[str, Any], spec: ToolSpec, nulls: Nulls) -> dict[str, Any]:
+    """Return a call's arguments without the nulls, at any depth, that the tool's schema neither declares nor allows."""
+    # a tool without parameters takes none
+    schema = {"properties": {}, **spec.parameters}
+    pruned = _prune(arguments, [schema], schema, nulls)
+    assert isinstance(pruned, dict)
+    return pruned
+
+
+def count_nulls(value: Any) -> int:
+    """Return the number of null fields in a value, at any depth."""
+    if isinstance(value, dict):
+        return sum(each is None for each in value.values()) + sum(map(count_nulls, value.values()))
+    return sum(map(count_nulls, value)) if isinstance(value, list) else 0
+
+
+def nulls_in_calls(messages: Sequence[Message]) -> int:
+    """Return the number of null fields in the arguments of the messages' calls."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    return sum(count_nulls(call["function"]["arguments"]) for call in calls)
+
+
+def drop_from_history(task: dict[str, Any], specs: Sequence[ToolSpec], nulls: Nulls) -> dict[str, Any]:
+    """Return a task without the nulls in its messages' calls that the tools `specs` of its chains do not allow. A row
+    that describes its own tools has lost its nulls already."""
+    messages = task.get("messages") or []
+    if task.get("tools") or not nulls_in_calls(messages):
+        return task
+    by_name = {spec.name: spec for spec in specs}
+    kept = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if name in by_name:
+                arguments = drop_from_arguments(arguments, by_name[name], nulls)
+            else:
+                nulls.kept += count_nulls(arguments)
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        kept.append({**message, "tool_calls": calls} if calls else message)
+    return {**task, "messages": kept}
+
+
+def _prune(value: Any, schemas: Sequence[Any], root: dict[str, Any], nulls: Nulls) -> Any:
+    if isinstance(value, list):
+        return [_prune(each, list(_items(schemas, root, place)), root, nulls) for place, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    kept: dict[str, Any] = {}
+    for key, each in value.items():
+        declared = list(_properties(schemas, root, key))
+        if each is not None:
+            kept[key] = _prune(each, declared, root, nulls)
+        elif any(_takes_null(schema, root) for schema in declared):
+            kept[key] = each
+            nulls.allowed += 1
+        else:
+            nulls.dropped += 1
+    return kept
+
+
+def _properties(schemas: Sequence[Any], root: dict[str, Any], key: str) -> Iterator[Any]:
+    """Yield the schemas of a property. An object whose properties no schema declares may have any."""
+    parts = [part for schema in schemas for part in _parts(schema, root)]
+    if not any({"properties", "patternProperties", "additionalProperties"} & part.keys() for part in parts):
+        yield True
+        return
+    for part in parts:
+        named, patterns = part.get("properties"), part.get("patternProperties")
+        if isinstance(named, dict) and key in named:
+            yield named[key]
+        found = [
+            schema
+            for pattern, schema in (patterns.items() if isinstance(patterns, dict) else ())
+            if _matches(pattern, key)
+        ]
+        yield from found
+        if not found and not (isinstance(named, dict) and key in named) and "additionalProperties" in part:
+            yield part["additionalProperties"]
+
+
+def _items(schemas: Sequence[Any], root: dict[str, Any], place: int) -> Iterator[Any]:
+    for schema in schemas:
+        for part in _parts(schema, root):
+            first = part.get("prefixItems")
+            if isinstance(first, list) and place < len(first):
+                yield first[place]
+            elif "items" in part:
+                yield part["items"]
+
+
+def _parts(schema: Any, root: dict[str, Any], seen: set[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all that it combines, refers to or alternates between, each once."""
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return
+    seen.add(id(schema))
+    yield schema
+    inner = [each for key in ("allOf", "anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    inner += [schema[key] for key in ("then", "else") if key in schema]
+    if "$ref" in schema:
+        inner.append(_referred(schema["$ref"], root))
+    for each in inner:
+        yield from _parts(each, root, seen)
+
+
+def _referred(reference: Any, root: dict[str, Any]) -> Any:
+    """Return the schema at a reference within `root`; one that allows anything if it is not there."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return _ANYTHING
+    found: Any = root
+    for name in reference.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or name not in found:
+            return _ANYTHING
+        found = found[name]
+    return found
+
+
+def _takes_null(schema: Any, root: dict[str, Any], seen: set[int] | None = None) -> bool:
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return schema is not False
+    seen.add(id(schema))
+    kinds = schema.get("type")
+    if kinds is not None and kinds != "null" and not (isinstance(kinds, list) and "null" in kinds):
+        return False
+    if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
+        return False
+    if schema.get("const") is not None:
+        return False
+    if "$ref" in schema and not _takes_null(_referred(schema["$ref"], root), root, seen):
+        return False
+    for key, combine in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        inner = schema.get(key)
+        if isinstance(inner, list) and not combine(_takes_null(each, root, seen) for each in inner):
+            return False
+    return True
+
+
+def _declares_null(schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Return whether a schema takes null, and states what it takes."""
+    states = {"type", "enum", "$ref", "anyOf", "oneOf", "allOf"} & {k for k, v in schema.items() if v is not None}
+    return bool(states) and _takes_null({k: v for k, v in schema.items() if k not in _VALUES}, root)
+
+
+def _matches(pattern: str, key: str) -> bool:
+    try:
+        return re.search(pattern, key) is not None
+    except re.error:  # a pattern of another dialect
+        return True

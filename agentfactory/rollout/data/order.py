@@ -1,0 +1,72 @@
+"""The order of tasks, and positions in it."""
+
+import random
+import re
+from dataclasses import dataclass
+
+from agentfactory.rollout.data.load import Task
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A position in the task order, and the number of the attempt at it."""
+
+    position: int
+    attempt: int = 0
+
+    @property
+    def group_id(self) -> str:
+        """The id of the group at this place."""
+        return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
+
+    @classmethod
+    def of(cls, group_id: str) -> "Place":
+        """Return the place of a group. Raise ValueError if `group_id` is not a group's id."""
+        found = re.fullmatch(r"g(\d{6,})(?:-(\d+))?", group_id)
+        if found is None:
+            raise ValueError(f"{group_id!r} is not the id of a group, such as g000012 or g000012-1")
+        return cls(int(found[1]), int(found[2] or 0))
+
+
+@dataclass(frozen=True)
+class Share:
+    """The positions in the task order that one of several workers runs: every `of`-th, starting at `number`."""
+
+    number: int
+    of: int
+
+    def __contains__(self, position: int) -> bool:
+        return position % self.of == self.number
+
+    def part(self, count: int) -> int:
+        """Return this worker's part of `count`, which all workers share; at least 1."""
+        return max(1, count // self.of + (self.number < count % self.of))
+
+
+WHOLE = Share(0, 1)
+
+
+class TaskOrder:
+    """An endless, reproducible order of tasks, reshuffled each epoch.
+
+    The n-th task depends only on (seed, n), so a resumed run needs only the position.
+    """
+
+    def __init__(self, tasks: list[Task], seed: int, shuffle: bool):
+        self.tasks = tasks
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = -1
+        self._order = list(range(len(tasks)))
+
+    def __getitem__(self, position: int) -> Task:
+        return self.tasks[self.row(position)]
+
+    def row(self, position: int) -> int:
+        """Return the index of the row at `position`; both count from 0."""
+        epoch, index = divmod(position, len(self.tasks))
+        if self.shuffle and epoch != self._epoch:
+            self._order = list(range(len(self.tasks)))
+            random.Random(f"tasks/{self.seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[index]

@@ -1,0 +1,797 @@
+"""Rough data files as they come in real life, each with its right outcome: the rows that a chain or SFT gets, or the
+error that names the row and what to type."""
+
+import gzip
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file `file` of `content` (rows are written in the format of its ending). `outcome` are the tasks of `keys` that
+    it holds, or a pattern of the error; `notices` are patterns of all notices. `sft`: the rows are conversations, and
+    the outcome has their tools as SFT shows them."""
+
+    name: str
+    file: str
+    content: bytes | str | Rows
+    outcome: Rows | str
+    sft: bool = False
+    columns: dict[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> Path:
+        """Write the file into `folder`."""
+        path = folder / self.file
+        content = self.content
+        if isinstance(content, list) and path.suffix.lower() == ".parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
+            return path
+        if isinstance(content, list):
+            content = lines(content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+
+def lines(rows: Rows) -> str:
+    """Return rows as JSONL."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def compressed(text: str) -> bytes:
+    """Return text as a gzip file."""
+    raw = io.BytesIO()
+    with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:
+        file.write(text.encode())
+    return raw.getvalue()
+
+
+def tool(name: str, properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
+    """Return a tool in the OpenAI format."""
+    parameters = {"type": "object", "properties": properties, "required": required or [], **more}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+def call(name: str, arguments: Any, id: str = "c") -> dict[str, Any]:
+    """Return a call in the OpenAI format."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def talk(*calls: dict[str, Any], content: Any = "") -> Rows:
+    """Return a conversation with one turn of calls."""
+    return [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": content, "tool_calls": list(calls)},
+        {"role": "tool", "content": "5", "tool_call_id": "c"},
+        {"role": "assistant", "content": "Done."},
+    ]
+
+
+Q: dict[str, Any] = {"question": "What is 2 plus 3?", "answer": "5"}
+USER = {"role": "user", "content": "hi"}
+HELLO = [USER, {"role": "assistant", "content": "hello"}]
+WEATHER = tool("weather", {"city": {"type": "string"}}, ["city"])
+ADD = tool("add", {"left": {"type": "integer"}, "right": {"type": "integer"}}, ["left", "right"])
+BOTH = [
+    {"tools": [WEATHER], "messages": talk(call("weather", {"city": "Oslo"}))},
+    {"tools": [ADD], "messages": talk(call("add", {"left": 2, "right": 3}))},
+]
+NULLABLE = tool("find", {"text": {"type": "string"}, "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]}})
+NESTED = tool(
+    "book",
+    {
+        "guest": {"$ref": "#/$defs/Guest"},
+        "extras": {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}},
+    },
+    **{"$defs": {"Guest": {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}}},
+)
+FREE = tool("save", {"data": {"type": "object"}})
+RENAMED = r"fix: rename it with data\.columns\.{}"
+PAGE = r"docs/data\.md, Rows of other projects"
+
+FILES = [
+    Case("byte order mark", "a.jsonl", b"\xef\xbb\xbf" + lines([Q]).encode(), [Q]),
+    Case("byte order mark, a list", "a.json", b"\xef\xbb\xbf" + json.dumps([Q]).encode(), [Q]),
+    Case("byte order mark, CSV", "a.csv", b"\xef\xbb\xbfquestion,answer\nWhat is 2 plus 3?,5\n", [Q]),
+    Case("blank lines", "a.jsonl", "\n" + lines([Q]) + "\n  \t\r\n" + lines([Q]) + "\n\n", [Q, Q]),
+    Case("ends of lines of Windows", "a.jsonl", lines([Q, Q]).replace("\n", "\r\n"), [Q, Q]),
+    Case("no last end of line", "a.jsonl", lines([Q]).rstrip(), [Q]),
+    Case("a separator of lines in a text", "a.jsonl", '{"question": "a\u2028b"}\n', [{"question": "a\u2028b"}]),
+    Case("gzip", "a.jsonl.gz", compressed(lines([Q, Q])), [Q, Q]),
+    Case("gzip, a list", "a.JSON.GZ", compressed(json.dumps([Q])), [Q]),
+    Case("gzip that is none", "a.jsonl.gz", lines([Q]), r"a\.jsonl\.gz is damaged: Not a gzipped file.*; fix: "),
+    Case("gzip, cut off", "a.jsonl.gz", compressed(lines([Q] * 99))[:-20], r"a\.jsonl\.gz is damaged: "),
+    Case("upper case", "a.JSONL", [Q], [Q]),
+    Case("upper case, parquet", "A.PARQUET", [Q], [Q]),
+    Case(
+        "CSV",
+        "a.csv",
+        'question,answer\n"What is 2 plus 3?",5\n\n"a ""b"",\nc",07\n',
+        [Q, {"question": 'a "b",\nc', "answer": "07"}],
+    ),
+    Case(
+        "CSV of semicolons", "a.csv", "question;answer\na;5\n", r"separates its columns by ';'; fix: save it with comm"
+    ),
+    Case("CSV with a missing cell", "a.csv", "question,answer\na\n", r"a\.csv:2 does not have 2 cells"),
+    Case("CSV with a cell too many", "a.csv", "question,answer\na, b,5\n", r"a\.csv:2 does not have 2 cells"),
+    Case("CSV with an open quote", "a.csv", 'question,answer\n"a,5\n', r"a\.csv:2 is not CSV: unexpected end"),
+    Case("CSV with a name twice", "a.csv", "question,question\na,5\n", r"a\.csv:1 names its columns"),
+    Case(
+        "CSV with messages as JSON",
+        "a.csv",
+        'messages,answer\n"[{""role"": ""user"", ""content"": ""hi""}]",5\n',
+        [{"messages": [USER], "answer": "5"}],
+    ),
+    Case("another encoding", "a.jsonl", '{"question": "é"}'.encode("latin-1"), r"a\.jsonl:1 is not UTF-8"),
+    Case("UTF-16", "a.jsonl", lines([Q]).encode("utf-16"), r"a\.jsonl:1 is not UTF-8: .*; fix: save it as UTF-8"),
+    Case(
+        "a list named as lines",
+        "a.jsonl",
+        json.dumps([Q], indent=1),
+        r"a\.jsonl:1 is not JSON.*fix: rename it to \.json",
+    ),
+    Case("lines named as a list", "a.json", lines([Q, Q]), r"a\.json:2 is not JSON.*; fix: rename it to \.jsonl"),
+    Case("an object around the list", "a.json", json.dumps({"data": [Q]}), r"not a list of rows; fix: .*one in data"),
+    Case(
+        "a number of 5,000 digits", "a.jsonl", '{"question": ' + "9" * 5000 + "}", r"a\.jsonl:1 cannot be read as JSON"
+    ),
+    Case("100,000 brackets", "a.jsonl", "[" * 100_000, r"a\.jsonl:1 cannot be read as JSON"),
+    Case("tabs", "a.tsv", "question\tanswer\n", r"a\.tsv is neither .*; fix: convert it: python -c .*read_csv"),
+    Case("another name of JSONL", "a.ndjson", [Q], r"a\.ndjson is neither .*; fix: rename it to \.jsonl"),
+    Case("a spreadsheet", "a.xlsx", b"PK", r"fix: convert it: python -c .*read_excel"),
+    Case("zstd", "a.jsonl.zst", b"x", r"fix: decompress it: unzstd a\.jsonl\.zst"),
+    Case("an empty file", "a.jsonl", "\n", r"a\.jsonl holds no rows"),
+    Case("damaged parquet", "a.parquet", b"PAR1", r"a\.parquet cannot be read as parquet"),
+]
+
+QUESTIONS = [
+    Case(
+        "messages as the question", "a.jsonl", [{"question": [USER], "answer": 1}], [{"messages": [USER], "answer": 1}]
+    ),
+    Case(
+        "messages as the question, parquet",
+        "a.parquet",
+        [{"prompt": [USER]}],
+        [{"messages": [USER]}],
+        columns={"question": "prompt"},
+    ),
+    Case(
+        "messages without content",
+        "a.jsonl",
+        [{"question": [{"role": "user"}]}],
+        r"row 1 .*: question: got \[.*, not text; messages belong into the field messages",
+    ),
+    Case(
+        "texts as the question",
+        "a.jsonl",
+        [Q, {"question": ["a", "b"]}],
+        r"row 2 .*: question: got \['a', 'b'\], not text",
+    ),
+    Case("an object as the question", "a.jsonl", [{"question": USER}], r"row 1 .*: question: got \{.*, not text"),
+    Case("true as the question", "a.jsonl", [{"question": True}], r"row 1 .*: question: got True, not text"),
+    Case("a number as the question", "a.jsonl", [{"question": 5}], [{"question": 5}]),
+    Case(
+        "messages as JSON text in the question",
+        "a.jsonl",
+        [{"question": json.dumps([USER])}],
+        r"row 1 .*: question: .*which is messages; use data\.columns\.messages",
+    ),
+    Case(
+        "messages as Python writes them",
+        "a.csv",
+        "question\n\"[{'role': 'user', 'content': 'hi'}]\"\n",
+        r"row 1 .*which is messages",
+    ),
+    Case(
+        "half of a surrogate pair",
+        "a.jsonl",
+        '{"question": "a\\ud83d"}\n',
+        r"row 1 .*: question: it has half of a surr",
+    ),
+    Case("both halves", "a.jsonl", '{"question": "\\ud83d\\ude00"}\n', [{"question": "😀"}]),
+    Case(
+        "half a pair in a message",
+        "a.jsonl",
+        '{"messages": [{"role": "user", "content": "\\udc00"}]}\n',
+        r"row 1 .*: messages\.0: it has half of a surrogate pair",
+    ),
+    Case("a null question", "a.jsonl", [{"question": None, "messages": [USER]}], [{"messages": [USER]}]),
+]
+
+NULLS = [
+    Case(
+        "padding of parquet",
+        "a.parquet",
+        BOTH,
+        BOTH,
+        sft=True,
+        notices=(
+            r"nulls dropped from messages, calls and tools, because the tools do not allow them \(first in row 1\)",
+        ),
+    ),
+    Case(
+        "padding of parquet, in lines",
+        "a.jsonl",
+        [
+            {
+                "tools": [
+                    WEATHER
+                    | {
+                        "function": WEATHER["function"]
+                        | {
+                            "parameters": {
+                                "type": "object",
+                                "properties": {"city": {"type": "string", "enum": None}, "left": None},
+                                "required": ["city"],
+                            }
+                        }
+                    }
+                ],
+                "messages": talk(call("weather", {"city": "Oslo", "left": None})),
+            }
+        ],
+        BOTH[:1],
+        sft=True,
+        notices=("^data: 3 nulls dropped",),
+    ),
+    Case(
+        "a null that a schema allows",
+        "a.jsonl",
+        [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": None}))}],
+        [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": None}))}],
+        sft=True,
+    ),
+    Case(
+        "a null that a schema allows, parquet",
+        "a.parquet",
+        [
+            {"tools": json.dumps([NULLABLE]), "messages": talk(call("find", {"text": "a", "limit": n}))}
+            for n in (1, None)
+        ],
+        [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": n}))} for n in (1, None)],
+        sft=True,
+        notices=("dropped from messages", "1 null kept in calls, because the tools allow them.*row 2"),
+    ),
+    Case(
+        "nested padding",
+        "a.jsonl",
+        [
+            {
+                "tools": [NESTED],
+                "messages": talk(
+                    call("book", {"guest": {"name": "a", "age": None}, "extras": [{"name": "b", "age": None}]})
+                ),
+            }
+        ],
+        [{"tools": [NESTED], "messages": talk(call("book", {"guest": {"name": "a"}, "extras": [{"name": "b"}]}))}],
+        sft=True,
+        notices=("2 nulls dropped",),
+    ),
+    Case(
+        "an object of any fields",
+        "a.jsonl",
+        [{"tools": [FREE], "messages": talk(call("save", {"data": {"a": None}}))}],
+        [{"tools": [FREE], "messages": talk(call("save", {"data": {"a": None}}))}],
+        sft=True,
+    ),
+    Case(
+        "no tools to judge by",
+        "a.jsonl",
+        [{"messages": talk(call("weather", {"city": None}))}],
+        [{"messages": talk(call("weather", {"city": None})), "tools": []}],
+        sft=True,
+    ),
+    Case(
+        "null fields of messages",
+        "a.jsonl",
+        [
+            {
+                "messages": [
+                    USER | {"name": None, "tool_calls": None},
+                    {"role": "assistant", "content": "hello", "function_call": None, "weight": None, "refusal": None},
+                ]
+            }
+        ],
+        [{"messages": HELLO, "tools": []}],
+        sft=True,
+        notices=("^data: 5 nulls",),
+    ),
+    Case(
+        "null content beside calls",
+        "a.jsonl",
+        [{"messages": talk(call("add", {}), content=None)}],
+        [{"messages": talk(call("add", {})), "tools": []}],
+        sft=True,
+    ),
+    Case(
+        "a default of null",
+        "a.jsonl",
+        [{"tools": [tool("f", {"a": {"type": "string", "default": None}})], "messages": HELLO}],
+        [{"tools": [tool("f", {"a": {"type": "string", "default": None}})], "messages": HELLO}],
+        sft=True,
+    ),
+    Case(
+        "a padded default",
+        "a.jsonl",
+        [{"tools": [tool("f", {"a": {"type": "string", "default": None, "enum": None}})], "messages": HELLO}],
+        [{"tools": [tool("f", {"a": {"type": "string"}})], "messages": HELLO}],
+        sft=True,
+        notices=("2 nulls",),
+    ),
+    Case(
+        "a cyclic schema",
+        "a.jsonl",
+        [
+            {
+                "tools": [tool("f", {"a": {"$ref": "#/properties/a"}})],
+                "messages": talk(call("f", {"a": None, "b": None})),
+            }
+        ],
+        [{"tools": [tool("f", {"a": {"$ref": "#/properties/a"}})], "messages": talk(call("f", {"a": None}))}],
+        sft=True,
+        notices=("1 null",),
+    ),
+]
+
+CALLS = [
+    Case(
+        "a list as arguments",
+        "a.jsonl",
+        [Q | {"messages": HELLO}, {"messages": talk(call("add", "[1]"))}],
+        r"row 2 .*: messages\.1\.tool_calls\.0\.function\.arguments: got \[1\], not an object",
+    ),
+    Case(
+        "a list as arguments, no text",
+        "a.jsonl",
+        [{"messages": talk(call("add", [1]))}],
+        r"row 1 .*arguments: got \[1\]",
+    ),
+    Case(
+        "arguments as Python writes them",
+        "a.jsonl",
+        [{"messages": talk(call("add", "{'left': 1}"))}],
+        r"row 1 .*: got \"\{'left': 1\}\", which is not JSON",
+    ),
+    Case(
+        "null as the text of arguments",
+        "a.jsonl",
+        [{"messages": talk(call("add", "null"))}],
+        r"row 1 .*the text 'null'",
+    ),
+    Case(
+        "arguments as JSON text",
+        "a.jsonl",
+        [{"tools": [ADD], "messages": talk(call("add", '{"left": 2, "right": 3}'))}],
+        BOTH[1:],
+        sft=True,
+    ),
+    Case(
+        "no arguments",
+        "a.jsonl",
+        [{"messages": talk(call("a", None), call("b", ""), call("c", "{}"))}],
+        [{"messages": talk(call("a", {}), call("b", {}), call("c", {})), "tools": []}],
+        sft=True,
+    ),
+    Case(
+        "NaN in arguments",
+        "a.jsonl",
+        [{"messages": talk(call("add", {"left": float("nan")}))}],
+        r"row 1 .*arguments: got .*nan.*, which is not JSON",
+    ),
+    Case(
+        "a missing argument",
+        "a.jsonl",
+        [BOTH[0], {"tools": [ADD], "messages": talk(call("add", {"left": 2}))}],
+        r"row 2 .*: messages\.1\.tool_calls\.0: the row's tool 'add' refuses these arguments: 'right' is a required",
+    ),
+    Case(
+        "an argument of another type",
+        "a.jsonl",
+        [{"tools": [ADD], "messages": talk(call("add", {"left": "2", "right": 3}))}],
+        r"row 1 .*'2' is not of type 'integer' in left",
+    ),
+    Case(
+        "a null where a value is required",
+        "a.jsonl",
+        [{"tools": [WEATHER], "messages": talk(call("weather", {"city": None}))}],
+        r"row 1 .*: 'city' is a required property",
+    ),
+    Case(
+        "a tool that the row does not have",
+        "a.jsonl",
+        [{"tools": [ADD], "messages": talk(call("sub", {}))}],
+        r"row 1 .*: there is no tool 'sub' among the row's tools \(add\)",
+    ),
+    Case(
+        "a wrong call that is not learned",
+        "a.jsonl",
+        [
+            {
+                "tools": [ADD],
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call("add", {"left": 2})]},
+                    *HELLO,
+                ],
+            }
+        ],
+        [
+            {
+                "tools": [ADD],
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call("add", {"left": 2})]},
+                    *HELLO,
+                ],
+            }
+        ],
+        sft=True,
+    ),
+    Case(
+        "a pattern of another dialect",
+        "a.jsonl",
+        [
+            {
+                "tools": [tool("f", {"a": {"type": "string", "pattern": r"\p{L}+"}})],
+                "messages": talk(call("f", {"a": "x"})),
+            }
+        ],
+        [
+            {
+                "tools": [tool("f", {"a": {"type": "string", "pattern": r"\p{L}+"}})],
+                "messages": talk(call("f", {"a": "x"})),
+            }
+        ],
+        sft=True,
+    ),
+    Case(
+        "a reference to nowhere",
+        "a.jsonl",
+        [{"tools": [tool("f", {"a": {"$ref": "#/no"}})], "messages": talk(call("f", {"a": None}))}],
+        [{"tools": [tool("f", {"a": {"$ref": "#/no"}})], "messages": talk(call("f", {"a": None}))}],
+        sft=True,
+    ),
+    Case(
+        "calls without the level function",
+        "a.jsonl",
+        [{"messages": talk({"name": "add", "arguments": {"left": 1}})}],
+        [{"messages": talk({"type": "function", "function": {"name": "add", "arguments": {"left": 1}}}), "tools": []}],
+        sft=True,
+    ),
+    Case(
+        "calls as JSON text",
+        "a.jsonl",
+        [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": json.dumps([call("add", {})])}]}],
+        [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}], "tools": []}],
+        sft=True,
+    ),
+    Case(
+        "calls of a user",
+        "a.jsonl",
+        [{"messages": [USER | {"tool_calls": [call("a", {})]}]}],
+        r"row 1 .*: messages\.0\.tool_calls: a message of the role 'user' has calls",
+    ),
+    Case(
+        "the call of OpenAI's first format",
+        "a.jsonl",
+        [{"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "a", "arguments": "{}"}}]}],
+        r"row 1 .*: messages\.1\.function_call: .*, which is not read; write tool_calls",
+    ),
+    Case(
+        "a call without a name",
+        "a.jsonl",
+        [{"messages": talk({"function": {"arguments": {}}})}],
+        r"row 1 .*: messages\.1\.tool_calls\.0: got .*, not \{function: \{name",
+    ),
+]
+
+TOOLS = [
+    Case(
+        "tools as JSON text",
+        "a.jsonl",
+        [{"tools": json.dumps([ADD]), "messages": BOTH[1]["messages"]}],
+        BOTH[1:],
+        sft=True,
+    ),
+    Case(
+        "tools without the level function",
+        "a.jsonl",
+        [{"tools": [ADD["function"]], "messages": BOTH[1]["messages"]}],
+        BOTH[1:],
+        sft=True,
+    ),
+    Case(
+        "a tool with its name alone",
+        "a.jsonl",
+        [{"tools": [{"type": "function", "function": {"name": "a"}}], "messages": talk(call("a", {}))}],
+        [
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "a",
+                            "description": "",
+                            "parameters": {"type": "object", "properties": {}},
+                        },
+                    }
+                ],
+                "messages": talk(call("a", {})),
+            }
+        ],
+        sft=True,
+    ),
+    Case(
+        "a strict tool",
+        "a.jsonl",
+        [{"tools": [ADD | {"function": ADD["function"] | {"strict": True}}], "messages": BOTH[1]["messages"]}],
+        BOTH[1:],
+        sft=True,
+        notices=("tools have strict, which models do not get",),
+    ),
+    Case(
+        "a tool of MCP",
+        "a.jsonl",
+        [
+            {
+                "tools": [{"name": "add", "description": "add", "inputSchema": ADD["function"]["parameters"]}],
+                "messages": BOTH[1]["messages"],
+            }
+        ],
+        BOTH[1:],
+        sft=True,
+    ),
+    Case("tools that are names", "a.jsonl", [{"tools": ["add"], "messages": HELLO}], r"row 1: tools\.0: .*", sft=True),
+    Case(
+        "tools that are names, in RL",
+        "a.jsonl",
+        [{"tools": ["add"], "question": "a"}],
+        [{"tools": ["add"], "question": "a"}],
+    ),
+    Case(
+        "a name twice",
+        "a.jsonl",
+        [{"tools": [ADD, ADD], "messages": HELLO}],
+        r"row 1: tools: two .* the name 'add'",
+        sft=True,
+    ),
+    Case(
+        "tools that are not JSON",
+        "a.jsonl",
+        [{"tools": "add", "messages": HELLO}],
+        r"row 1: tools: got 'add', which is",
+        sft=True,
+    ),
+]
+
+MESSAGES = [
+    Case(
+        "no text", "a.jsonl", [{"messages": [{"role": "user", "content": 5}]}], r"row 1 .*: messages\.0\.content: got 5"
+    ),
+    Case(
+        "an object as a result",
+        "a.jsonl",
+        [{"messages": [*talk(call("a", {}))[:2], {"role": "tool", "content": {"a": 1}}]}],
+        r"row 1 .*: messages\.2\.content: got \{'a': 1\}, not text",
+    ),
+    Case(
+        "a part without text",
+        "a.jsonl",
+        [{"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}],
+        r"row 1 .*: a part of its content has no text",
+    ),
+    Case(
+        "a role of another project",
+        "a.jsonl",
+        [{"messages": [{"role": "human", "content": "hi"}]}],
+        r"row 1 .*: messages\.0\.role: got 'human', .*; rename it to user",
+    ),
+    Case(
+        "reasoning by another name",
+        "a.jsonl",
+        [{"messages": [USER, {"role": "assistant", "content": "b", "thinking": "a"}]}],
+        [{"messages": [USER, {"role": "assistant", "content": "b", "reasoning_content": "a"}]}],
+    ),
+    Case(
+        "fields of no format",
+        "a.jsonl",
+        [{"messages": [USER | {"time": 3}]}],
+        [{"messages": [USER | {"time": 3}]}],
+        notices=("messages have the fields time, which only a chat template may read",),
+    ),
+    Case(
+        "a weight that is none",
+        "a.jsonl",
+        [{"messages": [USER | {"weight": "high"}]}],
+        r"row 1 .*: messages\.0\.weight: got 'high'",
+    ),
+    Case(
+        "messages as a column of columns",
+        "a.jsonl",
+        [{"messages": {"role": ["user"], "content": ["hi"]}}],
+        r"row 1 .*: messages: got \{.*, not a list",
+    ),
+    Case(
+        "a conversation without messages",
+        "a.jsonl",
+        [{"question": "a", "answer": "b"}],
+        r"row 1 has no 'messages' .*from_turns",
+        sft=True,
+    ),
+]
+
+_VERL: dict[str, Any] = {
+    "data_source": "gsm8k",
+    "prompt": [USER],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"index": 0, "split": "train", "need_tools_kwargs": True, "tools_kwargs": {"calc": {"a": 1}}},
+    "agent_name": "tool_agent",
+}
+_SHAREGPT: dict[str, Any] = {
+    "conversations": [
+        {"from": "human", "value": "Go."},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"left": 2, "right": 3}}'},
+        {"from": "observation", "value": "5"},
+        {"from": "gpt", "value": "Done."},
+    ],
+    "system": "Be brief.",
+    "tools": json.dumps([ADD["function"]]),
+}
+_SWIFT: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "I add.", "loss": False},
+        {"role": "tool_call", "content": '{"name": "add", "arguments": {"left": 2, "right": 3}}'},
+        {"role": "tool_response", "content": "5"},
+        {"role": "assistant", "content": "Done.", "loss": True},
+    ],
+    "tools": json.dumps([ADD]),
+}
+_VERL_TASK = {key: value for key, value in _VERL.items() if key != "prompt"} | {"messages": [USER]}
+
+LAYOUTS = [
+    Case(
+        "verl, RL",
+        "a.parquet",
+        [_VERL],
+        [_VERL_TASK | {"answer": "72"}],
+        columns={"messages": "prompt", "answer": "reward_model.ground_truth"},
+    ),
+    Case("verl, RL, no columns", "a.parquet", [_VERL], r"row 1 .*neither .*" + RENAMED.format("messages=prompt")),
+    Case(
+        "verl, RL, a nested field that is not there",
+        "a.parquet",
+        [_VERL],
+        r"data\.columns\.answer: row 1 .* has no field "
+        r"'reward_model\.truth'",
+        columns={"messages": "prompt", "answer": "reward_model.truth"},
+    ),
+    Case("verl, SFT", "a.parquet", BOTH, BOTH, sft=True, notices=("dropped",)),
+    Case(
+        "verl, SFT of a prompt and a response", "a.parquet", [{"prompt": "a", "response": "b"}], r"row 1 .*from_turns"
+    ),
+    Case(
+        "TRL, RL",
+        "a.jsonl",
+        [{"prompt": [USER], "solution": "5"}],
+        [{"messages": [USER], "solution": "5"}],
+        columns={"messages": "prompt"},
+    ),
+    Case("TRL, RL, no columns", "a.jsonl", [{"prompt": [USER], "solution": "5"}], RENAMED.format("messages=prompt")),
+    Case("TRL, RL of text", "a.jsonl", [{"prompt": "hi", "label": 1}], RENAMED.format("question=prompt")),
+    Case("TRL, SFT", "a.jsonl", [{"messages": BOTH[1]["messages"], "tools": json.dumps([ADD])}], BOTH[1:], sft=True),
+    Case(
+        "TRL, SFT of a prompt and a completion",
+        "a.jsonl",
+        [{"prompt": HELLO[:1], "completion": HELLO[1:]}],
+        rf"row 1 .*; fix: set data\.source to the function in {PAGE}, from_turns \(for reinforcement learning: "
+        r"data\.columns\.messages=prompt\)",
+    ),
+    Case(
+        "TRL, texts", "a.jsonl", [{"text": "a"}], r"data\.columns\.question=text if it is a prompt; sft learns messages"
+    ),
+    Case(
+        "TRL, preferences",
+        "a.jsonl",
+        [{"chosen": HELLO, "rejected": HELLO}],
+        r"no algorithm learns preferences; for sft: data\.columns\.messages=chosen",
+    ),
+    Case("ms-swift, RL", "a.jsonl", [{"messages": [USER], "solution": "5"}], [{"messages": [USER], "solution": "5"}]),
+    Case("ms-swift, RL of a query", "a.jsonl", [{"query": "hi", "solution": "5"}], RENAMED.format("question=query")),
+    Case(
+        "ms-swift, SFT", "a.jsonl", [_SWIFT], r"row 1 .*: messages\.1\.loss: got False, which is not read; write weight"
+    ),
+    Case(
+        "ms-swift, SFT, its roles",
+        "a.jsonl",
+        [{"messages": _SWIFT["messages"][:1] + _SWIFT["messages"][2:]}],
+        rf"row 1 .*role: got 'tool_call'.*the role is ms-swift's: .*{PAGE}, from_swift",
+    ),
+    Case("ms-swift, SFT of a query", "a.jsonl", [{"query": "a", "response": "b"}], r"row 1 .*from_turns"),
+    Case("ShareGPT", "a.jsonl", [_SHAREGPT], rf"row 1 .*; fix: from and value are ShareGPT's: .*{PAGE}, from_sharegpt"),
+    Case(
+        "ShareGPT, renamed",
+        "a.jsonl",
+        [_SHAREGPT],
+        r"row 1 .*: messages\.0: got .*from and value are ShareGPT's",
+        columns={"messages": "conversations"},
+    ),
+    Case("Alpaca", "a.jsonl", [{"instruction": "a", "input": "b", "output": "c"}], r"row 1 .*from_turns"),
+]
+
+CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS]
+
+CONVERTED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
+    "from_sharegpt": (
+        _SHAREGPT,
+        {},
+        {
+            "tools": [ADD],
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Go."},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "add", "arguments": {"left": 2, "right": 3}}}
+                    ],
+                },
+                {"role": "tool", "content": "5"},
+                {"role": "assistant", "content": "Done."},
+            ],
+        },
+    ),
+    "from_swift": (
+        _SWIFT,
+        {},
+        {
+            "tools": [ADD],
+            "messages": [
+                {"role": "user", "content": "Go."},
+                {
+                    "role": "assistant",
+                    "content": "I add.",
+                    "weight": 0.0,
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "add", "arguments": {"left": 2, "right": 3}}}
+                    ],
+                },
+                {"role": "tool", "content": "5"},
+                {"role": "assistant", "content": "Done.", "weight": 1.0},
+            ],
+        },
+    ),
+    "from_turns, TRL": ({"prompt": HELLO[:1], "completion": HELLO[1:]}, {}, {"messages": HELLO, "tools": []}),
+    "from_turns, ms-swift": (
+        {"query": "hi", "response": "hello", "history": [["a", "b"]], "system": "Be brief."},
+        {"question": "query", "answer": "response"},
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                *HELLO,
+            ],
+            "tools": [],
+        },
+    ),
+    "from_turns, Alpaca": (
+        {"instruction": "Add.", "input": "2 and 3", "output": "5"},
+        {"question": "instruction", "answer": "output"},
+        {
+            "messages": [{"role": "user", "content": "Add.\n2 and 3"}, {"role": "assistant", "content": "5"}],
+            "tools": [],
+        },
+    ),
+}
+"""Function of docs/data.md -> a row of another project, its options, and the conversation that it becomes."""
