@@ -30,6 +30,7 @@ from agentfactory.tools.environments.workspaces import (
 )
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
+from agentfactory.tools.http.proxies import spare_loopback
 from agentfactory.tools.processes import end_with_parent as keeper
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
@@ -151,6 +152,7 @@ class ProgramAgent(ClientAgent):
             **visit.endpoint.environment(),
             **{key: self._filled(value, visit.task, folder) for key, value in self._env.items()},
         }
+        spare_loopback(env)
         ended = None
         if self._sandboxed:
             view = View(readable=self._readable, folders={WORKSPACE: visit.workspace}, start=WORKSPACE)
