@@ -13,23 +13,31 @@ import pytest
 import uvicorn
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 from mcp.server.mcpserver import MCPServer
 from mcp.server.transport_security import TransportSecuritySettings
+from openai import AsyncOpenAI
 
+from agentfactory.rollout import model_hub
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint
+from agentfactory.rollout.gateway.client_agents import FunctionAgent
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.reward_spec import RewardError
+from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.proxies import proxy_for, spare_loopback
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.search.engines.engine import EngineOptions
 from agentfactory.worlds.search.engines.searxng import Searxng
 from agentfactory.worlds.search.retrieval_client import RetrievalClient
 from tests.forward_proxy import forward_proxy
 from tests.rollout.test_reward_library import said
+from tests.scripted_chains import scripted_chains
 
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 DEAD = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "socks5h://127.0.0.1:9"}
@@ -178,6 +186,32 @@ async def test_a_name_of_this_machine_is_reached_directly(ask: Ask, monkeypatch:
     async with served_to(ask) as url:
         monkeypatch.setattr(socket, "getaddrinfo", other)
         await ask(far(url), monkeypatch)
+
+
+@pytest.mark.processes  # the SDK looks at the machine by `uname`
+async def test_an_agents_client_reaches_the_gateway_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, DEAD)
+
+    async def run(client: AsyncOpenAI, task: dict[str, Any]) -> None:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": task["question"]}])
+
+    async with scripted_chains(tmp_path, ["done"], agent=FunctionAgent("a.py:run", run)) as chains:
+        assert (await chains.run()).outcome is Outcome.COMPLETED
+
+
+async def test_the_hub_is_asked_through_the_proxy_of_its_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    async with service() as url, forward_proxy() as proxy:
+        monkeypatch.setattr(constants, "ENDPOINT", far(url))
+        monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{proxy.port}")
+        close_session()  # it has the proxies of when it was opened
+        model_hub._problem_of_hub.cache_clear()
+        try:
+            assert await run_in_thread(model_hub.hub_answers)
+        finally:
+            model_hub._problem_of_hub.cache_clear()
+            close_session()
+    assert proxy.asked == [urlsplit(far(url)).netloc]
 
 
 @pytest.mark.parametrize(
