@@ -10,6 +10,7 @@ from typing import Any
 
 from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
 from agentfactory.recipe.old_fields import MOVED, renew
+from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
 from agentfactory.tools.errors import SettingError, short
@@ -83,7 +84,16 @@ def _parse(text: str, source: str, name: str) -> Any:
     try:
         return parse_yaml(text)
     except ValueError as error:
-        raise SettingError(name, f"not YAML: {error}", "correct it", source=source) from None
+        raise SettingError(name, f"not YAML: {error}", _fix_of_yaml(text, str(error)), source=source) from None
+
+
+def _fix_of_yaml(text: str, error: str) -> str:
+    """Return the fix for text that is not YAML; JSON of other programs may have tabs and comments."""
+    if "'\\t'" in error:
+        return "indent with spaces, not with tabs"
+    if "found ','" in error:
+        return "remove the comma after the block"
+    return "write comments with #, not //" if re.search(r"(^|[\s,{[])//", text, re.MULTILINE) else "correct it"
 
 
 def recipe_file(name: str | Path, base: Path) -> Path:
@@ -139,6 +149,10 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
         inherited.data.pop("name", None)
         composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
     composed.folders.insert(0, file.parent)
+    try:
+        data = take_server_blocks(data)
+    except SettingError as error:
+        raise error.at(source=source) from None
     composed.merge(anchor(_from_here(data, file.parent), file.parent), source)
     return composed
 
