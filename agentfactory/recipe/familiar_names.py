@@ -224,14 +224,19 @@ _DISTINCT = re.compile(r".*_.*|lr|r")
 def familiar(name: str, value: object) -> str | None:
     """Return the fix for an unknown field that another program has, or that is a section of its settings; else None."""
     told = [
-        f"{ours.replace(', ', ' and ')} for {program}'s {theirs}" for ours, program, theirs in dict.fromkeys(filter(None, _found(name, value)))
+        f"{ours.replace(', ', ' and ')} for {program}'s {theirs}"
+        for ours, program, theirs in dict.fromkeys(filter(None, _found(name, value)))
     ]
     return f"write {'; '.join(told)}" if told else None
 
 
 def _found(name: str, value: object) -> Iterator[tuple[str, str, str] | None]:
     """Yield our fields, the program, and its name for a setting, or for each one in a section."""
-    inside = [found for key, item in value.items() for found in _found(f"{name}.{key}", item)] if isinstance(value, dict) else []
+    inside = (
+        [found for key, item in value.items() for found in _found(f"{name}.{key}", item)]
+        if isinstance(value, dict)
+        else []
+    )
     yield from filter(None, inside) if any(inside) else [_match(name)]
 
 

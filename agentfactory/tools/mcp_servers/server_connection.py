@@ -248,7 +248,9 @@ class Connection:
             self._opening = False
             self._lost(self.generation)
         stderr = self._stderr_tail.strip()
-        return f"{_where(self._target)}: {reason}{through(self._proxy)}" + (f"; the end of its stderr:\n{stderr}" if stderr else "")
+        return f"{_where(self._target)}: {reason}{through(self._proxy)}" + (
+            f"; the end of its stderr:\n{stderr}" if stderr else ""
+        )
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Client]:

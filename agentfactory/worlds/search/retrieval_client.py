@@ -113,7 +113,9 @@ class RetrievalClient:
                         return text
                     problem = f"status {response.status}: {text[:300]}"
                     if response.status not in _HEALS:
-                        raise ToolInfrastructureError(f"the retrieval server {self.url} refuses: {problem}{through(self._proxy)}")
+                        raise ToolInfrastructureError(
+                            f"the retrieval server {self.url} refuses: {problem}{through(self._proxy)}"
+                        )
                     asked = seconds_asked(response.headers.get("Retry-After", ""))
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = str(error) or repr(error)
