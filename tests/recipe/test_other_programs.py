@@ -180,11 +180,11 @@ def test_blocks_of_other_programs_are_taken(program: str, where: str, tmp_path: 
 @pytest.mark.parametrize(
     ("entry", "field", "problem", "fix"),
     [
-        ('"env": {"API_KEY": "${input:api-key}"}', "env.API_KEY", "got ${input:api-key}", "export API_KEY, and write ${API_KEY}"),
+        ('"env": {"A": "${input:api-key}"}', "env.A", "got ${input:api-key}", "export API_KEY, and write ${API_KEY}"),
         ('"env": {"A": "${B:-c}"}', "env.A", "got ${B:-c}", "write ${B}, and export B"),
         ('"env": {"A": "$HOME"}', "env.A", "got $HOME", "write ${HOME}"),
         ('"args": ["--dir", "${workspaceFolder}/a"]', "args.1", "got ${workspaceFolder}", "write the path"),
-        ('"args": ["--token=${TOKEN}"]', "args.0", "got ${TOKEN}", "pass it to the server by env or headers as ${TOKEN}"),
+        ('"args": ["--token=${TOKEN}"]', "args.0", "got ${TOKEN}", "to the server by env or headers as ${TOKEN}"),
         ('"args": ["${env:TOKEN}"]', "args.0", "got ${env:TOKEN}", "by env or headers as ${TOKEN}"),
         ('"cwd": "${userHome}"', "cwd", "got ${userHome}", "write the path"),
         ('"envFile": ".env"', "envFile", "no such field", "write its variables in env, as NAME: ${NAME}"),
@@ -251,10 +251,10 @@ def test_familiar_names_are_refused_with_fields_that_exist() -> None:
         ("rollout: {n: 8}", "write rollout.group_size for verl's actor_rollout_ref.rollout.n"),
         ("train: {steps: 1, lr: 1e-6}", "write train.learning_rate for verl's actor_rollout_ref.actor.optim.lr"),
         ("trainer: {save_freq: 5}", "write train.checkpoint_every for verl's trainer.save_freq"),
-        ("orchestrator: {rollouts_per_example: 8}", "write rollout.group_size for prime-rl's orchestrator.rollouts_per_example"),
+        ("orchestrator: {batch_size: 8}", "write train.batch_size for prime-rl's orchestrator.batch_size"),
         ("model: {path: none, name: a}", "write model.path for prime-rl's model.name"),
         ("dataset: a", "write data.path for ms-swift's dataset"),
-        ("train: {steps: 1, loss: {options: {epsilon_high: 0.2}}}", "write train.loss.options.clip_high for TRL's epsilon_high"),
+        ("train: {steps: 1, loss: {options: {delta: 2}}}", "write train.loss.options.dual_clip for TRL's delta"),
         ("actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1e-6}, clip_ratio_c: 3}}",
          "write rollout.group_size for verl's actor_rollout_ref.rollout.n; "
          "train.learning_rate for verl's actor_rollout_ref.actor.optim.lr; "

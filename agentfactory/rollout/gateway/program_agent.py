@@ -29,8 +29,8 @@ from agentfactory.tools.environments.workspaces import (
     in_folder_thread,
 )
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
 from agentfactory.tools.http.proxies import spare_loopback
+from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
 from agentfactory.tools.processes import end_with_parent as keeper
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
