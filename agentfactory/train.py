@@ -32,6 +32,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.files.disk import DiskError
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.proxies import spare_loopback
 from agentfactory.tools.user_code.import_path import append_folders
 from agentfactory.trainers.config import Symptom
 
@@ -90,6 +91,7 @@ def main() -> int:
     """Run the command line and return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by a
     symptom of train.stop_when, 4 most chains dropped, 128 + the signal's number if stopped by a signal."""
     parent_watch.follow_parent()
+    spare_loopback(os.environ)
     # exit through the interpreter, so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # imports create no garbage, but the collector would take a fifth of their time

@@ -15,6 +15,7 @@ from agentfactory.rollout.chains.endpoint_chain import check_recipe, open_chat_r
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.proxies import proxy_for
 
 __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runner_at", "with_samples"]
 
@@ -106,5 +107,5 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
 def open_runner_at(there: There, base: Path, images: Path) -> AbstractAsyncContextManager[Runner]:
     """Open a runner for chains against this server; `images` is the folder for the images in the chains."""
     if there.by_token_ids:
-        return open_runner(there.recipe, base, there.url, images=images)
+        return open_runner(there.recipe, base, there.url, images=images, proxy=proxy_for(there.url))
     return open_chat_runner(there.recipe, base, there.url, there.model, images)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
 from agentfactory.commands.supervised import DiedFromInside, supervised
+from agentfactory.tools.http.proxies import spare_loopback
 
 if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         completion.answer(lambda with_viewer: make_parser(with_viewer)[0])
     given = sys.argv[1:] if arguments is None else [*arguments]
+    spare_loopback(os.environ)
     if given[:2] == ["tools", "serve"]:
         return _serve_tools(given[2:])
     warnings.formatwarning = _formatted

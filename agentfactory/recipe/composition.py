@@ -10,6 +10,7 @@ from typing import Any
 
 from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
 from agentfactory.recipe.old_fields import MOVED, renew
+from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
 from agentfactory.tools.errors import SettingError, short
@@ -79,6 +80,15 @@ def display(path: Path) -> str:
         return str(path)
 
 
+def _fix_of_yaml(text: str, error: str) -> str:
+    """Return the fix for text that is not YAML; JSON of other programs may have tabs and comments."""
+    if "'\\t'" in error:
+        return "indent with spaces, not with tabs"
+    if "found ','" in error:
+        return "remove the comma after the block"
+    return "write comments with #, not //" if re.search(r"(^|[\s,{[])//", text, re.MULTILINE) else "correct it"
+
+
 def recipe_file(name: str | Path, base: Path) -> Path:
     """Return the file `name`, relative to `base`; if it does not exist, one of the recipes that come with AgentFactory,
     such as recipes/quickstart/quickstart.yaml."""
@@ -105,7 +115,7 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     try:
         data = parse_yaml(text)
     except ValueError as error:
-        raise SettingError("", f"not YAML: {error}", "correct it", source=display(path)) from None
+        raise SettingError("", f"not YAML: {error}", _fix_of_yaml(text, str(error)), source=display(path)) from None
     if not isinstance(data, dict):
         raise SettingError(
             "",
@@ -135,6 +145,10 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
         inherited.data.pop("name", None)
         composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
     composed.folders.insert(0, file.parent)
+    try:
+        data = take_server_blocks(data)
+    except SettingError as error:
+        raise error.at(source=source) from None
     composed.merge(anchor(_from_here(data, file.parent), file.parent), source)
     return composed
 

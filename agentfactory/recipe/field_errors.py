@@ -6,6 +6,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from agentfactory.recipe.choices import CHOICES, chosen
+from agentfactory.recipe.familiar_names import familiar
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, source_of
 from agentfactory.tools.config import Choice
@@ -56,8 +57,12 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return (
                 name,
                 f"unknown key {keys[-1]!r}",
-                _other_choice(*choice, keys) or did_you_mean(name, list(section.model_fields), model),
+                _other_choice(*choice, keys)
+                or familiar(name, error["input"])
+                or did_you_mean(name, list(section.model_fields), model),
             )
+        case "extra_forbidden" if (fix := familiar(name, error["input"])) is not None:
+            return name, f"unknown key {keys[-1]!r}", fix
         case "extra_forbidden":
             return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(section.model_fields), model)
         case "value_error":

@@ -21,6 +21,7 @@ from agentfactory.recipe.composition import (
     recipe_file,
     replace_prefixes,
 )
+from agentfactory.recipe.familiar_names import familiar
 from agentfactory.recipe.field_errors import did_you_mean, setting_error
 from agentfactory.recipe.old_fields import renew
 from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -106,7 +107,7 @@ def _load_staged(
                 name, f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY", source=COMMAND_LINE
             )
         else:
-            fix = did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
+            fix = familiar(name, value) or did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
             raise SettingError(name, f"unknown key {first!r}", fix, source=COMMAND_LINE)
     for name, stage in stages.items():
         _check_import_path(stage, f"{name}.import_path")

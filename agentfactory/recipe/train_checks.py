@@ -53,6 +53,8 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
         _check_mismatch(recipe)
         if recipe.model.lora is None:
             _check_full_weights(recipe)
+        else:
+            _check_served_modules(recipe.model.lora.target_modules)
     if recipe.train.from_trajectories:
         for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None), ("max_staleness", 0)):
             if getattr(recipe.rollout, name) != idle:
@@ -110,6 +112,31 @@ def _check_network(recipe: Recipe, lack: Lack) -> None:
     for name, (package, asked) in needed.items():
         if asked and not is_installed(package):
             lack(name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}")
+
+
+_UNSERVED = ("lm_head", "embed_out", "output_layer", "embed_tokens", "embed_in", "wte", "wpe", "word_embeddings")
+"""Names of output heads and embeddings in transformers, on which inference servers take no adapter."""
+
+
+def _check_served_modules(targets: str | list[str]) -> None:
+    """Raise SettingError if an adapter would be on a head or on embeddings."""
+    if isinstance(targets, list):
+        found = [name for name in targets if name.rpartition(".")[2] in _UNSERVED]
+        rest = [name for name in targets if name not in found]
+        fix = f"write {short(rest)}".replace("'", "") if rest else "use all-linear"
+    else:
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            fix = "use all-linear, a list of names, or a regular expression"
+            raise SettingError("model.lora.target_modules", f"got {targets!r}: {error}", fix) from None
+        places = ("", "model.", "model.language_model.", "transformer.")
+        found = [name for name in _UNSERVED if any(pattern.fullmatch(f"{place}{name}") for place in places)]
+        fix = "use all-linear, or a pattern for the layers only, such as '.*\\.layers\\..*_proj'"
+    if found:
+        problem = f"got {short(targets)}: servers take adapters on linear modules of layers, not on {', '.join(found)}"
+        fix = f"{fix}; or train all weights: model.lora: null"
+        raise SettingError("model.lora.target_modules", problem, fix)
 
 
 def _check_vision(recipe: Recipe) -> None:

@@ -26,6 +26,18 @@ REFUSED = {
         "batching packed",
     ),
     "eager on packed rows": (["train.attention=eager", "train.batching=packed"], "train.attention", "use sdpa"),
+    "an adapter on the head": (
+        ["model.lora={rank: 8, target_modules: [q_proj, lm_head]}"],
+        "model.lora.target_modules",
+        r"write \[q_proj\]; or train all weights",
+    ),
+    "an adapter on embeddings": (
+        ["model.lora={rank: 8, target_modules: [model.embed_tokens]}"],
+        "model.lora.target_modules",
+        "use all-linear; or",
+    ),
+    "adapters on everything": (["model.lora={rank: 8, target_modules: '.*'}"], "model.lora.target_modules", "layers"),
+    "no pattern": (["model.lora={rank: 8, target_modules: '['}"], "model.lora.target_modules", "a list of names"),
     "no bitsandbytes for the base": ([NF4], "model.lora.quantization", "pip install bitsandbytes"),
     "no bitsandbytes for the optimiser": (
         ["train.optimizer.name=lion"],

@@ -107,6 +107,14 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     assert not torch.allclose(score(policy)[0], score(in_float64(load_policy(make_recipe())))[0], atol=1e-3)
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "qproj"], "qproj"])
+def test_an_adapter_on_a_module_that_is_not_there_is_refused(make_recipe: Make, targets: str | list[str]) -> None:
+    # peft ignores such a name in a list
+    told = r"model\.lora\.target_modules: got .*, but 'qproj' fits no module of the network; fix: use .*, q_proj"
+    with pytest.raises(ValueError, match=told):
+        load_policy(make_recipe(lora={"rank": 3, "target_modules": targets}))
+
+
 def test_dropout_is_refused_outside_of_sft(make_recipe: Make) -> None:
     """Also in a recipe that is built in Python."""
     with pytest.raises(ValueError, match=r"model\.lora\.dropout: got 0\.5: .*use 0; only train\.algorithm=sft"):

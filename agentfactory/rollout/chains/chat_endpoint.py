@@ -18,6 +18,7 @@ from agentfactory.rollout.inference.http_transport import (
 )
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, InferenceClient
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.proxies import proxy_for
 from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.http.server_keys import pinned
 from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
@@ -59,7 +60,7 @@ class ChatEndpoint(InferenceClient):
     def __init__(
         self, url: str, model: str | None, api_key_env: str | None, retry_seconds: float, fields: dict[str, Any]
     ):
-        super().__init__(base_url(url), api_key_env, retry_seconds)
+        super().__init__(base_url(url), api_key_env, retry_seconds, proxy_for(url))
         self._given = pinned(url.rstrip("/"))
         self.model = model or ""
         self._fields = fields

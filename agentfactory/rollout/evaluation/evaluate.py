@@ -25,6 +25,7 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
+from agentfactory.tools.http.proxies import Proxy
 from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
@@ -41,18 +42,19 @@ async def open_runner(
     agent: AgentHooks | None = None,
     processes: int = 1,
     images: Path | None = None,
+    proxy: Proxy | None = None,
 ) -> AsyncIterator[ChainRunner]:
     """Open a runner for chains of `recipe`: renderer, connections to the servers at `urls`, tools and rewards.
 
     `objects` are tools in addition to the recipe's; `rewards` and `agent` replace the recipe's. `processes` is the
     number of processes like this one that share the machine's memory. `images` is the folder for the chains' images;
-    None: a temporary one.
+    None: a temporary one. `proxy`: see InferenceClient.
     """
     acting = agent or load_agent(recipe.rollout.agent, base)
     async with (
         _folder_of(images) as seen,
         rewards or Rewards.load(recipe.rewards, base) as used,
-        InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds) as client,
+        InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds, proxy) as client,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
         await client.check_routes()

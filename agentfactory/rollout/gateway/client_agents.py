@@ -223,8 +223,15 @@ class FunctionAgent(ClientAgent):
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "agent"))
         # one HTTP client for all chains, since creating one takes 20 ms; no retries, which would sample a turn twice
         self._clients = {
-            name: kind(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)
-            for name, kind in self._kinds.items()
+            name: kind(
+                base_url="http://127.0.0.1",
+                api_key="none",
+                max_retries=0,
+                timeout=None,
+                # the gateway is on this machine
+                http_client=http_client(trust_env=False, timeout=None),
+            )
+            for name, (kind, http_client) in self._kinds.items()
         }
         return self
 
@@ -252,15 +259,15 @@ class FunctionAgent(ClientAgent):
         return answer
 
 
-def _client(name: str, reference: str) -> Callable[..., Any]:
+def _client(name: str, reference: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the SDK's classes of a client and of its HTTP client."""
     library, kind = {"client": ("openai", "AsyncOpenAI"), "anthropic": ("anthropic", "AsyncAnthropic")}[name]
     try:
         module = __import__(library)
     except ImportError:
         problem = f"{reference} takes {name!r}, but the library {library} is not installed"
         raise SettingError("rollout.agent", problem, f"pip install {library}") from None
-    found: Callable[..., Any] = getattr(module, kind)
-    return found
+    return getattr(module, kind), module.DefaultAsyncHttpxClient
 
 
 def _describe(error: BaseException) -> str:

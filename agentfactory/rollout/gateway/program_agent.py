@@ -29,6 +29,7 @@ from agentfactory.tools.environments.workspaces import (
     in_folder_thread,
 )
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.http.proxies import spare_loopback
 from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
 from agentfactory.tools.processes import end_with_parent as keeper
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
@@ -190,6 +191,7 @@ class ProgramAgent(ClientAgent):
             **visit.endpoint.environment(),
             **{key: self._filled(value, visit.task, folder) for key, value in self._env.items()},
         }
+        spare_loopback(env)
         ended = None
         if self._sandboxed:
             view = View(readable=self._readable, folders={WORKSPACE: visit.workspace}, start=WORKSPACE)

@@ -9,6 +9,7 @@ import aiohttp
 
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, parse_loads
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.proxies import Proxy, open_session, through
 from agentfactory.tools.http.server_keys import find_key, key_folder
 
 # vLLM closes idle connections after 5 s; a connection closed while we write would make the server look dead
@@ -64,7 +65,8 @@ class Connection:
     chains. httpx2 takes 420 to 900 us, and bare asyncio streams take 80 us.
     """
 
-    def __init__(self, api_key_env: str | None = None):
+    def __init__(self, api_key_env: str | None = None, proxy: Proxy | None = None):
+        self._proxy = proxy
         self._api_key_env = api_key_env
         self._keys: dict[str, dict[str, str]] = {}
         """URL -> header. A key lookup per request would take 2 % of the worker's time."""
@@ -73,10 +75,7 @@ class Connection:
 
     async def __aenter__(self) -> Self:
         # no limit on connections: chains limit their own number
-        self._session = aiohttp.ClientSession(
-            headers={"Content-Type": "application/json"},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
-        )
+        self._session = open_session(self._proxy, _IDLE_SECONDS, headers={"Content-Type": "application/json"})
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -127,7 +126,7 @@ class Connection:
                 # JSON and metrics are UTF-8, whatever the header says
                 return response.status, (await response.read()).decode(errors="replace"), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise LostError(str(error) or repr(error)) from error
+            raise LostError((str(error) or repr(error)) + through(self._proxy)) from error
 
     async def is_healthy(self, url: str) -> bool:
         """Return whether the server accepts requests."""

@@ -26,6 +26,7 @@ from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
 from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.http.proxies import Proxy
 from agentfactory.tools.http.retries import Retries
 from agentfactory.tools.http.server_keys import pinned
 
@@ -87,12 +88,19 @@ class InferenceClient:
     weights other than the published ones, and `StallWatch` detects one that produces no tokens.
     """
 
-    def __init__(self, urls: str | Sequence[str], api_key_env: str | None = None, retry_seconds: float = 300.0):
-        """Recoverable failures are retried for `retry_seconds`."""
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        api_key_env: str | None = None,
+        retry_seconds: float = 300.0,
+        proxy: Proxy | None = None,
+    ):
+        """Recoverable failures are retried for `retry_seconds`. Without `proxy`, the servers are reached directly,
+        whatever the environment says: they are this machine's, or those of its cluster."""
         self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
         self._router = Router(self.urls)
-        self._connection = Connection(api_key_env)
+        self._connection = Connection(api_key_env, proxy)
         self._recovery = Recovery(self._connection, self._router, retry_seconds)
         self._stalls = StallWatch(self._connection, retry_seconds)
         self._sent: dict[tuple[str, int | None], SentImages] = {}

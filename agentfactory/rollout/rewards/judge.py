@@ -23,6 +23,7 @@ from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.http.proxies import open_session, proxy_for, through
 from agentfactory.tools.http.server_keys import pinned
 from agentfactory.tools.messages import Content, Message, text_of
 from agentfactory.tools.processes.threads import run_in_thread
@@ -105,6 +106,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._proxy = proxy_for(self.url)
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row lacks a field of the prompt, or has a field that is filled from the chain."""
@@ -169,17 +171,15 @@ class Judge:
                         break
             except (aiohttp.ClientError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        raise RewardError(f"no verdict from {address}: {problem}")
+        raise RewardError(f"no verdict from {address}: {problem}{through(self._proxy)}")
 
     def _open(self) -> None:
         # notebooks run several event loops in succession
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             self._places = asyncio.Semaphore(self.concurrency)
-            # use proxies from the environment, because judges are often remote; timeout_seconds limits the time
-            self._session = aiohttp.ClientSession(
-                trust_env=True, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
-            )
+            # timeout_seconds of the reward limits the time
+            self._session = open_session(self._proxy, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
 
     async def close(self) -> None:
         """Close the connections; the next request opens new ones."""

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 _Address = tuple[str, int]
 _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"
 
@@ -24,6 +22,9 @@ def is_loopback(host: str) -> bool:
 
 def loopback_interface() -> str | None:
     """Return the name of the interface that has 127.0.0.1; None if there is none."""
+    # imported here, because every command imports this module
+    import psutil
+
     addresses = psutil.net_if_addrs().items()
     return next((name for name, found in addresses if any(each.address == "127.0.0.1" for each in found)), None)
 

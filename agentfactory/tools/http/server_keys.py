@@ -75,6 +75,11 @@ def pinned(url: str) -> str:
     return url
 
 
+def has_loopback_address(url: str) -> bool:
+    """Return whether the host in `url` is this machine, by a loopback address of its name."""
+    return bool(_addresses(url))
+
+
 def key_file_of(url: str) -> Path | None:
     """Return the file with the key that the server at `url` has stored for this user; None if there is none."""
     return next((file for address in _addresses(url) if _is_left(file := key_file(*address))), None)

@@ -28,6 +28,7 @@ from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram
+from agentfactory.tools.http.proxies import Proxy, proxy_for, through
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, SECONDS_KEY, OwnServer
@@ -88,6 +89,7 @@ class Connection:
         self._unknown = False  # the server answers but does not know our session: it was restarted
         self._failure = ""  # why the connection was given up
         self._stderr_tail = ""
+        self._proxy: Proxy | None = None
         self._owner: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -246,7 +248,9 @@ class Connection:
             self._opening = False
             self._lost(self.generation)
         stderr = self._stderr_tail.strip()
-        return f"{_where(self._target)}: {reason}" + (f"; the end of its stderr:\n{stderr}" if stderr else "")
+        return f"{_where(self._target)}: {reason}{through(self._proxy)}" + (
+            f"; the end of its stderr:\n{stderr}" if stderr else ""
+        )
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Client]:
@@ -257,7 +261,9 @@ class Connection:
             elif isinstance(target, ChainProgram):
                 target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
-                client = await stack.enter_async_context(_http_client(target, self._note, self._result_bytes))
+                self._proxy = proxy_for(target.url)
+                opening = _http_client(target, self._proxy, self._note, self._result_bytes)
+                client = await stack.enter_async_context(opening)
                 if target.session and not self._in_session:
                     raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
                 yield client
@@ -309,7 +315,10 @@ class Connection:
 
 @asynccontextmanager
 async def _http_client(
-    target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]], result_bytes: int
+    target: HttpAddress,
+    proxy: Proxy | None,
+    note: Callable[[httpx2.Response], Awaitable[None]],
+    result_bytes: int,
 ) -> AsyncIterator[Client]:
     """Yield a client of `target`, with the older protocol if it needs a session."""
     # no read timeout: calls have their own time limit
@@ -335,7 +344,13 @@ async def _http_client(
     hooks: dict[str, list[Callable[..., Any]]] = {"request": [show_key], "response": [note, bound]}
     headers = {"accept-encoding": "identity", **target.headers}
     async with httpx2.AsyncClient(
-        headers=headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
+        headers=headers,
+        timeout=timeout,
+        limits=limits,
+        event_hooks=hooks,
+        verify=_ssl_context(),
+        proxy=None if proxy is None else proxy.url,
+        trust_env=False,
     ) as http:
         transport = streamable_http_client(url, http_client=http, max_sse_event_size=None)
         async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:

@@ -61,10 +61,11 @@ def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str 
     """Return peft's `target_modules` for model.lora.target_modules of a network that peft has not changed yet.
 
     "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if it is
-    frozen but would be adapted.
+    frozen but would be adapted, or for a name of no module.
     """
     tower = tower_of(network)
     if tower is None or trained:
+        _check_targets(network, asked)
         return asked
     language = language_name(network)
     if asked == "all-linear":
@@ -80,7 +81,28 @@ def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str 
         names = within(language, asked) if isinstance(asked, list) else rf".*\.{language}\..*"
         problem = f"got {asked}, which is also in the vision tower ({hit[0]}), and train.vision is frozen"
         raise SettingError("model.lora.target_modules", problem, f"use all-linear, or the pattern {names!r}")
+    _check_targets(network, asked)
     return asked
+
+
+def _check_targets(network: Any, asked: str | list[str]) -> None:
+    """Raise SettingError for a name or a pattern that fits no module; peft ignores such names in a list."""
+    if asked == "all-linear":
+        return
+    names = [name for name, _ in network.named_modules()]
+    unknown = [
+        target
+        for target in ([asked] if isinstance(asked, str) else asked)
+        if not any(_is_target(name, target if isinstance(asked, str) else [target]) for name in names)
+    ]
+    if unknown:
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in network.base_model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        problem = f"got {asked}, but {' and '.join(map(repr, unknown))} fits no module of the network"
+        raise SettingError("model.lora.target_modules", problem, f"use names such as {', '.join(sorted(linear))}")
 
 
 def within(language: str, names: list[str]) -> str:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.proxies import open_session, proxy_for, through
 from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -36,7 +37,7 @@ class RetrievalClient:
         retry_seconds: Seconds of retries before a search fails.
 
     Raises:
-        SettingError: the address has no host.
+        SettingError: the address has no host, or the environment has an invalid proxy for it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RetrievalClient:
         if not is_address:
             raise SettingError("source", f"{url!r} is not an address", "write it as http://127.0.0.1:8000/retrieve")
         self.url = url if parts.path.strip("/") else f"{url.rstrip('/')}/retrieve"
+        self._proxy = proxy_for(self.url)
         self._request_seconds, self._retry_seconds = request_seconds, retry_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -91,11 +93,10 @@ class RetrievalClient:
         retries = Retries(self._retry_seconds)
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a notebook runs several event loops in succession
-            self._session = aiohttp.ClientSession(
+            self._session = open_session(
+                self._proxy,
                 headers={"Content-Type": "application/json"},
-                connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=self._request_seconds),
-                trust_env=True,
             )
             self._loop = loop
         while True:
@@ -112,12 +113,15 @@ class RetrievalClient:
                         return text
                     problem = f"status {response.status}: {text[:300]}"
                     if response.status not in _HEALS:
-                        raise ToolInfrastructureError(f"the retrieval server {self.url} refuses: {problem}")
+                        raise ToolInfrastructureError(
+                            f"the retrieval server {self.url} refuses: {problem}{through(self._proxy)}"
+                        )
                     asked = seconds_asked(response.headers.get("Retry-After", ""))
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = str(error) or repr(error)
             delay = retries.delay(loop.time(), asked=asked)
             if delay is None:
+                problem += through(self._proxy)
                 raise ToolInfrastructureError(f"the retrieval server {self.url} does not answer: {problem}")
             await asyncio.sleep(delay)
 

@@ -18,6 +18,7 @@ import aiohttp
 from agentfactory.tools.calls.limits import Rates
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.http.proxies import Proxy, open_session, proxy_for, through
 from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_in_thread
@@ -130,6 +131,7 @@ class Engine(ABC):
         self._rates = Rates({self.name: self.options.calls_per_second or self.per_second})
         self._pages = Pages(cache=folder)
         self._session: aiohttp.ClientSession | None = None
+        self._proxy: Proxy | None = None
         self._requests = 0
 
     @abstractmethod
@@ -218,7 +220,7 @@ class Engine(ABC):
             except TimeoutError:
                 told = f"no answer within {_ANSWER_SECONDS:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                told = f"no answer ({type(error).__name__})"
+                told = f"no answer ({type(error).__name__}{through(self._proxy)})"
             except (ValueError, RecursionError):  # JSON, or its charset
                 told = "its answer is not JSON"
             delay = retries.delay(time.monotonic(), asked=asked)
@@ -239,14 +241,18 @@ class Engine(ABC):
 
     def _send(self, request: Request) -> Any:
         if self._session is None:
-            # a redirect or a proxy from the environment would leak the key
-            self._session = aiohttp.ClientSession(
+            # without TLS, a proxy could read the key
+            proxy = proxy_for(request.url)
+            self._proxy = None if self._secret and request.url.startswith("http:") else proxy
+            self._session = open_session(
+                self._proxy,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS),
                 headers={"User-Agent": "AgentFactory/0.2 (search for agents)", "Accept": "application/json"},
             )
         query = {name: str(value) for name, value in request.query.items()}
         method = "GET" if request.body is None else "POST"
+        # a redirect would leak the key
         return self._session.request(
             method, request.url, params=query, json=request.body, headers=request.headers, allow_redirects=False
         )
