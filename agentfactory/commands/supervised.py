@@ -13,6 +13,7 @@ from agentfactory.tools.processes.endings import ended_by
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_INTERRUPTED = 130
 _SAME_SECONDS = 1.0
 """Signals of one kind within this time are forwarded once: `timeout` sends each one twice."""
 
@@ -54,7 +55,8 @@ def supervised(command: Callable[[], int]) -> int:
     os.close(reader)
     if not returned:
         raise DiedFromInside(ended_by(status))
-    return status
+    # after its last word, the child may still get a signal
+    return status if status >= 0 else _INTERRUPTED
 
 
 def _wait_for(child: int) -> int:

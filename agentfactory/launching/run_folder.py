@@ -1,5 +1,6 @@
 """The files of a run: recipe.yaml, metrics.jsonl, trajectories/, images/, checkpoints/, logs/, summary.json."""
 
+import errno
 import fcntl
 import json
 import os
@@ -325,7 +326,8 @@ def _usable(path: Path) -> Iterator[None]:
 
 def _unusable(path: Path, error: OSError) -> RunFolderError:
     where = error.filename if isinstance(error.filename, str) and Path(error.filename).is_relative_to(path) else path
-    return RunFolderError(f"output: {where} cannot be written: {error.strerror}; fix: output=OTHER")
+    fix = "raise the limit of file sizes (ulimit -f)" if error.errno == errno.EFBIG else "output=OTHER"
+    return RunFolderError(f"output: {where} cannot be written: {error.strerror}; fix: {fix}")
 
 
 def check_free(path: Path, overwrite: bool) -> None:

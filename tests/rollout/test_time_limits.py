@@ -13,6 +13,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes.threads import run_on_loop
 from tests.scripted_chains import scripted_chains
 
 HANGS = '''
@@ -107,6 +108,26 @@ async def test_what_a_chain_waits_for_is_named(tmp_path: Path, hangs: str, outco
         trajectory = await chains.run(hangs=hangs)
     assert (trajectory.outcome, trajectory.reward) == (outcome, None)
     assert str(trajectory.error).startswith(error)
+
+
+@pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "asyncio.CancelledError"])
+async def test_what_would_end_the_loop_is_an_error_of_user_code(error: str) -> None:
+    async def user_code() -> None:
+        raise eval(error)("mine")
+
+    with pytest.raises(RuntimeError, match=f"^{error.removeprefix('asyncio.')}: mine$"):
+        await run_on_loop(user_code())
+
+
+async def test_a_cancelled_chain_cancels_its_user_code() -> None:
+    task = asyncio.create_task(run_on_loop(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await run_on_loop(asyncio.sleep(60))
 
 
 async def test_code_that_exits_ends_its_chain_and_not_the_process(tmp_path: Path) -> None:

@@ -382,7 +382,11 @@ def _activity_at(episode: Episode, moment: float) -> str:
     found = episode.timeline.running_at(moment)
     names = {Activity.TOOL: "a call of {}", Activity.MODEL: "a request to the model"}
     if found is None or found.activity not in names:
-        return ""
+        return (
+            "; no call and no request was running then: the agent had not ended"
+            if episode.setup.config.agent is not None
+            else ""
+        )
     began = max(0.0, episode.timeline.seconds_until(moment) - found.start)
     return f"; {names[found.activity].format(found.name)} had run for {began:.1f} s then"
 

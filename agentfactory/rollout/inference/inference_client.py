@@ -152,7 +152,8 @@ class InferenceClient:
                     notify(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
                 await self._count_replicas(url)
             except LostError as error:
-                raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
+                fix = "start it (agentfactory serve RECIPE), or set server.url=null to start one here"
+                raise ServerUnreachableError(f"no server answers at {url}: {error}; fix: {fix}") from error
             except ValueError as error:
                 raise ServerUnreachableError(f"server {url} answered invalid JSON to /openapi.json: {error}") from error
 

@@ -30,7 +30,9 @@ def writing(path: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(path.parent).free
         fix = "choose a folder that can be written"
-        if told.errno in _FULL:
+        if told.errno == errno.EFBIG:
+            fix = "raise the limit of file sizes (ulimit -f)"
+        elif told.errno in _FULL:
             fix = "make room"
         elif told.errno in (errno.EMFILE, errno.ENFILE):
             fix = "raise the limit of open files (ulimit -n), or lower rollout.concurrency"

@@ -269,6 +269,12 @@ class ToolServer:
                     f"{_names(seen)}; name one of them"
                 )
         self.tools = [tool for name, tool in seen.items() if (allow is None or name in allow) and name not in deny]
+        if seen and not self.tools:
+            field = "deny" if allow is None else "allow"
+            raise ValueError(
+                f"mcp_servers.{self.name}.{field}: it leaves none of the server's tools ({_names(seen)}) for models; "
+                "name one, or remove the server"
+            )
 
 
 def _names(tools: dict[str, Tool]) -> str:

@@ -68,11 +68,17 @@ def call_within(function: Callable[[], Any], seconds: float) -> Any:
 
 
 async def run_on_loop(call: Awaitable[Any]) -> Any:
-    """Await a user's coroutine. A SystemExit, which would end the event loop, arrives as RuntimeError."""
+    """Await a user's coroutine. What would end the event loop or look like the end of the chain (SystemExit,
+    KeyboardInterrupt, a CancelledError of its own) arrives as RuntimeError."""
     try:
         return await call
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from None
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError(f"CancelledError: {error}") from None
 
 
 # Not a ThreadPoolExecutor: functions that never return would fill it, and it would wait for them at exit.
