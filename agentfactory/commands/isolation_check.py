@@ -116,9 +116,11 @@ def _example(schema: Any, root: dict[str, Any], word: str) -> Any:
     for key in ("const", "default"):
         if key in schema:
             return schema[key]
-    for options in (schema.get("enum"), schema.get("anyOf"), schema.get("oneOf")):
-        if isinstance(options, list) and options:
-            return options[0] if options is schema.get("enum") else _example(options[0], root, word)
+    match schema:
+        case {"enum": [value, *_]}:
+            return value
+        case {"anyOf": [option, *_]} | {"oneOf": [option, *_]}:
+            return _example(option, root, word)
     kind = schema.get("type")
     match kind[0] if isinstance(kind, list) and kind else kind:
         case "object":

@@ -242,9 +242,8 @@ class ToolServer:
                 changes[name] = "has another schema"
         new = [name for name in now if name not in self._listed and self._is_for_models(name)]
         if changes or new:
-            parts = [f"{name} {change}" for name, change in sorted(changes.items())] + [
-                f"{name} is new" for name in new
-            ]
+            parts = [f"{name} {change}" for name, change in sorted(changes.items())]
+            parts += [f"{name} is new" for name in new]
             text = f"tool server {self.name} changed its tools: {', '.join(parts)}"
             why = "the run keeps the tools that it began with, which are part of its prompts"
             notify(logger, f"tools of {self.name}", f"{text}; {why}; fix: start it again to use the new ones")

@@ -19,7 +19,7 @@ from typing import Any, TextIO, cast
 import anyio
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
-from mcp.client.session import IncomingMessage
+from mcp.client.session import IncomingMessage, MessageHandlerFnT
 from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
@@ -205,7 +205,8 @@ class Connection:
         if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND) and (change := (await self._list(client)).get(tool)):
             raise ToolInfrastructureError(f"tool server {self.name}: {tool} {change} since the run began: {text}")
         if error.code == INVALID_PARAMS:
-            return failure(CallError.INVALID_ARGUMENTS, f"Invalid arguments for {tool}: {text}.")
+            end = "" if "\n" in text else "."
+            return failure(CallError.INVALID_ARGUMENTS, f"Invalid arguments for {tool}: {text}{end}")
         if error.code != TOO_LARGE:
             what = f"tool server {self.name} answered a call of {tool} with the error {error.code}, {short(text)}"
             notify(logger, f"errors of {self.name}", f"{what}; the model reads it as an error of the tool")
@@ -384,7 +385,7 @@ async def _http_client(
     note: Callable[[httpx2.Response], Awaitable[None]],
     result_bytes: int,
     tell: Tell,
-    receive: Callable[[IncomingMessage], Awaitable[None]],
+    receive: MessageHandlerFnT,
 ) -> AsyncIterator[Client]:
     """Yield a client of `target`, with the older protocol if it needs a session."""
     # no read timeout: calls have their own time limit

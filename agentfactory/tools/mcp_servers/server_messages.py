@@ -258,16 +258,17 @@ def _mend_initialize(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
 def _mend_tools(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
     tools = result.get(_BARE, result.get("tools"))
+    page = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}  # the newer protocol requires them
     if not isinstance(tools, list):
-        return {"tools": [], "_meta": {_FAULT: f"its answer to tools/list has no list `tools`, but {short(tools)}"}}
-    cursor = result.get("nextCursor")
-    page = {"tools": [], "nextCursor": cursor if cursor is None or isinstance(cursor, str) else json.dumps(cursor)}
+        fault = f"its answer to tools/list has no list `tools`, but {short(tools)}"
+        return page | {"tools": [], "_meta": {_FAULT: fault}}
+    named = [tool for tool in tools if isinstance(tool, dict) and isinstance(tool.get("name"), str) and tool["name"]]
     for tool in tools:
-        if isinstance(tool, dict) and isinstance(tool.get("name"), str) and tool["name"]:
-            page["tools"].append(_mend_tool(tool))
-        else:
+        if tool not in named:
             tell(f"a tool without a name is left out: {short(tool)}")
-    return page
+    cursor = result.get("nextCursor")
+    cursor = cursor if cursor is None or isinstance(cursor, str) else json.dumps(cursor)
+    return page | {"tools": [_mend_tool(tool) for tool in named], "nextCursor": cursor}
 
 
 def _mend_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +328,7 @@ def _mend_call(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
         content = [_text("The tool failed without a message.")]
     for repair in repairs[:1]:
         tell(repair)
-    mended: dict[str, Any] = {"content": content, "isError": failed}
+    mended: dict[str, Any] = {"content": content, "isError": failed, "resultType": "complete"}
     if structured is not None:
         mended["structuredContent"] = structured
     if isinstance(meta := result.get("_meta"), dict):
@@ -366,14 +367,15 @@ def _mend_block(item: Any, repairs: list[str]) -> list[dict[str, Any]]:
         repairs.append(f"the `content` of an answer has {short(item)} instead of a block")
         return [_text(f"[{json.dumps(item, ensure_ascii=False)}]")]
     kind, mime = _word(item, "type") or "unknown content", _word(item, "mimeType")
+    kind = "text missing" if kind == "text" else kind
     repairs.append(f"an answer has a block of the type {item.get('type')!r} that cannot be read: {short(item)}")
     blocks = []
     if item.get("type") not in (None, "text") or not isinstance(item.get("text"), str):
         rest = _readable({key: value for key, value in item.items() if key not in ("mimeType", "type")})
         details = f": {json.dumps(rest, ensure_ascii=False)}" if rest else ""
         blocks.append(_text(f"[{mime} {kind}{details}]" if mime else f"[{kind}{details}]"))
-    if isinstance(text := item.get("text"), str):
-        blocks.append(_text(text))
+    if isinstance(words := item.get("text"), str):
+        blocks.append(_text(words))
     return blocks
 
 
@@ -393,11 +395,11 @@ def _image(data: str, kind: str) -> dict[str, Any]:
     """Return an image block. Its kind is recognised if the server names none that models can see."""
     prefix, comma, rest = data.partition(",")
     data = "".join((rest if comma and prefix.startswith("data:") else data).split())
-    kind = kind.partition(";")[0].strip().lower()
-    kind = "image/jpeg" if kind == "image/jpg" else kind
-    if kind not in SEEN_BY_MODELS:
-        kind = next((known for start, known in _STARTS.items() if data.startswith(start)), kind or "unknown")
-    return {"type": "image", "data": data, "mimeType": kind}
+    plain = kind.partition(";")[0].strip().lower()
+    if plain not in SEEN_BY_MODELS:
+        recognised = (known for start, known in _STARTS.items() if data.startswith(start))
+        plain = next(recognised, plain or "unknown")
+    return {"type": "image", "data": data, "mimeType": plain}
 
 
 _STARTS = {"iVBORw0KGgo": "image/png", "/9j/": "image/jpeg", "R0lGOD": "image/gif", "UklGR": "image/webp"}

@@ -201,7 +201,5 @@ def _tell_unchecked(server: str, unchecked: dict[str, list[str]]) -> None:
     """Warn about the parts of schemas that cannot be used, by tool."""
     parts = [f"{tool}: {part}" for tool, parts in unchecked.items() for part in parts]
     more = f", and {len(parts) - _NAMED_PARTS} more" if len(parts) > _NAMED_PARTS else ""
-    text = (
-        f"tool server {server}: calls are not checked against unusable parts of its schemas, which models see unchanged"
-    )
+    text = f"tool server {server}: calls are not checked against unusable parts of schemas, which models see unchanged"
     notify(logger, f"schemas of {server}", f"{text}: {', '.join(parts[:_NAMED_PARTS])}{more}")
