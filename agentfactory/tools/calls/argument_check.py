@@ -96,6 +96,8 @@ class _UsableSchema:
                 continue
             if not self._shapes.get(key, _anything)(value):
                 self._remove(schema, key)
+            elif key == "type" and schema is self.schema and value != "object" and "object" not in value:
+                self._remove(schema, key)  # arguments are always an object
             elif key in _MAPS:
                 self._visit_map(schema, key, value)
             elif key in _LISTS or key in _SINGLE:

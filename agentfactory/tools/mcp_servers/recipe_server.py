@@ -14,6 +14,7 @@ from agentfactory.tools.mcp_servers.call_cache import CallCache
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_servers.server_entry import Target
+from agentfactory.tools.mcp_servers.server_messages import REPAIR
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.memory import memory_of
 
@@ -234,7 +235,7 @@ class ToolServer:
         if self._listed is None:
             self._listed = {tool.name: tool for tool in reversed(tools)}  # the first of several with one name
             return {}
-        now = {tool.name: tool for tool in reversed(tools)}
+        now = {tool.name: tool for tool in reversed(tools) if tool.name}
         used = {tool.name for tool in (*self.tools, *self.hidden.values())}
         changes = {name: "is gone" for name in used if name not in now}
         for name in used & now.keys():
@@ -255,6 +256,7 @@ class ToolServer:
     def _read(self, tools: Sequence[Tool]) -> None:
         listed = {tool.name: tool for tool in reversed(tools)}
         listed = {tool.name: listed[tool.name] for tool in tools}
+        nameless = listed.pop("", None)
         twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
         if twice := [name for name in twice if self._is_for_models(name)]:
             text = f"tool server {self.name} lists several tools with the name {', '.join(twice)}; the first is used"
@@ -292,6 +294,10 @@ class ToolServer:
                     f"{_names(seen)}; name one of them"
                 )
         self.tools = [tool for name, tool in seen.items() if self._is_for_models(name)]
+        for tool in (*self.tools, *([nameless] if nameless is not None and allow is None else [])):
+            if repair := (tool.meta or {}).get(REPAIR):
+                text = f"tool server {self.name}: the tool {tool.name}".rstrip()
+                notify(logger, f"list of {self.name}", f"{text} {repair}" + ("" if tool.name else "; it is left out"))
 
 
 def _names(tools: dict[str, Tool]) -> str:

@@ -41,6 +41,8 @@ _BARE = "agentfactory/bare"
 """Key in a result that is not an object: the result."""
 _SCHEMA = "agentfactory/schema"
 """Key in a tool's `_meta`: the schema as it came, if the SDK would refuse it."""
+REPAIR = "agentfactory/repair"
+"""Key in a tool's `_meta`: what was wrong with it."""
 _FAULT = "agentfactory/fault"
 """Key in the `_meta` of a list of tools that cannot be used: the reason."""
 
@@ -262,18 +264,16 @@ def _mend_tools(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
     if not isinstance(tools, list):
         fault = f"its answer to tools/list has no list `tools`, but {short(tools)}"
         return page | {"tools": [], "_meta": {_FAULT: fault}}
-    named = [tool for tool in tools if isinstance(tool, dict) and isinstance(tool.get("name"), str) and tool["name"]]
-    for tool in tools:
-        if tool not in named:
-            tell(f"a tool without a name is left out: {short(tool)}")
     cursor = result.get("nextCursor")
     cursor = cursor if cursor is None or isinstance(cursor, str) else json.dumps(cursor)
-    return page | {"tools": [_mend_tool(tool) for tool in named], "nextCursor": cursor}
+    return page | {"tools": [_mend_tool(tool) for tool in tools], "nextCursor": cursor}
 
 
-def _mend_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _mend_tool(tool: Any) -> dict[str, Any]:
     """Return a tool with the fields that are used here. Its output schema is not one of them: the SDK would refuse an
-    answer that does not fit it."""
+    answer that does not fit it. A tool that cannot be called gets an empty name."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        return {"name": "", "inputSchema": {"type": "object"}, "_meta": {REPAIR: f"has no name: {short(tool)}"}}
     mended: dict[str, Any] = {"name": tool["name"]}
     if (description := tool.get("description")) is not None:
         mended["description"] = description if isinstance(description, str) else json.dumps(description)
@@ -281,6 +281,7 @@ def _mend_tool(tool: dict[str, Any]) -> dict[str, Any]:
     meta = dict(meta) if isinstance(meta, dict) else {}
     schema = tool.get("inputSchema")
     if not isinstance(schema, dict):
+        meta[REPAIR] = f"has no schema, but {short(schema)}; models see one without properties"
         schema = {"type": "object", "properties": {}}
     mended["inputSchema"] = schema
     if not _fits_the_sdk(schema):

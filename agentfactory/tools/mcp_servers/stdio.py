@@ -61,7 +61,7 @@ async def stdio_transport(
         async with incoming_end:
             garbage = 0
             async for line in _lines(process, most):
-                messages = _messages(line)
+                messages = messages_of(line)
                 if isinstance(messages[0], Exception):
                     garbage += 1
                     if garbage == 1:
@@ -122,7 +122,7 @@ async def _lines(process: Process, most: int) -> AsyncIterator[bytes]:
                 yield line
 
 
-def _messages(line: bytes) -> Sequence[SessionMessage | Exception]:
+def messages_of(line: bytes) -> Sequence[SessionMessage | Exception]:
     """Return the messages of a line; an exception if it is none."""
     try:
         return [SessionMessage(message) for message in parsed(line)]
