@@ -5,6 +5,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx2
+from mcp_types import INTERNAL_ERROR
 
 from agentfactory.tools.mcp_servers.server_messages import HTTP_REFUSED
 
@@ -42,7 +43,8 @@ async def name_refusal(response: httpx2.Response) -> None:
         if (scheme := response.headers.get("www-authenticate")) is not None:
             text += f" (WWW-Authenticate: {scheme[:_SHOWN]})"
     text += f": {said[:_SHOWN]}" if said else ""
-    replacement = {"jsonrpc": "2.0", "id": None, "error": {"code": HTTP_REFUSED, "message": text}}
+    error = {"code": INTERNAL_ERROR, "message": text, "data": {HTTP_REFUSED: status}}
+    replacement = {"jsonrpc": "2.0", "id": None, "error": error}
     await response.aclose()
     response.status_code = max(status, 400)  # for the SDK to read the body
     response.headers["content-type"] = "application/json"

@@ -33,8 +33,8 @@ from agentfactory.tools.errors import short
 Tell = Callable[[str], None]
 """Reports a repair to the user."""
 
-HTTP_REFUSED = -32051
-"""Code of the JSON-RPC error that replaces an HTTP response without a JSON-RPC message."""
+HTTP_REFUSED = "agentfactory/http-refused"
+"""Key in the data of the JSON-RPC error that replaces an HTTP response without a JSON-RPC message."""
 _SERVERS_OWN = "agentfactory/error-data"
 """Key in the data of an error that the server sent, and not the SDK: the server's own data."""
 _BARE = "agentfactory/bare"
@@ -239,8 +239,9 @@ class _Outgoing:
 
 def _of_transport(message: JSONRPCError) -> bool:
     """Return whether our transport made this error, in place of an answer that never came."""
-    code, text = message.error.code, message.error.message
-    return code == HTTP_REFUSED or (code == CONNECTION_CLOSED and text.startswith("SSE stream "))
+    error = message.error
+    refused = isinstance(error.data, dict) and HTTP_REFUSED in error.data
+    return refused or (error.code == CONNECTION_CLOSED and error.message.startswith("SSE stream "))
 
 
 def _mend_initialize(result: dict[str, Any], tell: Tell) -> dict[str, Any]:

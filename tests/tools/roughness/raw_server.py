@@ -1,7 +1,9 @@
 """An MCP server in plain Python that sends what a plan says, since the SDK's own server would refuse most of it.
 
-A plan has `tools`, the list as it is sent, `answers`: tool -> the text of its answer, and `methods`: method -> the text of
-its answer (null: none). Texts have $ID for the request's id. Other tools answer with their arguments. Run as a program with a plan's file, it serves stdio.
+A plan has `tools`, the list as it is sent, `answers`: tool -> the text of its answer, and `methods`: method -> the text
+of its answer (null: none). Texts have $ID for the request's id. Other tools answer with their arguments.
+
+Run as a program with a plan's file, it serves stdio.
 """
 
 import json
