@@ -39,7 +39,11 @@ ANSWERS = [
     _error("code-of-closed", {"code": -32000, "message": "Rate limited"}, "Rate limited", told="-32000"),
     _error("code-of-timeout", {"code": -32001, "message": "Not found"}, "Not found", told="-32001"),
     _error("code-of-ours", {"code": -32051, "message": "Mine"}, "Mine", told="-32051"),
-    _error("resource", {"code": -32002, "message": "No such file", "data": {"uri": "a"}}, 'No such file\n{"uri": "a"}'),
+    _error(
+        "resource-error",
+        {"code": -32002, "message": "No such file", "data": {"uri": "a"}},
+        'No such file\n{"uri": "a"}',
+    ),
     _error(
         "data-text", {"code": -32603, "message": "Internal error", "data": "disk full"}, "Internal error\ndisk full"
     ),
