@@ -294,9 +294,10 @@ class Connection:
         self._ended.clear()
         self._used = self._unknown = self._in_session = False
         self._opening = True
+        limit = asyncio.timeout(OPEN_SECONDS)
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(OPEN_SECONDS):
+                async with limit:
                     client = await stack.enter_async_context(self._connect())
                     self.tools = await _list_tools(client)
                 self._on_list(self.tools)
@@ -309,10 +310,9 @@ class Connection:
                 self._client.set_result(client)
                 await self._ended.wait()
             reason = "the connection ended"
-        except TimeoutError:
-            reason = f"not ready within {OPEN_SECONDS:g} s"
         except Exception as error:  # boundary: starting a process, connecting, the handshake, the transport
-            reason = _describe(error)
+            # the transport's task groups wrap a TimeoutError
+            reason = f"not ready within {OPEN_SECONDS:g} s" if limit.expired() else _describe(error)
         finally:
             self._opening = False
             self._lost(self.generation)
