@@ -43,6 +43,17 @@ async def test_a_rough_answer(case: Answer) -> None:
         assert notices == []
 
 
+@pytest.mark.parametrize(
+    "text", ['{"id": "\0", "result": {}}', '{"id": "\udcff", "result": oops}', "{}", "[1]", "[]", "5", "{"]
+)
+async def test_a_line_that_answers_nothing(text: str) -> None:
+    plan = plan_of([tool_of("t", {"type": "object"}), tool_of("u", {"type": "object"})])
+    plan["answers"] = {"t": text}
+    async with opened(plan, timeout_seconds=0.1) as (toolset, _), toolset.chain("a", {}) as session:
+        assert (await session.call(CALL)).error is CallError.TIMEOUT
+        assert (await session.call(ToolCall("2", "u", {}))).content == "{}"
+
+
 @pytest.mark.processes
 async def test_all_rough_answers_of_one_program(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(
