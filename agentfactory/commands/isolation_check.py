@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from agentfactory.tools.messages import ToolCall, ToolSpec, text_of
+from agentfactory.tools.messages import ToolCall, ToolSpec, properties_of, required_of, text_of
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
 
@@ -84,7 +84,8 @@ async def _answers(
 
 
 async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
-    arguments = _example(spec.parameters, spec.parameters, word)
+    arguments = _example({"type": "object", **spec.parameters}, spec.parameters, word)
+    arguments = arguments if isinstance(arguments, dict) else {}
     result = await session.call(ToolCall("check", spec.name, arguments), _CALL_SECONDS)
     return _Answer(text_of(result.content), result.error is not None)
 
@@ -109,19 +110,22 @@ def _example(schema: Any, root: dict[str, Any], word: str) -> Any:
         return word
     if (reference := schema.get("$ref")) is not None:
         name = str(reference).rpartition("/")[2]
-        return _example(root.get("$defs", {}).get(name), {**root, "$defs": {}}, word)
+        definitions = root.get("$defs")
+        target = definitions.get(name) if isinstance(definitions, dict) else None
+        return _example(target, {**root, "$defs": {}}, word)
     for key in ("const", "default"):
         if key in schema:
             return schema[key]
-    if schema.get("enum"):
-        return schema["enum"][0]
-    if options := schema.get("anyOf") or schema.get("oneOf"):
-        return _example(options[0], root, word)
+    match schema:
+        case {"enum": [value, *_]}:
+            return value
+        case {"anyOf": [option, *_]} | {"oneOf": [option, *_]}:
+            return _example(option, root, word)
     kind = schema.get("type")
-    match kind[0] if isinstance(kind, list) else kind:
+    match kind[0] if isinstance(kind, list) and kind else kind:
         case "object":
-            properties = schema.get("properties", {})
-            return {name: _example(properties.get(name), root, word) for name in schema.get("required", [])}
+            properties = properties_of(schema)
+            return {name: _example(properties.get(name), root, word) for name in required_of(schema)}
         case "array":
             return [_example(schema.get("items"), root, word)]
         case "integer" | "number":

@@ -16,9 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jsonschema.exceptions import SchemaError
-from jsonschema.validators import validator_for
-
 from agentfactory.commands.isolation_check import seen_of_another_chain
 from agentfactory.commands.options import json_object
 from agentfactory.recipe.composition import display
@@ -42,6 +39,8 @@ from agentfactory.tools.messages import (
     ToolCall,
     ToolInfrastructureError,
     ToolSpec,
+    properties_of,
+    required_of,
     text_of,
 )
 from agentfactory.tools.prebuilt.registry import prebuilt
@@ -310,8 +309,6 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
     owners = Counter(spec.name for server in servers for spec in server.specs)
     for server in servers:
         for spec in server.specs:
-            if fault := _schema_fault(spec):
-                server.problems.append(f"the schema of {spec.name}: {fault}")
             if owners[spec.name] > 1:
                 server.problems.append(f"another server has a tool {spec.name} too; set `prefix` or `deny` of one")
         entry = recipe.mcp_servers.get(server.name)
@@ -414,16 +411,6 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
     return [{}], "an empty row, for the recipe has no data"
 
 
-def _schema_fault(spec: ToolSpec) -> str | None:
-    """Return the fault of the tool's schema, if a model could not use it for arguments."""
-    try:
-        validator_for(spec.parameters).check_schema(spec.parameters)
-    except SchemaError as error:
-        return f"{error.json_path}: {error.message}"
-    kind = spec.parameters.get("type")
-    return None if kind == "object" else f"its type is {kind!r}, not 'object'"
-
-
 async def _call(recipe: Recipe, options: argparse.Namespace, images: Path) -> None:
     given = None if options.task is None else _given_row(options.task, images)
     try:
@@ -457,7 +444,7 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
             return json_object(given[0])
         except argparse.ArgumentTypeError as error:
             raise ToolsCommandError(f"the arguments {given[0]!r} are {error}") from None
-    known = spec.parameters.get("properties", {}) if spec else {}
+    known = properties_of(spec.parameters) if spec else {}
     arguments: dict[str, Any] = {}
     for pair in given:
         key, equals, value = pair.partition("=")
@@ -466,7 +453,8 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
         if spec and key not in known and "." in key and key.partition(".")[0] in Recipe.model_fields:
             raise ToolsCommandError(f"{pair}: {spec.name} has no such argument; fix: write overrides before TOOL")
         arguments[key] = value
-        if known.get(key, {}).get("type") != "string":
+        schema = known.get(key)
+        if not isinstance(schema, dict) or schema.get("type") != "string":
             with suppress(ValueError):
                 arguments[key] = json.loads(value)
     return arguments
@@ -485,24 +473,30 @@ def _save_image(content: Content, file: Path) -> None:
 
 def _parameters(spec: ToolSpec) -> str:
     """Return names and types, such as `query: string, limit: integer = 5`."""
-    required = spec.parameters.get("required", [])
+    required = required_of(spec.parameters)
     shown = []
-    for name, schema in spec.parameters.get("properties", {}).items():
-        default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if "default" in schema else ""
+    for name, schema in properties_of(spec.parameters).items():
+        has_default = isinstance(schema, dict) and "default" in schema
+        default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if has_default else ""
         optional = "" if name in required or default else "?"
         shown.append(f"{name}{optional}: {_kind(schema)}{default}")
     return ", ".join(shown)
 
 
-def _kind(schema: dict[str, Any]) -> str:
-    if "enum" in schema:
-        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    if "anyOf" in schema:
-        return " | ".join(_kind(option) for option in schema["anyOf"])
-    if schema.get("type") == "array":
-        return f"list of {_kind(schema.get('items', {}))}"
-    kind = schema.get("type", "any")
-    return kind if isinstance(kind, str) else " | ".join(kind)
+def _kind(schema: Any) -> str:
+    """Return the type in a schema, which may have any shape."""
+    match schema:
+        case {"enum": [*values]}:
+            return " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
+        case {"anyOf": [*options]}:
+            return " | ".join(_kind(option) for option in options)
+        case {"type": "array"}:
+            return f"list of {_kind(schema.get('items'))}"
+        case {"type": str(kind)}:
+            return kind
+        case {"type": [*kinds]}:
+            return " | ".join(map(str, kinds))
+    return "any"
 
 
 def _short(text: str) -> str:

@@ -58,6 +58,18 @@ class ToolSpec:
         }
 
 
+def properties_of(schema: Any) -> dict[str, Any]:
+    """Return the subschemas in `properties`; empty if the schema, which may have any shape, has none."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return properties if isinstance(properties, dict) else {}
+
+
+def required_of(schema: Any) -> list[str]:
+    """Return the names in `required`; empty if the schema, which may have any shape, has none."""
+    required = schema.get("required") if isinstance(schema, dict) else None
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One call that a model made. `id` is unique within its chain."""

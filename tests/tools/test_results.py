@@ -162,7 +162,7 @@ def test_what_other_servers_answer() -> None:
         EmbeddedResource(type="resource", resource=TextResourceContents(uri="a:b", text="inside")),
         EmbeddedResource(type="resource", resource=BlobResourceContents(uri="a:c", blob=png)),
     ]
-    lines = "a\n[audio/wav audio]\n[image/svg+xml image]\n[resource file:///x]\ninside\n[binary resource a:c]"
+    lines = "a\n[audio/wav audio]\n[image/svg+xml image]\n[resource x (file:///x)]\ninside\n[binary resource a:c]"
     assert content_of(CallToolResult(content=[text, *markers])) == lines
     images: list[Any] = [
         ImageContent(type="image", data=png, mime_type="image/png"),

@@ -77,9 +77,9 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             assert set(json.loads(str(structured))) == {"temperature", "conditions", "humidity"}
 
             links = str(await use("get-resource-links", count=2)).splitlines()
-            assert links[1:] == [
-                "[resource demo://resource/dynamic/blob/1]",
-                "[resource demo://resource/dynamic/text/2]",
+            assert [line.partition("(")[2].partition(")")[0] for line in links[1:]] == [
+                "demo://resource/dynamic/blob/1",
+                "demo://resource/dynamic/text/2",
             ]
             assert "Resource 3: This is a plaintext" in str(
                 await use("get-resource-reference", resourceType="Text", resourceId=3)

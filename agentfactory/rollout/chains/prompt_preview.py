@@ -13,7 +13,7 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import Call, NativeParser
 from agentfactory.rollout.text.parsers.parser import parameters
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.tools.messages import Message, ToolResult, ToolSpec
+from agentfactory.tools.messages import Message, ToolResult, ToolSpec, required_of
 from agentfactory.tools.sessions.toolset import open_toolset
 
 _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}
@@ -132,7 +132,7 @@ def _made_turn(renderer: TemplateRenderer, call: Call, specs: list[ToolSpec]) ->
 def _made_arguments(spec: ToolSpec) -> dict[str, Any]:
     """Return sample arguments of the types in a tool's schema: the required ones, or all if none is required."""
     known = parameters(spec)
-    names = spec.parameters.get("required") or list(known)
+    names = required_of(spec.parameters) or list(known)
     return {name: _made_value(known.get(name, {}), name) for name in names}
 
 

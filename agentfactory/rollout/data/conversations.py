@@ -8,10 +8,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from jsonschema.exceptions import best_match
-from jsonschema.validators import validator_for
-from referencing import Registry
-
 from agentfactory.rollout.data.layouts import FROM_AND_VALUE, ROLE_FIXES
 from agentfactory.rollout.data.nulls import (
     Nulls,
@@ -20,6 +16,7 @@ from agentfactory.rollout.data.nulls import (
     drop_from_message,
     drop_from_schema,
 )
+from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
 from agentfactory.tools.errors import short
 from agentfactory.tools.messages import Message, ToolSpec, text_of
 
@@ -259,19 +256,13 @@ def has_half_surrogate(value: Any) -> bool:
 @lru_cache(4096)
 def _problem(schema: str, arguments: str) -> str | None:
     """Return why a JSON Schema refuses arguments; None if it does not, or if it cannot be checked."""
-    validator = _validator(schema)
     try:
-        error = best_match(validator.iter_errors(json.loads(arguments)))
-    except Exception:  # an unusual schema may raise anything in jsonschema; this cannot be checked then
+        fault = _check(schema).fault(json.loads(arguments))
+    except UncheckedError:
         return None
-    if error is None:
-        return None
-    where = f" in {error.json_path.removeprefix('$.')}" if error.absolute_path else ""
-    return f"{error.message[:200]}{where}"
+    return fault and fault[:300]
 
 
 @lru_cache(256)
-def _validator(schema: str) -> Any:
-    parsed = json.loads(schema)
-    # the registry keeps references from being fetched
-    return validator_for(parsed)(parsed, registry=Registry())
+def _check(schema: str) -> ArgumentCheck:
+    return ArgumentCheck(json.loads(schema))

@@ -33,7 +33,7 @@ FINISH_KEY = "agentfactory/finish"
 INFO_KEY = "agentfactory/info"
 """Key in a result's `_meta`: an object with information from the tool that the model does not see."""
 
-_SEEN_BY_MODELS = ("image/png", "image/jpeg", "image/webp", "image/gif")
+SEEN_BY_MODELS = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _BLOCKS = (TextContent, ImageContent, AudioContent, ResourceLink, EmbeddedResource)
 
 
@@ -175,14 +175,15 @@ def _part(block: ContentBlock) -> dict[str, Any]:
         case (
             ImageContent(mime_type=kind, data=data)
             | EmbeddedResource(resource=BlobResourceContents(mime_type=kind, blob=data))
-        ) if kind in _SEEN_BY_MODELS:
+        ) if kind in SEEN_BY_MODELS:
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
         case ImageContent(mime_type=kind):
             marker = f"{kind} image"
         case AudioContent(mime_type=kind):
             marker = f"{kind} audio"
-        case ResourceLink(uri=uri):
-            marker = f"resource {uri}"
+        case ResourceLink(uri=uri, name=name, description=about):
+            named = uri if name in ("", uri) else f"{name} ({uri})"
+            marker = f"resource {named}" + (f": {about}" if about else "")
         case EmbeddedResource(resource=resource):
             marker = f"{resource.mime_type or 'binary'} resource {resource.uri}"
     return {"type": "text", "text": f"[{marker}]"}

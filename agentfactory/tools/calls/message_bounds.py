@@ -36,7 +36,10 @@ def passing(most: int) -> int:
 def id_of(message: bytes) -> int | str | None:
     """Extract the id of a JSON-RPC message, which may be invalid JSON, from its ends; None if there is none."""
     found = _ID_FIRST.match(message[:_ENDS]) or _ID_LAST.search(message[-_ENDS:])
-    return None if found is None else json.loads(found[1])
+    try:
+        return None if found is None else json.loads(found[1])
+    except ValueError:  # control characters, or bytes that are no UTF-8
+        return None
 
 
 class MessageFilter:

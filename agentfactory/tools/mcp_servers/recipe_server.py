@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
-from mcp import MCPError
 from mcp_types import Tool
 
 from agentfactory.tools.calls.run_notices import notify
@@ -16,6 +15,7 @@ from agentfactory.tools.mcp_servers.call_cache import CallCache
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_servers.server_entry import Target
+from agentfactory.tools.mcp_servers.server_messages import REPAIR
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.memory import memory_of
 
@@ -73,6 +73,7 @@ class ToolServer:
         self._first: list[Connection] = []  # used to list an isolated server's tools, then part of its pool
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
+        self._listed: dict[str, Tool] | None = None  # the tools that the run began with
         self._waits: deque[tuple[float, float]] = deque(maxlen=RECENT_CHAINS)
 
     @property
@@ -174,13 +175,14 @@ class ToolServer:
             return {}
         try:
             result = await self._shared.call(self._gauges, {}, "", timeout_seconds=_GAUGE_SECONDS)
-        except (CallTimeout, MCPError, ToolInfrastructureError):
+        except (CallTimeout, ToolInfrastructureError):
             return {}
         return {key: float(value) for key, value in (result.structured_content or {}).items()}
 
     async def _connect(self, reopens: bool = False) -> Connection:
         seconds = self.config.timeout_seconds
-        connection = Connection(self.name, self._target, seconds, self._log, reopens, self.result_bytes)
+        limits = seconds, self._log, reopens, self.result_bytes
+        connection = Connection(self.name, self._target, *limits, self._note_list)
         try:
             await connection.open()
         except BaseException:
@@ -234,8 +236,37 @@ class ToolServer:
 
         return Pool(f"tool server {self.name}", make, self.config.pool, retire=retire)
 
+    def _note_list(self, tools: Sequence[Tool]) -> dict[str, str]:
+        """Compare a list of tools with those that the run uses. Return the differences by name, and warn about them."""
+        if self._listed is None:
+            self._listed = {tool.name: tool for tool in reversed(tools)}  # the first of several with one name
+            return {}
+        now = {tool.name: tool for tool in reversed(tools) if tool.name}
+        used = {tool.name for tool in (*self.tools, *self.hidden.values())}
+        changes = {name: "is gone" for name in used if name not in now}
+        for name in used & now.keys():
+            if now[name].input_schema != self._listed[name].input_schema:
+                changes[name] = "has another schema"
+        new = [name for name in now if name not in self._listed and self._is_for_models(name)]
+        if changes or new:
+            parts = [f"{name} {change}" for name, change in sorted(changes.items())]
+            parts += [f"{name} is new" for name in new]
+            text = f"tool server {self.name} changed its tools: {', '.join(parts)}"
+            why = "the run keeps the tools that it began with, which are part of its prompts"
+            notify(logger, f"tools of {self.name}", f"{text}; {why}; fix: start it again to use the new ones")
+        return changes
+
+    def _is_for_models(self, name: str) -> bool:
+        return (self.config.allow is None or name in self.config.allow) and name not in self.config.deny
+
     def _read(self, tools: Sequence[Tool]) -> None:
-        listed = {tool.name: tool for tool in tools}
+        listed = {tool.name: tool for tool in reversed(tools)}
+        listed = {tool.name: listed[tool.name] for tool in tools}
+        nameless = listed.pop("", None)
+        twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
+        if twice := [name for name in twice if self._is_for_models(name)]:
+            text = f"tool server {self.name} lists several tools with the name {', '.join(twice)}; the first is used"
+            notify(logger, f"names of {self.name}", text)
         roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
         self._gauges = roles.get("gauges")
         declared = "reset" in roles  # a server of ours declares that it is an environment
@@ -268,13 +299,17 @@ class ToolServer:
                     f"mcp_servers.{self.name}.{field}: the server has no tool {unknown[0]!r} for models, it offers "
                     f"{_names(seen)}; name one of them"
                 )
-        self.tools = [tool for name, tool in seen.items() if (allow is None or name in allow) and name not in deny]
+        self.tools = [tool for name, tool in seen.items() if self._is_for_models(name)]
         if seen and not self.tools:
             field = "deny" if allow is None else "allow"
             raise ValueError(
                 f"mcp_servers.{self.name}.{field}: it leaves none of the server's tools ({_names(seen)}) for models; "
                 "name one, or remove the server"
             )
+        for tool in (*self.tools, *([nameless] if nameless is not None and allow is None else [])):
+            if repair := (tool.meta or {}).get(REPAIR):
+                text = f"tool server {self.name}: the tool {tool.name}".rstrip()
+                notify(logger, f"list of {self.name}", f"{text} {repair}" + ("" if tool.name else "; it is left out"))
 
 
 def _names(tools: dict[str, Tool]) -> str:

@@ -10,7 +10,7 @@ import os
 import shlex
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -19,8 +19,20 @@ from typing import Any, TextIO, cast
 import anyio
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.session import IncomingMessage, MessageHandlerFnT
 from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
-from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, RequestParamsMeta, Tool
+from mcp.server import Server
+from mcp.server.mcpserver import MCPServer
+from mcp_types import (
+    CONNECTION_CLOSED,
+    INVALID_PARAMS,
+    METHOD_NOT_FOUND,
+    REQUEST_TIMEOUT,
+    CallToolResult,
+    RequestParamsMeta,
+    Tool,
+    ToolListChangedNotification,
+)
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from agentfactory.tools.calls.mcp_results import bounded, failure
@@ -28,22 +40,36 @@ from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram
+from agentfactory.tools.errors import short
 from agentfactory.tools.http.proxies import Proxy, proxy_for, through
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.mcp_servers.containers import Container
+from agentfactory.tools.mcp_servers.http_refusals import name_refusal
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, SECONDS_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_entry import HttpAddress, Target
+from agentfactory.tools.mcp_servers.server_messages import (
+    Tell,
+    as_it_came,
+    error_text,
+    fault_of_page,
+    mended,
+    repaired,
+    servers_own,
+)
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
 from agentfactory.tools.messages import CallError, ToolInfrastructureError
 
 logger = logging.getLogger(__name__)
 
+_END_SECONDS = 5.0
 Log = Callable[[dict[str, Any]], None]
 
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
 """Seconds to wait before reopening a lost connection, by consecutive failures; after the last one, give up."""
 OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
+MOST_PAGES = 1000
+"""Maximum pages of a server's list of tools."""
 STDERR_TAIL = 2000
 """Characters of a child's stderr that an error quotes."""
 
@@ -60,6 +86,7 @@ class Connection:
 
     `tools` is the server's list. `generation` counts openings: when it changes, state in the server process is lost.
     Without `reopens` a lost connection stays lost: its pool creates another. Results are cut to `result_bytes`.
+    `on_list` gets each list of tools, and returns how tools differ from those that the run began with, by name.
     """
 
     def __init__(
@@ -70,8 +97,10 @@ class Connection:
         log: Log,
         reopens: bool = True,
         result_bytes: int = RESULT_BYTES,
+        on_list: Callable[[Sequence[Tool]], dict[str, str]] = lambda tools: {},
     ) -> None:
         self.name = name
+        self._on_list = on_list
         self._result_bytes = result_bytes
         self.reopens = reopens
         self.kept: Path | None = None  # destination of its chain's folder
@@ -132,9 +161,8 @@ class Connection:
 
         Raises:
             CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
-            MCPError: the server refused the call with a JSON-RPC error.
-            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, or broke the protocol;
-                the message names it.
+            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, changed this tool, or
+                broke the protocol; the message names it.
         """
         client = await self._connected()
         if generation not in (None, self.generation):
@@ -152,12 +180,13 @@ class Connection:
         except TimeoutError:
             raise CallTimeout(tool, seconds) from None
         except MCPError as error:
-            if error.code == REQUEST_TIMEOUT:
+            if servers_own(error) or isinstance(self._target, Server | MCPServer):
+                if not await self._is_forgotten():
+                    return bounded(await self._failed(client, tool, error), self._result_bytes)
+            elif error.code == REQUEST_TIMEOUT:
                 raise CallTimeout(tool, seconds) from None
-            if error.code == TOO_LARGE:
-                return failure(CallError.TOOL_ERROR, error.message)
-            if error.code != CONNECTION_CLOSED and not self._unknown:
-                raise
+            elif error.code != CONNECTION_CLOSED and not self._unknown:
+                raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
             self._lost(generation)
             raise ToolInfrastructureError(f"tool server {self.name} died during a call of {tool}") from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
@@ -167,6 +196,47 @@ class Connection:
             raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
         self._used = True
         return bounded(result, self._result_bytes)
+
+    async def _failed(self, client: Client, tool: str, error: MCPError) -> CallToolResult:
+        """Return the result for the model of a call that the server answered with a JSON-RPC error.
+
+        Raises ToolInfrastructureError if the error's cause is that the server changed the tool.
+        """
+        self._used = True
+        text = error_text(error)
+        if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND) and (change := (await self._list(client)).get(tool)):
+            raise ToolInfrastructureError(f"tool server {self.name}: {tool} {change} since the run began: {text}")
+        if error.code == INVALID_PARAMS:
+            end = "" if "\n" in text else "."
+            return failure(CallError.INVALID_ARGUMENTS, f"Invalid arguments for {tool}: {text}{end}")
+        if error.code != TOO_LARGE:
+            what = f"tool server {self.name} answered a call of {tool} with the error {error.code}, {short(text)}"
+            notify(logger, f"errors of {self.name}", f"{what}; the model reads it as an error of the tool")
+        return failure(CallError.TOOL_ERROR, text)
+
+    async def _is_forgotten(self) -> bool:
+        """Return whether the server no longer knows our session, after an answer that could say so."""
+        if not self._unknown:
+            return False
+        self._unknown = False
+        return not await self.answers()
+
+    async def _list(self, client: Client) -> dict[str, str]:
+        """List the tools again; return the differences. See `on_list`."""
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                return self._on_list(await _list_tools(client))
+        except (MCPError, TimeoutError, ToolInfrastructureError, anyio.ClosedResourceError) as error:
+            logger.info("tool server %s: its tools could not be listed again: %s", self.name, error)
+            return {}
+
+    async def _receive(self, message: IncomingMessage) -> None:
+        """Handle a server's notification."""
+        if isinstance(message, ToolListChangedNotification) and self._client.done() and not self._closing:
+            await self._list(self._client.result())
+
+    def _tell(self, repair: str) -> None:
+        notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
 
     async def answers(self) -> bool:
         """Return whether the server still answers and knows this connection. The newer protocol has no such request, so
@@ -226,11 +296,13 @@ class Connection:
         self._ended.clear()
         self._used = self._unknown = self._in_session = False
         self._opening = True
+        limit = asyncio.timeout(OPEN_SECONDS)
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(OPEN_SECONDS):
+                async with limit:
                     client = await stack.enter_async_context(self._connect())
                     self.tools = await _list_tools(client)
+                self._on_list(self.tools)
                 self._opening = False
                 self._wanted.clear()
                 self.generation += 1
@@ -240,10 +312,9 @@ class Connection:
                 self._client.set_result(client)
                 await self._ended.wait()
             reason = "the connection ended"
-        except TimeoutError:
-            reason = f"not ready within {OPEN_SECONDS:g} s"
         except Exception as error:  # boundary: starting a process, connecting, the handshake, the transport
-            reason = _describe(error)
+            # the transport's task groups wrap a TimeoutError
+            reason = f"not ready within {OPEN_SECONDS:g} s" if limit.expired() else _describe(error)
         finally:
             self._opening = False
             self._lost(self.generation)
@@ -262,8 +333,8 @@ class Connection:
                 target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
                 self._proxy = proxy_for(target.url)
-                opening = _http_client(target, self._proxy, self._note, self._result_bytes)
-                client = await stack.enter_async_context(opening)
+                http = _http_client(target, self._proxy, self._note, self._result_bytes, self._tell, self._receive)
+                client = await stack.enter_async_context(http)
                 if target.session and not self._in_session:
                     raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
                 yield client
@@ -273,9 +344,9 @@ class Connection:
                 transport = stdio_transport(
                     target, errlog, self._result_bytes, lambda: self._lost(self.generation), self._started
                 )
-                client = Client(transport, cache=None)
+                client = Client(mended(transport, self._tell), cache=None, message_handler=self._receive)
             else:
-                client = Client(target, cache=None)
+                client = Client(target, cache=None, message_handler=self._receive)
             yield await stack.enter_async_context(client)
 
     def _started(self, pid: int) -> None:
@@ -319,6 +390,8 @@ async def _http_client(
     proxy: Proxy | None,
     note: Callable[[httpx2.Response], Awaitable[None]],
     result_bytes: int,
+    tell: Tell,
+    receive: MessageHandlerFnT,
 ) -> AsyncIterator[Client]:
     """Yield a client of `target`, with the older protocol if it needs a session."""
     # no read timeout: calls have their own time limit
@@ -333,6 +406,7 @@ async def _http_client(
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             lines = kind.startswith("text/event-stream")
             response.stream = _BoundedStream(response.stream, MessageFilter(result_bytes, lines))
+        await name_refusal(response)
 
     url = pinned(target.url)
 
@@ -340,6 +414,8 @@ async def _http_client(
         # looked up for each request: a restarted server has another key
         for name, value in key_header(url).items():
             request.headers.setdefault(name, value)
+        if request.method == "DELETE":  # the end of a session, which has no other time limit
+            request.extensions["timeout"] = httpx2.Timeout(_END_SECONDS).as_dict()
 
     hooks: dict[str, list[Callable[..., Any]]] = {"request": [show_key], "response": [note, bound]}
     headers = {"accept-encoding": "identity", **target.headers}
@@ -352,8 +428,9 @@ async def _http_client(
         proxy=None if proxy is None else proxy.url,
         trust_env=False,
     ) as http:
-        transport = streamable_http_client(url, http_client=http, max_sse_event_size=None)
-        async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:
+        transport = mended(streamable_http_client(url, http_client=http, max_sse_event_size=None), tell)
+        mode = "legacy" if target.session else "auto"
+        async with Client(transport, cache=None, mode=mode, message_handler=receive) as client:
             yield client
 
 
@@ -367,8 +444,8 @@ class _BoundedStream(httpx2.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for chunk in self._stream:
             for message in self._messages.feed(chunk):
-                yield message
-        yield self._messages.end()
+                yield repaired(message)
+        yield repaired(self._messages.end())
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -394,13 +471,25 @@ def _describe(error: BaseException) -> str:
     """Return the innermost reasons of the SDK's nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(dict.fromkeys(_describe(inner) for inner in error.exceptions))
+    if isinstance(error, ToolInfrastructureError):
+        return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 async def _list_tools(client: Client) -> list[Tool]:
-    page = await client.list_tools()
-    tools = page.tools
-    while page.next_cursor:
-        page = await client.list_tools(cursor=page.next_cursor)
-        tools = tools + page.tools
-    return tools
+    tools: list[Tool] = []
+    cursors: set[str] = set()
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        if fault := fault_of_page(page.meta):
+            raise ToolInfrastructureError(fault)
+        tools += map(as_it_came, page.tools)
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+        if cursor in cursors:
+            raise ToolInfrastructureError(f"its list of tools never ends: the cursor {short(cursor)} came twice")
+        if len(cursors) == MOST_PAGES:
+            raise ToolInfrastructureError(f"its list of tools has more than {MOST_PAGES} pages")
+        cursors.add(cursor)

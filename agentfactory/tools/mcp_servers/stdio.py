@@ -5,7 +5,7 @@ each chunk to all previous ones.
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TextIO
 
@@ -16,10 +16,11 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import get_default_environment
 from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
-from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 
 from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
 from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.mcp_servers.server_messages import parsed
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ async def stdio_transport(
         async with incoming_end:
             garbage = 0
             async for line in _lines(process, most):
-                message = _parsed(line)
-                if isinstance(message, Exception):
+                messages = messages_of(line)
+                if isinstance(messages[0], Exception):
                     garbage += 1
                     if garbage == 1:
                         name = " ".join([server.command, *server.args])
@@ -69,7 +70,8 @@ async def stdio_transport(
                             logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}"
                         )
                 try:
-                    await incoming_end.send(message)
+                    for message in messages:
+                        await incoming_end.send(message)
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                     break  # the session is gone
         on_end()
@@ -120,16 +122,22 @@ async def _lines(process: Process, most: int) -> AsyncIterator[bytes]:
                 yield line
 
 
-def _parsed(line: bytes) -> SessionMessage | Exception:
+def messages_of(line: bytes) -> Sequence[SessionMessage | Exception]:
+    """Return the messages of a line; an exception if it is none."""
     try:
-        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+        return [SessionMessage(message) for message in parsed(line)]
     except ValueError as error:
         # answer the call that this belongs to, so that it does not wait for its time limit
         number = id_of(line)
         if number is None:
-            return error
-        problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {str(error)[:300]}")
-        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=problem))
+            return [error]
+        problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {_reason(error)}")
+        return [SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=problem))]
+
+
+def _reason(error: ValueError) -> str:
+    """Return the beginning of an error, without the advice of the library that raised it."""
+    return " ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)[:300]
 
 
 async def _end(process: Process) -> None:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jsonschema.exceptions import best_match
-from jsonschema.protocols import Validator
-from mcp import MCPError
-from mcp_types import INVALID_PARAMS, CallToolResult
+from mcp_types import CallToolResult
 
+from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
 from agentfactory.tools.calls.limits import Deadline
 from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.calls.truncation import left_out_of
 from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
 from agentfactory.tools.environments.pool import Lease
@@ -31,6 +30,8 @@ from agentfactory.tools.messages import (
     ToolCall,
     ToolInfrastructureError,
     ToolResult,
+    properties_of,
+    required_of,
     text_of,
 )
 from agentfactory.tools.sessions.image_numbers import ImageNumbers
@@ -47,12 +48,12 @@ _CLOSE_SECONDS = 10.0
 class Route:
     """The destination of a tool's calls: the server, and the tool's name there.
 
-    `validator` is set if the server does not distinguish wrong arguments from other errors.
+    `check` is set if the server does not distinguish wrong arguments from other errors.
     """
 
     server: ToolServer
     tool: str
-    validator: Validator | None
+    check: ArgumentCheck | None
 
 
 @dataclass
@@ -127,20 +128,13 @@ class ToolSession:
         if route is None:
             known = f"The tools are: {', '.join(self._routes)}." if self._routes else "There are no tools."
             return _refusal(f"There is no tool {call.name!r}. {known}", CallError.UNKNOWN_TOOL, started)
-        if fault := _fault(call.arguments, route.validator):
+        if fault := _fault(call.arguments, route):
             return _refusal(f"Invalid arguments for {call.name}: {fault}.", CallError.INVALID_ARGUMENTS, started)
         seconds = route.server.config.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             result = await self._ask(route, call.arguments, seconds)
         except CallTimeout:
             return _refusal(f"{call.name} did not answer within {seconds:g} s.", CallError.TIMEOUT, started)
-        except MCPError as refusal:
-            if refusal.code != INVALID_PARAMS:
-                raise ToolInfrastructureError(
-                    f"tool server {route.server.name}, call of {route.tool}: {refusal}"
-                ) from refusal
-            text = f"Invalid arguments for {call.name}: {refusal}."
-            return _refusal(text, CallError.INVALID_ARGUMENTS, started)
         meta = result.meta or {}
         info = meta.get(INFO_KEY)
         error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
@@ -230,8 +224,8 @@ class ToolSession:
         schema = server.hidden["reset"].input_schema
         fields = task
         if not schema.get("additionalProperties"):
-            fields = {key: value for key, value in task.items() if key in schema.get("properties", {})}
-        if missing := [key for key in schema.get("required", []) if key not in task]:
+            fields = {key: value for key, value in task.items() if key in properties_of(schema)}
+        if missing := [key for key in required_of(schema) if key not in task]:
             raise ToolInfrastructureError(
                 f"environment {server.name}: reset needs {', '.join(missing)}, which the task does not have; "
                 f"its fields are {', '.join(task) or 'none'}"
@@ -278,8 +272,6 @@ class ToolSession:
         except CallTimeout as error:
             fix = f"correct it, or raise mcp_servers.{server.name}.timeout_seconds"
             raise failure(f"environment {server.name}: {error}; fix: {fix}") from error
-        except MCPError as error:
-            raise ToolInfrastructureError(f"environment {server.name}: {tool}: {error}") from error
         if result.is_error:
             raise failure(f"environment {server.name}: {tool}: {text_of(content_of(result))}")
         return result
@@ -305,9 +297,8 @@ class ToolSession:
         limits = timeout_seconds, reset_seconds
         try:
             result = await share.connection.call(tool, arguments, self._key, share.generation, *limits)
-        except (CallTimeout, ToolInfrastructureError, MCPError, asyncio.CancelledError) as error:
-            if not isinstance(error, MCPError) or error.code != INVALID_PARAMS:
-                share.spoiled, share.anchor = True, None
+        except (CallTimeout, ToolInfrastructureError, asyncio.CancelledError):
+            share.spoiled, share.anchor = True, None
             raise
         share.note_anchor(result)
         return result
@@ -333,17 +324,20 @@ def _joined(contents: list[Content]) -> Content | None:
     return [part for some in parts for part in some]
 
 
-def _fault(arguments: dict[str, Any], validator: Validator | None) -> str | None:
-    """Return the fault of `arguments`, as far as it can be checked here; None if there is none."""
+def _fault(arguments: dict[str, Any], route: Route) -> str | None:
+    """Return the fault of a call's arguments, as far as it can be checked here; None if there is none."""
     if _is_deeper(arguments, _MAX_DEPTH):
         return f"they are nested more than {_MAX_DEPTH} levels deep"
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:  # NaN, infinity or a lone surrogate, which a model can write but JSON cannot carry
         return f"not JSON in UTF-8: {error}"
-    if validator is not None and (mismatch := best_match(validator.iter_errors(arguments))):
-        return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
-    return None
+    try:
+        return route.check.fault(arguments) if route.check is not None else None
+    except UncheckedError as error:
+        text = f"tool server {route.server.name}: arguments of {route.tool} could not be checked against its schema"
+        notify(logger, f"unchecked arguments of {route.server.name}", f"{text}: {error}")
+        return None
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

@@ -1,18 +1,15 @@
 """`Toolset`: all tools of a recipe behind one interface, for the chains that call them."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from jsonschema.exceptions import SchemaError
-from jsonschema.protocols import Validator
-from jsonschema.validators import validator_for
-from mcp_types import Tool
-from referencing import Registry
-
+from agentfactory.tools.calls.argument_check import ArgumentCheck
 from agentfactory.tools.calls.limits import Deadline
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environments.environment import check_data_rows
 from agentfactory.tools.errors import SettingError
@@ -20,9 +17,14 @@ from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, build_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_connection import Log
 from agentfactory.tools.mcp_servers.server_entry import target_of
-from agentfactory.tools.messages import ToolInfrastructureError, ToolSpec
+from agentfactory.tools.messages import ToolSpec, properties_of, required_of
 from agentfactory.tools.processes.memory import memory_room
 from agentfactory.tools.sessions.tool_session import Route, ToolSession
+
+logger = logging.getLogger(__name__)
+
+_NAMED_PARTS = 8
+"""Number of unusable parts of a server's schemas that its warning names."""
 
 
 @asynccontextmanager
@@ -92,6 +94,7 @@ class Toolset:
         self._closings: set[asyncio.Task[None]] = set()
         self.specs: list[ToolSpec] = []
         for server in servers:
+            unchecked: dict[str, list[str]] = {}
             for tool in server.tools:
                 name = server.config.prefix + tool.name
                 if other := self._routes.get(name):
@@ -99,8 +102,13 @@ class Toolset:
                         f"the tool {name} is offered by {other.server.name} and by {server.name}; "
                         f"remove one, or set mcp_servers.{server.name}.prefix"
                     )
-                self._routes[name] = Route(server, tool.name, _validator(server.name, tool))
+                check = None if ROLE_KEY in (tool.meta or {}) else ArgumentCheck(tool.input_schema)
+                if check is not None and check.unchecked:
+                    unchecked[tool.name] = check.unchecked
+                self._routes[name] = Route(server, tool.name, check)
                 self.specs.append(ToolSpec(name, tool.description or "", tool.input_schema))
+            if unchecked:
+                _tell_unchecked(server.name, unchecked)
 
     @property
     def environments(self) -> list[str]:
@@ -132,7 +140,7 @@ class Toolset:
     def takes(self, field: str) -> bool:
         """Return whether a reset declares this field of a task."""
         resets = (server.hidden["reset"].input_schema for server in self._servers if server.environment)
-        return any(field in schema.get("properties", {}) for schema in resets)
+        return any(field in properties_of(schema) for schema in resets)
 
     @property
     def needed(self) -> dict[str, str]:
@@ -141,7 +149,7 @@ class Toolset:
             field: f"the reset of {server.name}"
             for server in self._servers
             if server.environment
-            for field in server.hidden["reset"].input_schema.get("required", [])
+            for field in required_of(server.hidden["reset"].input_schema)
         }
 
     def check_rows(self, tasks: Sequence[dict[str, Any]], section: str, has_rewards: bool) -> None:
@@ -194,12 +202,9 @@ class Toolset:
             await asyncio.wait(self._closings)
 
 
-def _validator(server: str, tool: Tool) -> Validator | None:
-    if ROLE_KEY in (tool.meta or {}):
-        return None
-    kind = validator_for(tool.input_schema)
-    try:
-        kind.check_schema(tool.input_schema)
-    except SchemaError as error:
-        raise ToolInfrastructureError(f"tool server {server}: {tool.name} has an invalid schema: {error}") from None
-    return kind(tool.input_schema, registry=Registry())  # an empty registry: nothing is fetched for a `$ref`
+def _tell_unchecked(server: str, unchecked: dict[str, list[str]]) -> None:
+    """Warn about the parts of schemas that cannot be used, by tool."""
+    parts = [f"{tool}: {part}" for tool, parts in unchecked.items() for part in parts]
+    more = f", and {len(parts) - _NAMED_PARTS} more" if len(parts) > _NAMED_PARTS else ""
+    text = f"tool server {server}: calls are not checked against unusable parts of schemas, which models see unchanged"
+    notify(logger, f"schemas of {server}", f"{text}: {', '.join(parts[:_NAMED_PARTS])}{more}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
-from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec, properties_of, required_of
 
 Arguments = dict[str, Any]
 Call = tuple[str, Arguments]
@@ -132,8 +132,7 @@ class NativeParser(Parser):
 
 def parameters(spec: ToolSpec) -> dict[str, Any]:
     """Return the schemas of a tool's parameters by name."""
-    properties = spec.parameters.get("properties")
-    return properties if isinstance(properties, dict) else {}
+    return properties_of(spec.parameters)
 
 
 def parameter_schema(spec: ToolSpec, key: str) -> dict[str, Any]:
@@ -145,8 +144,8 @@ def parameter_schema(spec: ToolSpec, key: str) -> dict[str, Any]:
 
 def sole_parameter(spec: ToolSpec) -> str | None:
     """Return the parameter that a call may pass without its name: the only required one, or the only one."""
-    required = spec.parameters.get("required") or []
-    names = list(required) if len(required) == 1 else list(parameters(spec))
+    required = required_of(spec.parameters)
+    names = required if len(required) == 1 else list(parameters(spec))
     return names[0] if len(names) == 1 else None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, join_results, parameters
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, required_of
 
 CODE = "code"
 _FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
@@ -70,7 +70,7 @@ class CodeBlock(Parser):
 
 def _code_tool(specs: Sequence[ToolSpec]) -> str:
     """Return the tool that runs code: the only one with a parameter `code` and no other required parameter."""
-    fit = [s.name for s in specs if CODE in parameters(s) and set(s.parameters.get("required") or []) <= {CODE}]
+    fit = [s.name for s in specs if CODE in parameters(s) and set(required_of(s.parameters)) <= {CODE}]
     if specs and len(fit) != 1:
         among = f"{', '.join(fit) if fit else 'none'} among {', '.join(spec.name for spec in specs)}"
         raise SettingError(

@@ -1,0 +1,320 @@
+"""The check of a call's arguments against its tool's JSON Schema, as far as the schema can be used.
+
+Servers send schemas that JSON Schema allows and Python's libraries cannot use (patterns of ECMAScript, references to
+other documents), and schemas that are wrong (`required: true`, unknown types). Such a part is removed from a copy of
+the schema and named in `ArgumentCheck.unchecked`. The model gets the schema unchanged.
+"""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import cache, lru_cache
+from typing import Any
+
+import regex
+from jsonschema import Draft202012Validator, validators
+from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.protocols import Validator
+from referencing import Registry
+from referencing.jsonschema import DRAFT202012, specification_with
+
+from agentfactory.tools.errors import short
+
+_PATTERN_SECONDS = 0.5
+"""Time limit for matching one pattern, which can backtrack for an exponentially long time."""
+
+
+class UncheckedError(Exception):
+    """Arguments could not be checked; the message gives the reason."""
+
+
+class ArgumentCheck:
+    """The check of arguments against `schema`. `unchecked` names the parts of the schema that cannot be used."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.unchecked: list[str] = []
+        self._validator: Validator | None = None
+        try:
+            usable = _UsableSchema(schema)
+            self._validator = _checking(usable.kind)(usable.schema, registry=Registry())
+            self.unchecked = usable.unchecked
+        except Exception as error:  # boundary: schemas of any shape, and the libraries that read them
+            self.unchecked = [f"the whole schema ({_reason(error)})"]
+
+    def fault(self, arguments: dict[str, Any]) -> str | None:
+        """Return the fault of `arguments`; None if there is none.
+
+        Raises UncheckedError if a part of the schema turns out to be unusable.
+        """
+        if self._validator is None:
+            return None
+        try:
+            mismatch = best_match(self._validator.iter_errors(arguments))
+        except Exception as error:  # boundary: schemas of any shape, and the libraries that read them
+            raise UncheckedError(_reason(error)) from error
+        if mismatch is None:
+            return None
+        return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
+
+
+class _UsableSchema:
+    """A copy of a schema, for validators of `kind`, without the parts that cannot be used, which `unchecked` names."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.schema = copy.deepcopy(schema)
+        self.unchecked: list[str] = []
+        dialect = self.schema.get("$schema")
+        dialect = dialect if isinstance(dialect, str) else ""
+        self.kind = validators.validator_for({"$schema": dialect}, default=Draft202012Validator)
+        self._shapes = _SHAPES | _shapes_before(self.kind)
+        self._paths: dict[int, str] = {}  # id of a visited schema -> its path
+        self._edges: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
+        """(schema, keyword, subschema or referenced schema), for all visited schemas."""
+        self._references: list[dict[str, Any]] = []  # the schemas that have a `$ref`
+        self._holes: list[dict[str, Any]] = []  # the schemas that lost a part
+        self._visit(self.schema, "")
+        specification = specification_with(dialect, default=DRAFT202012)
+        self._resolver = Registry().resolver_with_root(specification.create_resource(self.schema))
+        for referring in self._references:  # grows while it is read
+            self._follow(referring)
+        self._break_cycles()
+        self._remove_dependents()
+
+    def _visit(self, schema: Any, path: str) -> None:
+        """Remove what cannot be used from a schema and its subschemas."""
+        if not isinstance(schema, dict) or id(schema) in self._paths:
+            return
+        self._paths[id(schema)] = path
+        schema.pop("$schema", None)  # one draft for all: validators would change with it
+        for key in _NAMES_OF_SCHEMAS:
+            if key in schema and not isinstance(schema[key], str):
+                del schema[key]
+        for key, value in list(schema.items()):
+            if key not in self.kind.VALIDATORS and key not in _WITHOUT_VALIDATOR:
+                continue
+            if not self._shapes.get(key, _anything)(value):
+                self._remove(schema, key)
+            elif key == "type" and schema is self.schema and value != "object" and "object" not in value:
+                self._remove(schema, key)  # arguments are always an object
+            elif key in _MAPS:
+                self._visit_map(schema, key, value)
+            elif key in _LISTS or key in _SINGLE:
+                several = isinstance(value, list)
+                for place, child in enumerate(value if several else [value]):
+                    self._enter(schema, key, child, f"{key}.{place}" if several else key)
+            elif key == "$ref":
+                self._references.append(schema)
+
+    def _visit_map(self, schema: dict[str, Any], key: str, children: dict[str, Any]) -> None:
+        for name, child in list(children.items()):
+            if key == "patternProperties" and not _is_pattern(name):
+                del children[name]
+                schema.pop("additionalProperties", None)  # it would refuse what only this pattern allows
+                self._note(schema, f"{key}.{name}", child)
+            elif isinstance(child, dict):
+                self._enter(schema, key, child, f"{key}.{name}")
+            elif not isinstance(child, bool) and not (key == "dependencies" and _are_names(child)):
+                children[name] = True
+                self._note(schema, f"{key}.{name}", child)
+
+    def _enter(self, schema: dict[str, Any], key: str, child: Any, step: str) -> None:
+        if isinstance(child, dict):
+            self._edges.append((schema, key, child))
+            self._visit(child, self._path(schema, step))
+
+    def _follow(self, schema: dict[str, Any]) -> None:
+        """Find the target of a schema's `$ref`, which may lie outside the schemas that were visited."""
+        reference = schema["$ref"]
+        try:
+            target = self._resolver.lookup(reference).contents
+        except Exception:  # boundary: `referencing` on references of any shape
+            target = None
+        if isinstance(target, dict):
+            self._edges.append((schema, "$ref", target))
+            self._visit(target, reference.removeprefix("#/").replace("/", "."))
+        elif not isinstance(target, bool):
+            self._remove(schema, "$ref")
+
+    def _break_cycles(self) -> None:
+        """Remove references that lead back to the same place without a step into the value: they never end."""
+        steps: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        for schema, key, child in self._edges:
+            if key in _IN_PLACE:
+                steps.setdefault(id(schema), []).append((key, child))
+        entered: list[dict[str, Any]] = []
+        done: set[int] = set()
+
+        def search(schema: dict[str, Any]) -> None:
+            if any(schema is earlier for earlier in entered):
+                cycle = entered[next(n for n, earlier in enumerate(entered) if earlier is schema) :]
+                if (referring := next((one for one in reversed(cycle) if "$ref" in one), None)) is not None:
+                    self._remove(referring, "$ref")
+                return
+            if id(schema) in done:
+                return
+            entered.append(schema)
+            for key, child in steps.get(id(schema), []):
+                if key in schema:
+                    search(child)
+            entered.pop()
+            done.add(id(schema))
+
+        for schema, _, _ in list(self._edges):
+            search(schema)
+
+    def _remove_dependents(self) -> None:
+        """Remove keywords that would refuse a value because a schema that lost a part now accepts more."""
+        parents: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for schema, key, child in self._edges:
+            parents.setdefault(id(child), []).append((schema, key))
+        reached: set[int] = set()
+        while self._holes:
+            hole = self._holes.pop()
+            if id(hole) in reached:
+                continue
+            reached.add(id(hole))
+            for key in ("unevaluatedItems", "unevaluatedProperties"):  # the lost part may have evaluated some
+                hole.pop(key, None)
+            for schema, key in parents.get(id(hole), []):
+                for dependent in _DEPENDENTS.get(key, ()):
+                    schema.pop(dependent, None)
+                self._holes.append(schema)
+
+    def _remove(self, schema: dict[str, Any], key: str) -> None:
+        value = schema.pop(key)
+        if key in ("properties", "patternProperties"):
+            schema.pop("additionalProperties", None)
+        self._note(schema, key, value)
+
+    def _note(self, schema: dict[str, Any], step: str, value: Any) -> None:
+        self._holes.append(schema)
+        self.unchecked.append(f"{self._path(schema, step)} ({short(value)})")
+
+    def _path(self, schema: dict[str, Any], step: str) -> str:
+        path = self._paths[id(schema)]
+        return f"{path}.{step}" if path else step
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (dict, bool))
+
+
+def _are_schemas(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_type(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return _are_names(names) and bool(names) and _TYPES.issuperset(names)
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and _compiled(value) is not None
+
+
+_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
+_NAMES_OF_SCHEMAS = ("$anchor", "$dynamicAnchor", "$id", "id")
+_MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = (
+    *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+_WITHOUT_VALIDATOR = ("$defs", "definitions", "else", "maxContains", "minContains", "then")
+"""Keywords that are read by the validators of others, or hold only definitions."""
+_IN_PLACE = ("$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then")
+"""Keywords whose subschemas judge the same value as their schema."""
+_DEPENDENTS = {
+    "contains": ("maxContains",),
+    "if": ("if", "then", "else"),
+    "not": ("not",),
+    "oneOf": ("oneOf",),
+}
+"""Keyword -> the keywords that refuse a value because a subschema of the keyword accepts it."""
+_SHAPES: dict[str, Callable[[Any], bool]] = {
+    "type": _is_type,
+    "enum": lambda value: isinstance(value, list) and bool(value),
+    "required": _are_names,
+    "pattern": _is_pattern,
+    "uniqueItems": lambda value: isinstance(value, bool),
+    "multipleOf": lambda value: _is_number(value) and value > 0,
+    "dependentRequired": lambda value: isinstance(value, dict) and all(map(_are_names, value.values())),
+    **dict.fromkeys(("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum"), _is_number),
+    **dict.fromkeys(("maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties"), _is_count),
+    **dict.fromkeys(("maxContains", "minContains"), _is_count),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef", "$ref"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(_MAPS, lambda value: isinstance(value, dict)),
+    **dict.fromkeys(_LISTS, _are_schemas),
+    **dict.fromkeys(_SINGLE, _is_schema),
+}
+"""Keyword -> whether its value can be used, in draft 2020-12."""
+
+
+def _shapes_before(kind: type[Validator]) -> dict[str, Callable[[Any], bool]]:
+    """Return the shapes that differ in a draft before 2020-12."""
+    if "prefixItems" in kind.VALIDATORS:
+        return {}
+    if "exclusiveMinimum" in kind.VALIDATORS:
+        return {"items": lambda value: _is_schema(value) or _are_schemas(value)}
+    flags = dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), lambda value: isinstance(value, bool))
+    return flags | {"items": lambda value: isinstance(value, dict) or _are_schemas(value)}
+
+
+@cache
+def _checking(kind: type[Validator]) -> type[Validator]:
+    """Return `kind` with exact decimal arithmetic, and with patterns that take a bounded time."""
+    checking: type[Validator] = validators.extend(kind, {"multipleOf": _multiple_of, "pattern": _pattern})
+    return checking
+
+
+def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    # the shortest decimal of a float is the number that was written: 0.07 is a multiple of 0.01
+    if validator.is_type(value, "number") and (Fraction(repr(value)) / Fraction(repr(unit))).denominator != 1:
+        yield ValidationError(f"{value!r} is not a multiple of {unit!r}")
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(value, "string"):
+        compiled = _compiled(pattern)
+        if compiled is not None and not compiled.search(value, timeout=_PATTERN_SECONDS):
+            yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+_ELSEWHERE = re.compile(r"\\[^dDwWsSbBnrtfvxu0-9\W_]|\[\^?\]|\[\[:|\{(?![0-9]+(,[0-9]*)?\})")
+"""Parts of a pattern that have another meaning in Python than in ECMAScript, or none."""
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> "regex.Pattern[str] | None":
+    """Return a pattern of ECMAScript that means the same in Python; None if it has no such meaning."""
+    if _ELSEWHERE.search(re.sub(r"\\\\", "", pattern)):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            re.compile(pattern)
+            return regex.compile(pattern)
+    except (re.error, regex.error, OverflowError, RecursionError, FutureWarning):
+        return None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]

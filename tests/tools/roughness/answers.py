@@ -1,0 +1,193 @@
+"""Answers to tools/call as servers send them, and what the model reads. Made from situations of public reports."""
+
+from typing import Any, NamedTuple
+
+from agentfactory.tools.messages import CallError, Content
+from tests.tools.roughness.raw_server import ID, message_of
+
+
+class Answer(NamedTuple):
+    name: str
+    text: str
+    """The message as it is sent, with $ID for the request's id."""
+    reads: Content
+    error: CallError | None = None
+    told: str = ""
+    """What the notice to the user must name ("": no notice)."""
+
+
+def _result(name: str, result: Any, reads: Content, error: CallError | None = None, told: str = "") -> Answer:
+    return Answer(name, message_of(result=result), reads, error, told)
+
+
+def _block(name: str, block: Any, reads: Content, told: str = "cannot be read") -> Answer:
+    return _result(name, {"content": [{"type": "text", "text": "a"}, block]}, reads, told=told)
+
+
+def _error(name: str, error: Any, reads: str, kind: CallError = CallError.TOOL_ERROR, told: str = "error") -> Answer:
+    return Answer(name, message_of(error=error), reads, kind, told)
+
+
+_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+_A = {"type": "text", "text": "a"}
+_SHOWN = [_A, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_PNG}"}}]
+_HEAD = '{"jsonrpc": "2.0", "id": "$ID", '
+
+ANSWERS = [
+    # JSON-RPC errors of a living server
+    _error("internal", {"code": -32603, "message": "backend down"}, "backend down", told="-32603, 'backend down'"),
+    _error("code-of-closed", {"code": -32000, "message": "Rate limited"}, "Rate limited", told="-32000"),
+    _error("code-of-timeout", {"code": -32001, "message": "Not found"}, "Not found", told="-32001"),
+    _error("code-of-ours", {"code": -32051, "message": "Mine"}, "Mine", told="-32051"),
+    _error(
+        "resource-error",
+        {"code": -32002, "message": "No such file", "data": {"uri": "a"}},
+        'No such file\n{"uri": "a"}',
+    ),
+    _error(
+        "data-text", {"code": -32603, "message": "Internal error", "data": "disk full"}, "Internal error\ndisk full"
+    ),
+    _error("data-empty", {"code": 1, "message": "x", "data": {}}, "x"),
+    _error("message-empty", {"code": -32603, "message": ""}, "error -32603"),
+    _error("method", {"code": -32601, "message": "Unknown tool"}, "Unknown tool"),
+    _error(
+        "params",
+        {"code": -32602, "message": "No such book"},
+        "Invalid arguments for t: No such book.",
+        CallError.INVALID_ARGUMENTS,
+        told="",
+    ),
+    _error("code-text", {"code": "E_FAIL", "message": "boom"}, "boom", told="error 0"),
+    _error("code-missing", {"message": "boom"}, "boom", told="error 0"),
+    _error("error-text", "boom", "boom", told="error 0"),
+    _error("message-object", {"code": 5, "message": {"a": 1}}, '{"a": 1}', told="error 5"),
+    Answer(
+        "error-and-result", message_of(result=None, error={"code": 5, "message": "x"}), "x", CallError.TOOL_ERROR, "5"
+    ),
+    Answer(
+        "id-null",
+        '{"jsonrpc": "2.0", "id": null, "error": {"code": 7, "message": "x"}}',
+        "x",
+        CallError.TOOL_ERROR,
+        "7",
+    ),
+    # the envelope
+    Answer("error-null", message_of(result={"content": [_A]}, error=None), "a"),
+    Answer("id-text", message_of(result={"content": [_A]}).replace(f'"{ID}"', f'"{ID}"'), "a"),
+    Answer("no-version", '{"id": "$ID", "result": {"content": [{"type": "text", "text": "a"}]}}', "a"),
+    Answer("version-1", '{"jsonrpc": "1.0", "id": "$ID", "result": {"content": [{"type": "text", "text": "a"}]}}', "a"),
+    Answer("batch", f"[{message_of(result={'content': [_A]})}]", "a"),
+    Answer("result-null", message_of(result=None), "", told="no `content`"),
+    Answer("result-text", message_of(result="plain"), "plain", told="no list, but 'plain'"),
+    Answer("result-list", message_of(result=[_A]), "a"),
+    Answer("result-number", message_of(result=42), "42", told="no list, but 42"),
+    Answer(
+        "no-json",
+        _HEAD + '"result": {"content": [oops]}}',
+        "The server's answer cannot be read",
+        CallError.TOOL_ERROR,
+        "error -32700",
+    ),
+    Answer(
+        "too-deep",
+        _HEAD + '"result": ' + "[" * 9999 + "]" * 9999 + "}",
+        "The server's answer cannot be read",
+        CallError.TOOL_ERROR,
+        "error -32700",
+    ),
+    # text
+    Answer("half-emoji", _HEAD + r'"result": {"content": [{"type": "text", "text": "cut \ud83d"}]}}', "cut \ufffd"),
+    Answer("low-half", _HEAD + r'"result": {"content": [{"type": "text", "text": "\ude00 cut"}]}}', "\ufffd cut"),
+    Answer("whole-emoji", _HEAD + r'"result": {"content": [{"type": "text", "text": "\ud83d\ude00"}]}}', "😀"),
+    Answer("escaped-half", _HEAD + r'"result": {"content": [{"type": "text", "text": "\\ud83d"}]}}', r"\ud83d"),
+    Answer("no-utf-8", _HEAD + '"result": {"content": [{"type": "text", "text": "caf\udce9"}]}}', "caf\ufffd"),
+    Answer("tab", _HEAD + '"result": {"content": [{"type": "text", "text": "a\tb"}]}}', "a\tb"),
+    Answer("not-a-number", _HEAD + '"result": {"content": [], "structuredContent": {"x": NaN}}}', '{"x": NaN}'),
+    _result("control", {"content": [{"type": "text", "text": "\0\x1b[31m"}]}, "\0\x1b[31m"),
+    _result("large-whole", {"content": [], "structuredContent": {"n": 10**30}}, '{"n": 1' + "0" * 30 + "}"),
+    # content
+    _result("no-content", {"structuredContent": {"answer": 42}}, '{"answer": 42}'),
+    _result("content-null", {"content": None, "structuredContent": {"answer": 42}}, '{"answer": 42}'),
+    _result("content-empty", {"content": []}, ""),
+    _result("nothing", {}, "", told="no `content`"),
+    _result("content-text", {"content": "plain"}, "plain", told="no list, but 'plain'"),
+    _result("content-block", {"content": _A}, "a", told="no list"),
+    _result("content-number", {"content": 5}, "5", told="no list, but 5"),
+    _result("other-fields", {"answer": 42, "_meta": {}}, '{"answer": 42}', told="models read all of it"),
+    _result("tool-result", {"toolResult": "a"}, '{"toolResult": "a"}', told="models read all of it"),
+    _result("structured-list", {"content": [], "structuredContent": [1, 2]}, "[1, 2]"),
+    _result("structured-text", {"structuredContent": "a"}, '"a"'),
+    _result(
+        "error-empty", {"content": [], "isError": True}, "The tool failed without a message.", CallError.TOOL_ERROR
+    ),
+    _result("error-text-true", {"content": [_A], "isError": "true"}, "a", CallError.TOOL_ERROR),
+    _result("error-null-flag", {"content": [_A], "isError": None}, "a"),
+    _result("error-structured", {"isError": True, "structuredContent": {"c": 1}}, '{"c": 1}', CallError.TOOL_ERROR),
+    _result("meta-list", {"content": [_A], "_meta": []}, "a"),
+    _result("result-type", {"content": [_A], "resultType": "task"}, "a"),
+    # blocks
+    _block("video", {"type": "video", "data": "AA", "mimeType": "video/mp4"}, "a\n[video/mp4 video]"),
+    _block("json", {"type": "json", "json": {"n": 1}}, 'a\n[json: {"json": {"n": 1}}]'),
+    _block("thinking", {"type": "thinking", "text": "hm"}, "a\n[thinking]\nhm"),
+    _block(
+        "openai-image",
+        {"type": "image_url", "image_url": {"url": "data:x"}},
+        'a\n[image_url: {"image_url": {"url": "..."}}]',
+    ),
+    _block(
+        "anthropic-image",
+        {"type": "image", "source": {"data": "AA", "type": "base64"}},
+        'a\n[image: {"source": {"type": "base64"}}]',
+    ),
+    _block("no-type", {"text": "b"}, "a\nb"),
+    _block("type-number", {"type": 5}, "a\n[unknown content]"),
+    _block("text-null", {"type": "text", "text": None}, "a\n[text missing]"),
+    _block("text-number", {"type": "text", "text": 5}, "a\n5", told="a text that is 5"),
+    _block("text-object", {"type": "text", "text": {"b": 1}}, 'a\n{"b": 1}', told="a text that is"),
+    _block("text-bare", "b", "a\nb", told="outside a block"),
+    _block("block-null", None, "a\n[null]", told="None instead of a block"),
+    _block("block-list", [1], "a\n[[1]]", told="instead of a block"),
+    _block("annotations", {**_A, "annotations": {"priority": 5, "audience": "user"}}, "a\na", told=""),
+    _block("audio", {"type": "audio", "data": "AA"}, "a\n[unknown audio]", told=""),
+    _block("image", {"type": "image", "data": _PNG, "mimeType": "image/png"}, _SHOWN, told=""),
+    _block("image-no-kind", {"type": "image", "data": _PNG}, _SHOWN, told=""),
+    _block("image-kind-null", {"type": "image", "data": _PNG, "mimeType": None}, _SHOWN, told=""),
+    _block("image-kind-upper", {"type": "image", "data": _PNG, "mimeType": "IMAGE/PNG; x=y"}, _SHOWN, told=""),
+    _block(
+        "image-kind-other", {"type": "image", "data": _PNG, "mimeType": "application/octet-stream"}, _SHOWN, told=""
+    ),
+    _block(
+        "image-url",
+        {"type": "image", "data": f"data:image/png;base64,{_PNG}", "mimeType": "image/png"},
+        _SHOWN,
+        told="",
+    ),
+    _block(
+        "image-lines", {"type": "image", "data": f"{_PNG[:9]}\n{_PNG[9:]}", "mimeType": "image/png"}, _SHOWN, told=""
+    ),
+    _block(
+        "image-svg", {"type": "image", "data": "PHN2", "mimeType": "image/svg+xml"}, "a\n[image/svg+xml image]", told=""
+    ),
+    _block("image-null", {"type": "image", "data": None, "mimeType": "image/png"}, "a\n[image/png image]"),
+    _block(
+        "link",
+        {"type": "resource_link", "uri": "file:///b", "name": "b", "description": "Notes"},
+        "a\n[resource b (file:///b): Notes]",
+        told="",
+    ),
+    _block("link-no-name", {"type": "resource_link", "uri": "file:///b"}, "a\n[resource file:///b]", told=""),
+    _block("link-no-uri", {"type": "resource_link", "name": "b"}, 'a\n[resource_link: {"name": "b"}]'),
+    _block("resource", {"type": "resource", "resource": {"text": "b"}}, "a\nb", told=""),
+    _block(
+        "resource-blob",
+        {"type": "resource", "resource": {"uri": "x:y", "blob": "AA"}},
+        "a\n[binary resource x:y]",
+        told="",
+    ),
+    _block(
+        "resource-text-null",
+        {"type": "resource", "resource": {"uri": "x:y", "text": None}},
+        'a\n[resource: {"resource": {"uri": "x:y"}}]',
+    ),
+    _block("resource-null", {"type": "resource", "resource": None}, "a\n[resource]"),
+]

@@ -1,0 +1,231 @@
+"""A mutation fuzzer of the corpus: every mutant works or is named, without an exception of a library, and not silently.
+
+`python -m tests.tools.roughness.fuzz --seconds 3600` runs for an hour, and prints what it found.
+"""
+
+import argparse
+import asyncio
+import copy
+import json
+import random
+import time
+import traceback
+from collections import Counter
+from typing import Any
+
+from jsonschema.validators import validator_for
+from mcp_types import CallToolResult
+from pydantic import ValidationError
+
+from agentfactory.commands.isolation_check import _example
+from agentfactory.commands.tools_command import _parameters
+from agentfactory.rollout.text.parsers.parser import describe, parameter_schema, sole_parameter
+from agentfactory.rollout.text.parsers.values import convert
+from agentfactory.tools.messages import ToolCall, ToolInfrastructureError, ToolResult, properties_of
+from tests.tools.roughness.answers import ANSWERS
+from tests.tools.roughness.raw_server import ID
+from tests.tools.roughness.schemas import SCHEMAS
+from tests.tools.roughness.serving import opened, plan_of, tool_of
+
+JUNK: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        0.5,
+        1e400,
+        10**40,
+        "",
+        "a",
+        "\ud800",
+        "string",
+        "#",
+        "#/$defs/a",
+        "(",
+        r"\p{L}",
+        [],
+        {},
+    ),
+    *([None], [[]], {"": None}, {"$ref": "#"}, {"type": "array"}, {"anyOf": [True, {"$ref": "#"}]}, float("nan")),
+    *("object", "text", {"text": None}, {"type": "text", "text": "b"}, "data:image/png;base64,AA", "$ID", ["a", "a"]),
+]
+SECONDS = 0.1
+"""Time limit of a call whose answer cannot be assigned to it."""
+
+
+class Fuzzer:
+    """Tries mutants of the corpus. `found` counts the outcomes, `faults` are the broken promises."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.found: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self._words = sorted({key for case in SCHEMAS for key in _keys(case.schema)})
+
+    async def step(self) -> None:
+        """Try one mutant of a schema, and one of an answer."""
+        case = self.random.choice(SCHEMAS)
+        schema = self._mutant(case.schema)
+        await self._try("schema", schema, self._schema(schema, self._mutant(case.passes)))
+        answer = self.random.choice(ANSWERS).text
+        answer = self._torn(answer) if self.random.random() < 0.3 else self._mutant_text(answer)
+        await self._try("answer", answer, self._answer(answer))
+
+    async def _try(self, kind: str, mutant: Any, attempt: Any) -> None:
+        try:
+            self.found[f"{kind}: {await attempt}"] += 1
+        except Exception:
+            self.faults.append(f"{kind} {mutant!r}\n{traceback.format_exc()}")
+            self.found[f"{kind}: FAULT"] += 1
+
+    async def _schema(self, schema: Any, arguments: Any) -> str:
+        plan = plan_of([tool_of("t", schema), tool_of("plain", {"type": "object"})])
+        sent = plan["tools"][0]["inputSchema"]
+        async with opened(plan) as (toolset, notices):
+            spec = toolset.specs[0]
+            shown = json.dumps(sent).encode("ascii").decode()
+            if isinstance(sent, dict) and "\\ud800" not in shown:
+                assert json.dumps(spec.parameters) == shown, "the model sees another schema"
+            _parameters(spec)
+            _example(spec.parameters, spec.parameters, "word")
+            describe([spec])
+            sole_parameter(spec)
+            for name in properties_of(spec.parameters):
+                convert("5", parameter_schema(spec, name), spec.parameters)
+            async with toolset.chain("a", {}) as session:
+                arguments = arguments if isinstance(arguments, dict) else {}
+                result = await session.call(ToolCall("1", "t", arguments))
+                assert (await session.call(ToolCall("2", "plain", {}))).content == "{}"
+        if _is_wrong(sent):
+            assert notices, "a schema that is wrong, and no notice"
+        _check_texts([str(notice) for notice in notices], result)
+        return f"{result.error or 'called'}{', named' if notices else ''}"
+
+    async def _answer(self, answer: str) -> str:
+        plan = plan_of([tool_of("t", {"type": "object"})])
+        plan["answers"] = {"t": answer}
+        async with opened(plan, timeout_seconds=SECONDS) as (toolset, notices), toolset.chain("a", {}) as session:
+            try:
+                result = await session.call(ToolCall("1", "t", {}))
+            except ToolInfrastructureError as error:
+                lost = str(error)
+            else:
+                lost = ""
+        if lost:
+            assert lost.startswith("tool server raw"), lost
+            return "chain lost, named"
+        if result.error is None and not notices and (wrong := _refused(answer)):
+            assert result.content, f"read as nothing, and no notice: {wrong}"
+        _check_texts([str(notice) for notice in notices], result)
+        return f"{result.error or 'read'}{', named' if notices else ''}"
+
+    def _mutant(self, value: Any) -> Any:
+        value = copy.deepcopy(value)
+        for _ in range(self.random.choice((1, 1, 1, 2, 3, 5))):
+            value = self._mutated(value)
+        return value
+
+    def _mutated(self, value: Any) -> Any:
+        if not isinstance(value, (dict, list)) or not value or self.random.random() < 0.15:
+            return copy.deepcopy(self.random.choice(JUNK))
+        keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = self.random.choice(keys)
+        chance = self.random.random()
+        if chance < 0.1:
+            del value[key]
+        elif chance < 0.2 and isinstance(value, dict):
+            value[self.random.choice(self._words)] = value.pop(key)
+        elif chance < 0.3 and isinstance(value, dict):
+            value[self.random.choice(self._words)] = copy.deepcopy(self.random.choice(JUNK))
+        elif chance < 0.4:
+            value[key] = copy.deepcopy(value)
+        else:
+            value[key] = self._mutated(value[key])
+        return value
+
+    def _mutant_text(self, text: str) -> str:
+        try:
+            message = json.loads(text, strict=False)
+        except (ValueError, RecursionError):
+            return self._torn(text)
+        part = self.random.choice(("result", "error"))
+        if not isinstance(message, dict) or part not in message or self.random.random() < 0.1:
+            return json.dumps(self._mutant(message))
+        return json.dumps(message | {part: self._mutant(message[part])})
+
+    def _torn(self, text: str) -> str:
+        place = self.random.randrange(len(text))
+        piece = self.random.choice(("", '"', "\\", "{", "]", "\\ud800", "\udcff", "\0", "null", "1e999", ID))
+        return text[:place] + piece + text[place + self.random.choice((0, 1, 5)) :]
+
+
+def _keys(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [*value, *(key for one in value.values() for key in _keys(one))]
+    return [key for one in value for key in _keys(one)] if isinstance(value, list) else []
+
+
+def _is_wrong(schema: Any) -> bool:
+    """Return whether the standard refuses a keyword of the root or of a property."""
+    if not isinstance(schema, dict):
+        return True
+    plain = {key: value for key, value in schema.items() if key != "$schema"}
+    kind = validator_for({})
+    try:
+        found = kind(kind.META_SCHEMA).iter_errors(plain)
+        errors = [[*error.absolute_path] for error in found if error.validator != "uniqueItems"]
+    except Exception:  # jsonschema itself
+        return False
+    if "$schema" in schema:
+        return False
+    return any(len(path) == 1 and path[0] in kind.VALIDATORS for path in errors)
+
+
+def _refused(answer: str) -> str:
+    """Return why the SDK would refuse the result in an answer; empty if it would not."""
+    try:
+        message = json.loads(answer, strict=False)
+        result = message["result"]
+        if result.get("content") == [] or "structuredContent" in result:
+            return ""
+        CallToolResult.model_validate(result, by_name=False)
+    except ValidationError as error:
+        return str(error)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ""
+    return ""
+
+
+def _check_texts(notices: list[str], result: ToolResult) -> None:
+    for text in [*notices, str(result.content)]:
+        assert "pydantic.dev" not in text, text
+        assert "Traceback" not in text, text
+    for notice in notices:
+        assert notice.startswith("tool server raw"), notice
+    json.dumps(result.content, ensure_ascii=False).encode()
+
+
+async def fuzz(seed: int, seconds: float, steps: int | None = None) -> Fuzzer:
+    """Run a fuzzer for `seconds`, or for `steps`."""
+    fuzzer, until = Fuzzer(seed), time.monotonic() + seconds
+    done = 0
+    while time.monotonic() < until if steps is None else done < steps:
+        await fuzzer.step()
+        done += 1
+    return fuzzer
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
+    options = parser.parse_args()
+    ended = asyncio.run(fuzz(options.seed, options.seconds))
+    for fault in ended.faults[:20]:
+        print(fault)
+    print(f"seed {options.seed}: {sum(ended.found.values())} mutants, {len(ended.faults)} faults")
+    for outcome, count in ended.found.most_common():
+        print(f"{count:8} {outcome}")
+    raise SystemExit(bool(ended.faults))

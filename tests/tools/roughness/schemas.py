@@ -1,0 +1,266 @@
+"""Schemas as servers send them: valid ones that Python's libraries cannot use, and wrong ones.
+
+Made from situations of public reports. Each case has arguments that must pass, arguments that must be refused (None: no
+part is checked that could refuse any), and the part that the warning must name ("": no warning).
+"""
+
+from typing import Any, NamedTuple
+
+
+class Rough(NamedTuple):
+    name: str
+    schema: Any
+    passes: dict[str, Any]
+    refused: dict[str, Any] | None
+    unchecked: str = ""
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+_TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}
+_DRAFT = {n: f"http://json-schema.org/draft-0{n}/schema#" for n in (3, 4, 6, 7)}
+_DRAFT2019 = "https://json-schema.org/draft/2019-09/schema"
+_DRAFT2020 = "https://json-schema.org/draft/2020-12/schema"
+_NODE = {
+    "type": "object",
+    "properties": {"name": _TEXT, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+    "required": ["name"],
+}
+
+SCHEMAS = [
+    # references
+    Rough("dangling", _object(x={"$ref": "#/$defs/Nope"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "properties.x.$ref"),
+    Rough("remote", _object(x={"$ref": "https://example.com/s.json"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "x.$ref"),
+    Rough("other-file", _object(x={"$ref": "common.json#/Id"}), {"x": 1}, None, "properties.x.$ref"),
+    Rough("openapi-ref", _object(x={"$ref": "#/components/schemas/X"}), {"x": 1}, None, "properties.x.$ref"),
+    Rough("ref-of-number", _object(x={"$ref": 5}), {"x": 1}, None, "properties.x.$ref (5)"),
+    Rough("ref-null", _object(x={"$ref": None}), {"x": 1}, None, "properties.x.$ref (None)"),
+    Rough("self", {"$ref": "#"}, {"a": 1}, None, "$ref ('#')"),
+    Rough(
+        "circle",
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {},
+        None,
+        "$ref ('#/$defs/a')",
+    ),
+    Rough(
+        "double-circle",
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}},
+        {},
+        None,
+        "$ref ('#/$defs/a')",
+    ),
+    Rough(
+        "recursive",
+        {**_object(root={"$ref": "#/$defs/node"}), "$defs": {"node": _NODE}},
+        {"root": {"name": "a", "children": [{"name": "b"}]}},
+        {"root": {"name": "a", "children": [{}]}},
+    ),
+    Rough(
+        "recursive-root",
+        _object(name=_TEXT, children={"type": "array", "items": {"$ref": "#"}}),
+        {"children": [{"name": "a", "children": []}]},
+        {"children": [{"name": 1}]},
+    ),
+    Rough(
+        "old-definitions",
+        {**_object(q={"$ref": "#/definitions/Q"}), "definitions": {"Q": _WHOLE}},
+        {"q": 1},
+        {"q": "a"},
+    ),
+    Rough(
+        "ref-of-property",
+        _object(a={"type": "object", "properties": {"x": _WHOLE}}, b={"$ref": "#/properties/a"}),
+        {"b": {"x": 1}},
+        {"b": {"x": "a"}},
+    ),
+    Rough(
+        "anchor", {**_object(q={"$ref": "#here"}), "$defs": {"Q": {"$anchor": "here", **_WHOLE}}}, {"q": 1}, {"q": "a"}
+    ),
+    Rough(
+        "escaped-pointer", {**_object(q={"$ref": "#/$defs/a~1b%20c"}), "$defs": {"a/b c": _WHOLE}}, {"q": 1}, {"q": "a"}
+    ),
+    Rough(
+        "own-id",
+        {"$id": "https://example.com/tool.json", **_object(q={"$ref": "#/$defs/Q"}), "$defs": {"Q": _WHOLE}},
+        {"q": 1},
+        {"q": "a"},
+    ),
+    Rough("id-of-number", {"$id": 5, **_object(q=_WHOLE)}, {"q": 1}, {"q": "a"}),
+    Rough("id-no-uri", {"$id": "not a uri at all %%", **_object(q=_WHOLE)}, {"q": 1}, {"q": "a"}),
+    Rough(
+        "elsewhere",
+        {**_object(q={"$ref": "#/x/Q"}), "x": {"Q": {"type": "strng", "minimum": 3}}},
+        {"q": 4},
+        {"q": 1},
+        "x.Q.type",
+    ),
+    Rough("property-ref", _object(**{"$ref": _TEXT}), {"$ref": "a"}, {"$ref": 1}),
+    Rough(
+        "dynamic-ref",
+        {"$dynamicAnchor": "n", **_object(c={"$dynamicRef": "#n"}, v=_WHOLE)},
+        {"c": {"v": 1}},
+        {"c": {"v": "a"}},
+    ),
+    # patterns
+    Rough(
+        "named-group",
+        _object(s={"type": "string", "pattern": "^(?<year>[0-9]{4})$"}),
+        {"s": "x"},
+        {"s": 1},
+        "s.pattern",
+    ),
+    Rough("unicode-class", _object(s={"type": "string", "pattern": r"^\p{L}+$"}), {"s": "1"}, {"s": 1}, "s.pattern"),
+    Rough("dash-in-class", _object(s={"pattern": r"^[\w-.]+$"}), {"s": "!"}, None, "s.pattern"),
+    Rough("control-escape", _object(s={"pattern": r"^\cA$"}), {"s": "!"}, None, "s.pattern"),
+    Rough("code-point", _object(s={"pattern": r"^\u{1F600}$"}), {"s": "!"}, None, "s.pattern"),
+    Rough("any-but-nothing", _object(s={"pattern": "^[^]*$"}), {"s": "a\nb"}, None, "s.pattern"),
+    Rough("open-bracket", _object(s={"pattern": "["}), {"s": "!"}, None, "s.pattern"),
+    Rough("pattern-null", _object(s={"type": "string", "pattern": None}), {"s": "!"}, {"s": 1}, "s.pattern (None)"),
+    Rough("slow-pattern", _object(s={"pattern": "^(a+)+$"}), {"s": "a" * 40}, {"s": "b"}),
+    Rough("escaped-slash", _object(s={"pattern": r"^https?:\/\/.+$"}), {"s": "http://x"}, {"s": "ftp://x"}),
+    Rough("lookbehind", _object(s={"pattern": "(?<=a.*)b"}), {"s": "!"}, None, "s.pattern"),
+    Rough(
+        "key-pattern",
+        {"type": "object", "patternProperties": {r"^\p{L}": _WHOLE}, "additionalProperties": False},
+        {"é": "a"},
+        None,
+        "patternProperties.",
+    ),
+    # values of keywords
+    Rough("required-true", _object(s={"type": "string", "required": True}), {}, {"s": 1}, "s.required (True)"),
+    Rough("required-root-true", {**_object(s=_TEXT), "required": True}, {}, {"s": 1}, "required (True)"),
+    Rough("required-null", {**_object(s=_TEXT), "required": None}, {}, {"s": 1}, "required (None)"),
+    Rough("required-text", {**_object(s=_TEXT), "required": "s"}, {}, {"s": 1}, "required ('s')"),
+    Rough(
+        "python-types",
+        _object(s={"type": "str"}, f={"type": "float"}, d=_WHOLE),
+        {"s": 1, "f": "a"},
+        {"d": "a"},
+        "s.type ('str')",
+    ),
+    Rough("type-any", _object(s={"type": "any"}), {"s": [1]}, None, "s.type ('any')"),
+    Rough("type-null", _object(s={"type": None}), {"s": [1]}, None, "s.type (None)"),
+    Rough("type-number", _object(s={"type": 5}), {"s": [1]}, None, "s.type (5)"),
+    Rough("type-upper", _object(s={"type": "STRING"}), {"s": 1}, None, "s.type ('STRING')"),
+    Rough("types-empty", _object(s={"type": []}), {"s": 1}, None, "s.type ([])"),
+    Rough(
+        "enum-null", _object(s={"type": "string", "enum": None, "description": None}), {"s": "a"}, {"s": 1}, "s.enum"
+    ),
+    Rough("enum-empty", _object(s={"type": "string", "enum": []}), {"s": "a"}, {"s": 1}, "s.enum ([])"),
+    Rough("enum-mixed", _object(s={"enum": ["x", 1, None, True]}), {"s": None}, {"s": 2}),
+    Rough("enum-object", _object(s={"enum": {"a": 1}}), {"s": "a"}, None, "s.enum"),
+    Rough("minimum-text", _object(n={"type": "integer", "minimum": "0"}), {"n": -1}, {"n": "a"}, "n.minimum ('0')"),
+    Rough("length-negative", _object(s={"minLength": -1, "maxLength": 2}), {"s": ""}, {"s": "abc"}, "s.minLength (-1)"),
+    Rough(
+        "exclusive-true", _object(n={"minimum": 0, "exclusiveMinimum": True}), {"n": 0}, {"n": -1}, "n.exclusiveMinimum"
+    ),
+    Rough(
+        "additional-null",
+        {**_object(s=_TEXT), "additionalProperties": None},
+        {"t": 1},
+        {"s": 1},
+        "additionalProperties",
+    ),
+    Rough(
+        "additional-text",
+        {**_object(s=_TEXT), "additionalProperties": "false"},
+        {"t": 1},
+        {"s": 1},
+        "additionalProperties",
+    ),
+    Rough("one-of-object", _object(s={"oneOf": {"type": "string"}}), {"s": 1}, None, "s.oneOf"),
+    Rough("any-of-empty", _object(s={"anyOf": []}), {"s": 1}, None, "s.anyOf ([])"),
+    Rough("items-list", _object(a={"type": "array", "items": [_TEXT]}), {"a": [1]}, {"a": 1}, "a.items"),
+    Rough("items-text", _object(a={"type": "array", "items": "string"}), {"a": [1]}, {"a": 1}, "a.items ('string')"),
+    Rough("not-hole", _object(s={"not": {"pattern": r"\p{L}"}}), {"s": "a"}, None, "s.not.pattern"),
+    Rough("one-of-hole", _object(s={"oneOf": [{"pattern": r"^\p{L}"}, _TEXT]}), {"s": "a"}, None, "s.oneOf.0.pattern"),
+    Rough(
+        "if-hole",
+        _object(s={"if": {"$ref": "#/nope"}, "then": {"minLength": 9}, "type": "string"}),
+        {"s": "a"},
+        {"s": 1},
+        "s.if.$ref",
+    ),
+    Rough(
+        "unevaluated-hole",
+        {"type": "object", "allOf": [{"$ref": "#/nope"}], "unevaluatedProperties": False},
+        {"a": 1},
+        None,
+        "allOf.0.$ref",
+    ),
+    # numbers
+    Rough("cents", _object(n={"type": "number", "multipleOf": 0.01}), {"n": 0.07}, {"n": 0.071}),
+    Rough("tenths", _object(n={"multipleOf": 0.1}), {"n": 1e300}, {"n": 0.35}),
+    Rough("multiple-of-zero", _object(n={"multipleOf": 0}), {"n": 1}, None, "n.multipleOf (0)"),
+    Rough("large-whole", _object(n={"type": "integer", "maximum": 9007199254740991}), {"n": 5.0}, {"n": 2**53}),
+    # shapes
+    Rough("true-subschema", _object(any=True, n=_WHOLE), {"any": [None]}, {"n": "a"}),
+    Rough("false-subschema", _object(never=False), {}, {"never": 1}),
+    Rough("no-type", {"properties": {"a": _TEXT}}, {"a": "b"}, {"a": 1}),
+    Rough("empty", {}, {"a": 1}, None),
+    Rough("php-list", {"type": "object", "properties": []}, {"a": 1}, None, "properties ([])"),
+    Rough(
+        "properties-null", {"type": "object", "properties": None, "$defs": None}, {"a": 1}, None, "properties (None)"
+    ),
+    Rough(
+        "property-text",
+        {**_object(a="string", b=_WHOLE), "additionalProperties": False},
+        {"a": 1},
+        {"c": 1},
+        "properties.a",
+    ),
+    Rough("property-null", _object(a=None), {"a": 1}, None, "properties.a (None)"),
+    Rough("type-of-root", {"type": "string", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 2}, "type ('string')"),
+    Rough(
+        "deep",
+        {"type": "object", "properties": {"a": {"allOf": [{"allOf": [{"allOf": [_WHOLE]}]}]}}},
+        {"a": 1},
+        {"a": "b"},
+    ),
+    # drafts
+    Rough("draft-03", {"$schema": _DRAFT[3], **_object(n={"type": "integer", "required": True})}, {"n": 1}, {}),
+    Rough(
+        "draft-04", {"$schema": _DRAFT[4], **_object(n={"minimum": 0, "exclusiveMinimum": True})}, {"n": 1}, {"n": 0}
+    ),
+    Rough("draft-04-boolean", {"$schema": _DRAFT[4], **_object(a=True, n=_WHOLE)}, {"a": 1}, {"n": "a"}),
+    Rough("draft-06", {"$schema": _DRAFT[6], **_object(n={"exclusiveMinimum": 0, "const": 1})}, {"n": 1}, {"n": 0}),
+    Rough(
+        "draft-07",
+        {"$schema": _DRAFT[7], **_object(a={"items": [_TEXT]}, i={"if": _TEXT, "then": {"minLength": 2}})},
+        {"a": ["b"]},
+        {"a": [1]},
+    ),
+    Rough(
+        "draft-2019",
+        {"$schema": _DRAFT2019, **_object(a={"contains": _TEXT, "minContains": 2})},
+        {"a": ["b", "c"]},
+        {"a": ["b"]},
+    ),
+    Rough(
+        "draft-2020",
+        {"$schema": _DRAFT2020, **_object(a={"prefixItems": [_TEXT], "items": False})},
+        {"a": ["b"]},
+        {"a": ["b", 1]},
+    ),
+    Rough("draft-unknown", {"$schema": "https://example.com/my-draft", **_object(n=_WHOLE)}, {"n": 1}, {"n": "a"}),
+    Rough("draft-list", {"$schema": ["x"], **_object(n=_WHOLE)}, {"n": 1}, {"n": "a"}),
+    Rough(
+        "draft-inside",
+        _object(n={"$schema": _DRAFT[4], "multipleOf": 0.01}, m={"$schema": {}}),
+        {"n": 0.07, "m": 1},
+        {"n": 0.071},
+    ),
+    Rough(
+        "dependencies",
+        {"$schema": _DRAFT[7], **_object(a=_TEXT), "dependencies": {"a": ["b"], "c": {"required": ["d"]}, "e": 5}},
+        {"a": "x", "b": 1},
+        {"a": "x"},
+        "dependencies.e",
+    ),
+]
+
+NOT_OBJECTS: list[Any] = [None, True, [], "object", 5]
+"""Schemas that are no objects, in whose place models see one without properties."""

@@ -1,0 +1,89 @@
+"""Toolsets of raw servers in this process: their lines pass through the same code as those of a program on stdio."""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import anyio
+from mcp import StdioServerParameters
+from mcp.client._transport import TransportStreams
+from mcp.shared.message import SessionMessage
+
+from agentfactory.tools.calls.message_bounds import MessageFilter
+from agentfactory.tools.calls.run_notices import Notice, notice_of
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.mcp_servers import server_connection
+from agentfactory.tools.mcp_servers.stdio import messages_of
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from tests.tools.roughness.raw_server import replies
+
+
+@asynccontextmanager
+async def opened(plan: dict[str, Any], **fields: Any) -> AsyncIterator[tuple[Toolset, list[Notice]]]:
+    """Open a toolset of one server `raw` that follows `plan`; yield it and the notices to the user."""
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"raw": {"command": "raw", "isolation": "shared", **fields}}})
+    with _in_process(plan), noticed() as notices:
+        async with open_toolset(recipe, Path("/")) as toolset:
+            yield toolset, notices
+
+
+@contextmanager
+def noticed() -> Iterator[list[Notice]]:
+    """Collect the notices to the user."""
+    notices: list[Notice] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (notice := notice_of(record)) is not None:
+                notices.append(notice)
+
+    handler, logger = Collect(), logging.getLogger("agentfactory")
+    logger.addHandler(handler)
+    try:
+        yield notices
+    finally:
+        logger.removeHandler(handler)
+
+
+def _in_process(plan: dict[str, Any]) -> Any:
+    @asynccontextmanager
+    async def transport(
+        server: StdioServerParameters,
+        errlog: Any,
+        most: int,
+        on_end: Callable[[], None],
+        on_start: Callable[[int], None],
+    ) -> AsyncIterator[TransportStreams]:
+        incoming_end, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](64)
+        outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](64)
+
+        async def serve() -> None:
+            messages = MessageFilter(most)
+            async for sent in outgoing_end:
+                for reply in replies(plan, sent.message.model_dump_json(by_alias=True, exclude_unset=True)):
+                    for line in messages.feed(reply.encode("utf-8", "surrogateescape") + b"\n"):
+                        for message in messages_of(line) if line.strip() else []:
+                            await incoming_end.send(message)
+
+        async with anyio.create_task_group() as tasks, incoming_end, incoming, outgoing, outgoing_end:
+            tasks.start_soon(serve)
+            yield incoming, outgoing
+            tasks.cancel_scope.cancel()
+
+    return mock.patch.object(server_connection, "stdio_transport", transport)
+
+
+def tool_of(name: str, schema: Any) -> dict[str, Any]:
+    """Return a tool in a list of tools."""
+    return {"name": name, "description": name, "inputSchema": schema}
+
+
+def plan_of(tools: list[Any], answers: dict[str, str] | None = None, **methods: str | None) -> dict[str, Any]:
+    """Return a plan for raw_server.py; `methods` are answers to other methods (a `/` is written `__`)."""
+    plan = {"tools": tools, "answers": answers or {}}
+    plan["methods"] = {name.replace("__", "/"): text for name, text in methods.items()}
+    return json.loads(json.dumps(plan))

@@ -1,0 +1,161 @@
+"""Tests of answers that are rough (see answers.py), of rough lists of tools, and of handshakes."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
+from agentfactory.tools.sessions.toolset import open_toolset
+from tests.tools.roughness.answers import ANSWERS, Answer
+from tests.tools.roughness.raw_server import __file__ as raw_server
+from tests.tools.roughness.raw_server import message_of
+from tests.tools.roughness.serving import opened, plan_of, tool_of
+
+CALL = ToolCall("1", "t", {})
+
+
+def check(case: Answer, result: ToolResult) -> None:
+    if "cannot be read" in case.reads:
+        assert isinstance(result.content, str)
+        assert result.content.startswith(str(case.reads))
+        assert "pydantic.dev" not in result.content
+    else:
+        assert result.content == case.reads
+    assert result.error == case.error
+
+
+@pytest.mark.parametrize("case", ANSWERS, ids=[case.name for case in ANSWERS])
+async def test_a_rough_answer(case: Answer) -> None:
+    plan = plan_of([tool_of("t", {"type": "object"}), tool_of("u", {"type": "object"})])
+    plan["answers"] = {"t": case.text}
+    async with opened(plan) as (toolset, notices), toolset.chain("a", {}) as session:
+        check(case, await session.call(CALL))
+        assert (await session.call(ToolCall("2", "u", {}))).content == "{}"
+    if case.told:
+        (notice,) = notices
+        assert str(notice).startswith("tool server raw")
+        assert case.told in str(notice)
+    else:
+        assert notices == []
+
+
+@pytest.mark.parametrize(
+    "text", ['{"id": "\0", "result": {}}', '{"id": "\udcff", "result": oops}', "{}", "[1]", "[]", "5", "{"]
+)
+async def test_a_line_that_answers_nothing(text: str) -> None:
+    plan = plan_of([tool_of("t", {"type": "object"}), tool_of("u", {"type": "object"})])
+    plan["answers"] = {"t": text}
+    async with opened(plan, timeout_seconds=0.1) as (toolset, _), toolset.chain("a", {}) as session:
+        assert (await session.call(CALL)).error is CallError.TIMEOUT
+        assert (await session.call(ToolCall("2", "u", {}))).content == "{}"
+
+
+@pytest.mark.processes
+async def test_all_rough_answers_of_one_program(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(
+        json.dumps(
+            {
+                "tools": [tool_of(case.name, {"type": "object"}) for case in ANSWERS],
+                "answers": {case.name: case.text for case in ANSWERS},
+            }
+        )
+    )
+    entry = {"command": sys.executable, "args": ["-S", raw_server, "plan.json"], "isolation": "shared"}
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"raw": entry}})
+    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
+        for case in ANSWERS:
+            result = await session.call(ToolCall("1", case.name, {}))
+            assert result.error == case.error
+            if case.error is not CallError.INVALID_ARGUMENTS:  # it has the tool's name
+                check(case, result)
+
+
+TOOL = tool_of("t", {"type": "object"})
+
+
+def listed(*tools: Any, **fields: Any) -> str:
+    return message_of(result={"tools": [*tools], **fields})
+
+
+@pytest.mark.parametrize(
+    ("answer", "names", "told"),
+    [
+        (message_of(result=[TOOL]), ["t"], ""),
+        (listed(TOOL, nextCursor=""), ["t"], ""),
+        (listed(TOOL, nextCursor=None, extra=[]), ["t"], ""),
+        (listed({"name": "t"}), ["t"], "the tool t has no schema, but None"),
+        (listed({**TOOL, "description": 5, "annotations": [], "icons": 5, "_meta": []}), ["t"], ""),
+        (listed({**TOOL, "annotations": {"readOnlyHint": "maybe", "title": 5}, "execution": 5}), ["t"], ""),
+        (listed({**TOOL, "outputSchema": {"type": "string", "required": True}, "title": []}), ["t"], ""),
+        (listed(TOOL, {"inputSchema": {}}), ["t"], "the tool has no name: {'inputSchema': {}}; it is left out"),
+        (listed(TOOL, None), ["t"], "the tool has no name: None; it is left out"),
+        (listed(TOOL, {**TOOL, "description": "b"}), ["t"], "several tools with the name t; the first is used"),
+        (listed(tool_of("dot.name/x", {}), tool_of("名前", {}), tool_of("a b", {})), ["dot.name/x", "名前", "a b"], ""),
+        (listed(), [], ""),
+    ],
+)
+async def test_a_rough_list(answer: str, names: list[str], told: str) -> None:
+    async with opened(plan_of([], tools__list=answer)) as (toolset, notices):
+        assert [spec.name for spec in toolset.specs] == names
+        async with toolset.chain("a", {}) as session:
+            for name in names:
+                assert (await session.call(ToolCall("1", name, {}))).content == "{}"
+    assert [told in str(notice) for notice in notices] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (message_of(result={}), "its answer to tools/list has no list `tools`, but None"),
+        (message_of(result={"tools": {"t": TOOL}}), "its answer to tools/list has no list `tools`, but {'t'"),
+        (message_of(result="none"), "its answer to tools/list has no list `tools`, but 'none'"),
+        (message_of(error={"code": -32603, "message": "cannot list"}), "MCPError: cannot list"),
+        (listed(TOOL, nextCursor="same"), "its list of tools never ends: the cursor 'same' came twice"),
+        (listed(TOOL, nextCursor=5), "its list of tools never ends: the cursor '5' came twice"),
+        ('{"jsonrpc": "2.0", "id": "$ID", "result": oops}', "MCPError: The server's answer cannot be read"),
+    ],
+)
+async def test_a_list_that_cannot_be_used(answer: str, reason: str) -> None:
+    with pytest.raises(ToolInfrastructureError) as raised:
+        async with opened(plan_of([], tools__list=answer)):
+            pass
+    assert str(raised.value).startswith("tool server raw: `raw` in /: ")
+    assert reason in str(raised.value)
+    assert "pydantic.dev" not in str(raised.value)
+
+
+INFO: dict[str, Any] = {
+    "protocolVersion": "2025-06-18",
+    "capabilities": {},
+    "serverInfo": {"name": "r", "version": "1"},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"serverInfo": None},
+        {"serverInfo": {"name": "r"}},
+        {"capabilities": []},
+        {"capabilities": None},
+        {"capabilities": {"tools": True, "logging": [], "prompts": None}},
+        {"instructions": 5, "extra": 1},
+        {"protocolVersion": "2024-11-05"},
+    ],
+)
+async def test_a_rough_handshake(changes: dict[str, Any]) -> None:
+    plan = plan_of([TOOL], initialize=message_of(result=INFO | changes))
+    async with opened(plan) as (toolset, notices):
+        assert [spec.name for spec in toolset.specs] == ["t"]
+    assert notices == []
+
+
+async def test_a_version_that_nobody_speaks() -> None:
+    plan = plan_of([TOOL], initialize=message_of(result=INFO | {"protocolVersion": "2031-01-01"}))
+    with pytest.raises(ToolInfrastructureError, match="Unsupported protocol version from the server: 2031-01-01"):
+        async with opened(plan):
+            pass

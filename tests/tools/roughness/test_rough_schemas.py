@@ -1,0 +1,72 @@
+"""Tests of tools whose schemas are rough: see schemas.py."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import CallError, ToolCall
+from agentfactory.tools.sessions.toolset import open_toolset
+from tests.tools.roughness.raw_server import __file__ as raw_server
+from tests.tools.roughness.schemas import NOT_OBJECTS, SCHEMAS, Rough
+from tests.tools.roughness.serving import noticed, opened, plan_of, tool_of
+
+PLAIN = tool_of("plain", {"type": "object", "properties": {"n": {"type": "integer"}}})
+
+
+@pytest.mark.parametrize("case", SCHEMAS, ids=[case.name for case in SCHEMAS])
+async def test_a_rough_schema(case: Rough) -> None:
+    async with opened(plan_of([PLAIN, tool_of("rough", case.schema)])) as (toolset, notices):
+        assert [spec.name for spec in toolset.specs] == ["plain", "rough"]
+        assert toolset.specs[1].parameters == case.schema
+        async with toolset.chain("a", {}) as session:
+            passed = await session.call(ToolCall("1", "rough", case.passes))
+            assert (passed.error, passed.content) == (None, json.dumps(case.passes))
+            if case.refused is not None:
+                refused = await session.call(ToolCall("2", "rough", case.refused))
+                assert refused.error is CallError.INVALID_ARGUMENTS, refused
+            assert (await session.call(ToolCall("3", "plain", {"n": "a"}))).error is CallError.INVALID_ARGUMENTS
+    if not case.unchecked:
+        assert notices == []
+        return
+    (notice,) = notices
+    assert str(notice).startswith("tool server raw: calls are not checked against unusable parts of schemas")
+    assert "rough: " in str(notice)
+    assert case.unchecked in str(notice)
+
+
+@pytest.mark.parametrize("schema", NOT_OBJECTS)
+async def test_a_schema_that_is_no_object(schema: Any) -> None:
+    async with opened(plan_of([tool_of("rough", schema)])) as (toolset, notices):
+        assert toolset.specs[0].parameters == {"type": "object", "properties": {}}
+        async with toolset.chain("a", {}) as session:
+            assert (await session.call(ToolCall("1", "rough", {"a": 1}))).content == '{"a": 1}'
+    assert [str(notice) for notice in notices] == [
+        f"tool server raw: the tool rough has no schema, but {schema!r}; models see one without properties"
+    ]
+
+
+async def test_tools_that_are_left_out_are_not_told() -> None:
+    tools = [PLAIN, *(tool_of(case.name, case.schema) for case in SCHEMAS), tool_of("none", None), {"nameless": 1}]
+    async with opened(plan_of(tools), allow=["plain"]) as (toolset, notices):
+        assert [spec.name for spec in toolset.specs] == ["plain"]
+    assert notices == []
+
+
+@pytest.mark.processes
+async def test_all_rough_schemas_of_one_program(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"tools": [tool_of(case.name, case.schema) for case in SCHEMAS]}))
+    entry = {"command": sys.executable, "args": ["-S", raw_server, str(plan)], "isolation": "shared"}
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"raw": entry}})
+    with noticed() as notices:
+        async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
+            assert {spec.name: spec.parameters for spec in toolset.specs} == {c.name: c.schema for c in SCHEMAS}
+            for case in SCHEMAS:
+                assert (await session.call(ToolCall("1", case.name, case.passes))).content == json.dumps(case.passes)
+    (notice,) = notices
+    assert "dangling: properties.x.$ref ('#/$defs/Nope')" in str(notice)
+    assert str(notice).endswith(" more")
