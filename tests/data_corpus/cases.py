@@ -396,7 +396,7 @@ CALLS = [
         "an argument of another type",
         "a.jsonl",
         [{"tools": [ADD], "messages": talk(call("add", {"left": "2", "right": 3}))}],
-        r"row 1 .*'2' is not of type 'integer' in left",
+        r"row 1 .*left: '2' is not of type 'integer'",
     ),
     Case(
         "a null where a value is required",

@@ -260,7 +260,7 @@ def _problem(schema: str, arguments: str) -> str | None:
         fault = _check(schema).fault(json.loads(arguments))
     except UncheckedError:
         return None
-    return fault and fault[:300]
+    return fault and fault.removeprefix("the arguments: ")[:300]
 
 
 @lru_cache(256)
