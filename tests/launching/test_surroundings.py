@@ -16,6 +16,7 @@ from tests.conftest import REPOSITORY
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 AS_NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+SHORT = [f"{stage}.train.{field}" for stage in ("sft", "grpo") for field in ("steps=1", "warmup_steps=0")]
 WITHOUT_A_NAME = "setpriv --reuid=54321 --regid=54321 --clear-groups"
 
 # commands before the run, in a mount namespace; what starts the run; variables; settings
@@ -28,7 +29,7 @@ SURROUNDINGS = {
     "umask 077": ("umask 077", "", {}, []),
     "LC_ALL=C": ("true", "", {"LC_ALL": "C", "LANG": "C"}, []),
     "another time zone": ("true", "", {"TZ": "Pacific/Kiritimati"}, []),
-    "localhost is ::1": ("mount --bind {hosts} /etc/hosts", "", {}, ["server.host=localhost"]),
+    "localhost is ::1": ("mount --bind {hosts} /etc/hosts", "", {}, ["grpo.server.host=localhost"]),
 }
 
 
@@ -68,7 +69,7 @@ def test_a_run_works(case: str, task: Path, tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o777)
     places = {"home": str(home), "hosts": str(hosts)}
-    arguments = ["train", "tiny/recipe.yaml", f"output={output}", "sft.train.steps=1", "grpo.train.steps=1", *settings]
+    arguments = ["train", "tiny/recipe.yaml", f"output={output}", *SHORT, *settings]
     script = f"mount --make-rprivate / && {before.format(**places)} && exec {start} {shlex.join(command(*arguments))}"
     run = subprocess.run(
         ["unshare", "-m", "sh", "-c", script],
