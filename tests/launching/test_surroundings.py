@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 AS_NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups"
 SHORT = [f"{stage}.train.{field}" for stage in ("sft", "grpo") for field in ("steps=1", "warmup_steps=0")]
+STARTS_ITSELF = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
 WITHOUT_A_NAME = "setpriv --reuid=54321 --regid=54321 --clear-groups"
 
 # commands before the run, in a mount namespace; what starts the run; variables; settings
@@ -59,7 +60,7 @@ def test_a_run_works(case: str, task: Path, tmp_path: Path) -> None:
         pytest.skip(f"{', '.join(missing)} is not installed")
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("this user must not mount")
-    if start and subprocess.run([*start.split(), sys.executable, "-c", ""], capture_output=True).returncode:
+    if start and subprocess.run([*start.split(), sys.executable, "-c", STARTS_ITSELF], capture_output=True).returncode:
         pytest.skip(f"other users cannot run {sys.executable}")
     home, hosts = tmp_path / "home", tmp_path / "hosts"
     home.mkdir()
