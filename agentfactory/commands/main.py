@@ -64,6 +64,11 @@ def _execute(options: argparse.Namespace) -> int:
     """Run a parsed command; return its exit status."""
     run = _COMMANDS.get(options.command, _registered)
     try:
+        if (notice := _notice_of_tmpdir()) is not None:
+            print(f"agentfactory: {notice}", file=sys.stderr, flush=True)
+    except FileNotFoundError as error:
+        return _end(f"TMPDIR: {error.strerror}; fix: set it to a folder with space that you can write", REFUSED)
+    try:
         with _terminable():
             status = run(options)
             sys.stdout.flush()
@@ -88,6 +93,16 @@ def _other_version(error: Exception) -> str:
     problem = unmet("agentfactory")
     fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
     return f"; {problem}; fix: {fix}" if problem else ""
+
+
+def _notice_of_tmpdir() -> str | None:
+    """Return a notice if temporary files do not go to TMPDIR, else None. Raises FileNotFoundError if they cannot go
+    anywhere."""
+    asked, used = os.environ.get("TMPDIR"), tempfile.gettempdir()
+    if not asked or os.path.abspath(asked) == used:
+        return None
+    problem = "is full or cannot be written" if os.path.isdir(asked) else "is not a folder"
+    return f"TMPDIR={asked} {problem}: temporary files go to {used}"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The end of a run: its results, its best checkpoint, and its learning curve as a PNG."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Pat
     if not names:
         return None
     check_extra("viewer")
+    # its notices about a home that cannot be written do not concern the run
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     # matplotlib takes most of a second to import, and only this function needs it
     from matplotlib.figure import Figure
 

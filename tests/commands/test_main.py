@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -461,6 +462,30 @@ def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "/main.py" in whole.read_text()
     assert not any("/main.py" in line for line in lines)
     whole.unlink()
+
+
+def test_temporary_files_that_go_elsewhere_are_told(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from agentfactory.commands import main
+
+    def told(folder: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setenv("TMPDIR", str(folder))
+        return main.main(["new", "Bad name"]), capsys.readouterr().err
+
+    (project / "own").mkdir()
+    refused = told(project / "own")
+    assert "temporary" not in refused[1]
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/folder", str(project / "own")])
+    notice = f"agentfactory: TMPDIR=/no/folder is not a folder: temporary files go to {project / 'own'}"
+    assert told("/no/folder") == (refused[0], f"{notice}\n{refused[1]}")
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/folder"])
+    assert told("/no/folder") == (
+        main.REFUSED,
+        "agentfactory: TMPDIR: No usable temporary directory found in ['/no/folder']; "
+        "fix: set it to a folder with space that you can write\n",
+    )
 
 
 def test_a_reader_that_leaves_is_no_defect(project: Path) -> None:
