@@ -115,6 +115,7 @@ class Fuzzer:
                 lost = ""
         if lost:
             assert lost.startswith("tool server raw"), lost
+            assert "died" not in lost, lost  # the server lives
             return "chain lost, named"
         if result.error is None and not notices and (wrong := _refused(answer)):
             assert result.content, f"read as nothing, and no notice: {wrong}"
