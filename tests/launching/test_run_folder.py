@@ -65,7 +65,10 @@ def test_what_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        with pytest.raises(DiskError, match=r"run/metrics\.jsonl cannot be written: File too large .*; fix: make room"):
+        with pytest.raises(
+            DiskError,
+            match=r"run/metrics\.jsonl cannot be written: File too large .*; fix: raise the limit of file sizes",
+        ):
             folder.log({"step": 1})
         with pytest.raises(DiskError, match=r"credit\.jsonl cannot be written"):
             folder.note_credit(["{}"])

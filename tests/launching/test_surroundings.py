@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.tools.user_code.import_path import own_python
 from tests.conftest import REPOSITORY
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -44,7 +45,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "agentfactory", *arguments]
+    return own_python("-m", "agentfactory", *arguments)
 
 
 def environment(more: dict[str, str]) -> dict[str, str]:

@@ -46,6 +46,8 @@ CHAIN_KEY = "agentfactory/chain"
 SECONDS_KEY = "agentfactory/seconds"
 """Key in the `_meta` of a call of `reset`: the time limit of the environment's reset(), in seconds. It begins when the
 chain has an instance."""
+NOT_FOR_MODELS = "agentfactory/not_for_models"
+"""Key in the data of an error that ends the chain: no model caused it, and none may read it."""
 ROLE_KEY = "agentfactory/role"
 """Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
 `reward`, `close`, `gauges`, `take_images`. A server that lists roles checks arguments itself and returns
@@ -208,9 +210,9 @@ class _ToolHost:
         except MCPError:
             raise
         except NoState as error:
-            raise MCPError(INVALID_REQUEST, str(error)) from None
+            raise MCPError(INVALID_REQUEST, str(error), {NOT_FOR_MODELS: True}) from None
         except ToolInfrastructureError as error:  # also from a user's tool, to hide the error from the model
-            raise MCPError(INTERNAL_ERROR, self._cut("", str(error))) from None
+            raise MCPError(INTERNAL_ERROR, self._cut("", str(error)), {NOT_FOR_MODELS: True}) from None
         except Exception as error:  # boundary: a user's tool may raise anything, and the model reads it
             logger.debug("%s raised", tool, exc_info=error)
             text = self._cut(f"{type(error).__name__}: ", str(error))

@@ -45,11 +45,12 @@ from agentfactory.tools.http.proxies import Proxy, proxy_for, through
 from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.http_refusals import name_refusal
-from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, SECONDS_KEY, OwnServer
+from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, NOT_FOR_MODELS, SECONDS_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_entry import HttpAddress, Target
 from agentfactory.tools.mcp_servers.server_messages import (
     Tell,
     as_it_came,
+    error_data,
     error_text,
     fault_of_page,
     mended,
@@ -200,10 +201,13 @@ class Connection:
     async def _failed(self, client: Client, tool: str, error: MCPError) -> CallToolResult:
         """Return the result for the model of a call that the server answered with a JSON-RPC error.
 
-        Raises ToolInfrastructureError if the error's cause is that the server changed the tool.
+        Raises ToolInfrastructureError if the error's cause is that the server changed the tool, or if one of our
+        servers hides the error from the model.
         """
         self._used = True
-        text = error_text(error)
+        data, text = error_data(error), error_text(error)
+        if isinstance(data, dict) and NOT_FOR_MODELS in data:
+            raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error.error.message}") from error
         if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND) and (change := (await self._list(client)).get(tool)):
             raise ToolInfrastructureError(f"tool server {self.name}: {tool} {change} since the run began: {text}")
         if error.code == INVALID_PARAMS:

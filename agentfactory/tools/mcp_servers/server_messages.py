@@ -62,10 +62,15 @@ def servers_own(error: MCPError) -> bool:
     return isinstance(error.error.data, dict) and _SERVERS_OWN in error.error.data
 
 
+def error_data(error: MCPError) -> Any:
+    """Return the data that a server sent with its error."""
+    data = error.error.data
+    return data.get(_SERVERS_OWN) if isinstance(data, dict) and _SERVERS_OWN in data else data
+
+
 def error_text(error: MCPError) -> str:
     """Return the text of a server's error for the model: the message, and the data that it has."""
-    data = error.error.data
-    data = data.get(_SERVERS_OWN) if isinstance(data, dict) and _SERVERS_OWN in data else data
+    data = error_data(error)
     message = error.error.message.strip() or f"error {error.error.code}"
     if data is None or data == "" or data == {} or data == []:
         return message
