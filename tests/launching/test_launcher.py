@@ -22,7 +22,7 @@ PREPARE = """
 def make(folder, seed):
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
-    (folder / "talks.jsonl").write_text(f'{{"question": "seed {seed}"}}')
+    (folder / "talks.jsonl").write_text(f'{{"messages": [{{"role": "user", "content": "seed {seed}"}}]}}')
 
 def bad(folder, seed):
     (folder / "model").mkdir()
