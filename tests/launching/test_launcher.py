@@ -87,7 +87,7 @@ sys.exit(main.main(sys.argv[1:]))
 STAGE = """
 model: {path: '${prepared}/model'}
 data: {path: '${prepared}/talks.jsonl'}
-train: {algorithm: sft, steps: 3}
+train: {algorithm: sft, steps: 3, batch_size: 1}
 """
 
 
