@@ -76,7 +76,8 @@ async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
     async with scripted_chains(tmp_path, [], source=HANGS, **HALL, rewards=["notes.py:judged"]) as chains:
         started = time.monotonic()
         # the wait for an instance has its own limit, pool.wait_seconds=600
-        with pytest.raises(ToolInfrastructureError, match=rf"hall, call of reset: Hall\.reset\(\) did not return within 1 s; {fix}"):
+        problem = rf"hall, call of reset: Hall\.reset\(\) did not return within 1 s; {fix}"
+        with pytest.raises(ToolInfrastructureError, match=problem):
             await chains.runner.check([{"question": "go", "hangs": "reset"}])
         assert time.monotonic() - started < 5
         assert "the reset of hall by the first row of data has not returned after 0.1 s" in caplog.text
