@@ -1,7 +1,6 @@
 """Proxies of the environment: servers on this machine are reached directly, remote ones through the proxy."""
 
 import asyncio
-import importlib.util
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +27,7 @@ from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http import proxies
 from agentfactory.tools.http.proxies import proxy_for, spare_loopback
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_in_thread
@@ -156,9 +156,6 @@ async def test_a_proxy_is_never_asked_for_this_machine(ask: Ask, host: str, monk
 async def test_remote_servers_are_reached_through_it(
     ask: Ask, variable: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if scheme == "socks5h://":
-        pytest.importorskip("aiohttp_socks")
-        pytest.importorskip("socksio")
     async with served_to(ask) as url, forward_proxy() as proxy:
         monkeypatch.setenv(variable, f"{scheme}127.0.0.1:{proxy.port}")
         await ask(far(url), monkeypatch)
@@ -269,8 +266,8 @@ def test_what_is_no_proxy_is_named(value: str, monkeypatch: pytest.MonkeyPatch) 
         proxy_for("https://far.example")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("aiohttp_socks") is not None, reason="the library for SOCKS is installed")
 async def test_a_socks_proxy_without_its_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxies, "is_installed", lambda name: name != "aiohttp_socks")
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     with pytest.raises(SettingError, match=r"ALL_PROXY: SOCKS needs .*; fix: pip install 'agentfactory\[socks\]'"):
         RetrievalClient("http://far.example:8000")

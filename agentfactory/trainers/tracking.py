@@ -50,7 +50,7 @@ _FIXES = {
     "trackio": "set TRACKIO_DIR to a writable folder, or correct TRACKIO_SPACE_ID or TRACKIO_SERVER_URL",
     "mlflow": "set MLFLOW_TRACKING_URI to a server that answers, such as http://127.0.0.1:5000, or to sqlite:///FILE.db",
 }
-"""What a tracker needs to start."""
+"""Tracker -> the fix if it does not start."""
 
 
 class TrackingError(Exception):

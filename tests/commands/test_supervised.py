@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.processes
 TOOLS = '''
 import ctypes
 import os
+import re
 import time
 from pathlib import Path
 from agentfactory import tool
@@ -30,6 +32,8 @@ def end(how: str) -> str:
     if how == "kill":
         os.kill(os.getpid(), 9)
     Path("pid").write_text(str(os.getpid()))
+    if how == "hold":
+        re.match("(a+)+$", "a" * 60 + "b")
     time.sleep(60)
 '''
 
@@ -69,4 +73,24 @@ def test_signals_reach_the_command_and_it_ends_with_its_parent(tmp_path: Path) -
         _, said = process.communicate(timeout=20)
         assert process.returncode == (130 if number != signal.SIGKILL else -9)
         assert expected[number] in said
+        wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))
+
+
+@pytest.mark.long
+def test_code_that_holds_the_lock_is_killed_by_a_further_signal_and_with_its_parent(tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        (folder := tmp_path / number.name).mkdir()
+        process = start(folder, "hold")
+        pid = folder / "pid"
+        wait_for(lambda pid=pid: pid.exists() and pid.read_text())
+        inside = int(pid.read_text())
+        process.send_signal(number)
+        if number is signal.SIGTERM:
+            time.sleep(6)
+            assert process.poll() is None
+            process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+        if number is signal.SIGTERM:
+            assert process.returncode == 1
+            assert "`agentfactory tools` still ran 6 s after a signal, and SIGTERM killed it; user code" in said
         wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))

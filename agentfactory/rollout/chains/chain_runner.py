@@ -4,7 +4,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,12 @@ from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.chains.tool_loop import ToolLoop
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.data.load import tell_nulls
+from agentfactory.rollout.data.notices import (
+    tell_answered_rows,
+    tell_null_arguments,
+    tell_null_fields,
+    tell_unread_fields,
+)
 from agentfactory.rollout.data.nulls import Nulls, drop_from_history
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.images.parts import images_of_row
@@ -60,16 +65,6 @@ _OUTCOMES = {
     StopReason.CONTEXT_OVERFLOW: Outcome.CONTEXT_OVERFLOW,
 }
 """Stop reason -> outcome of a chain that did not fail; all other reasons mean TOOL_LIMIT."""
-
-
-_NOT_FOR_CHAINS = {
-    "tools": "chains have the recipe's tools and mcp_servers",
-    "system": "put it into messages, or set rollout.system_prompt",
-    "history": "put it into messages",
-    "chat_template_kwargs": "set rollout.reasoning or model.chat_template",
-    "enable_thinking": "set rollout.reasoning",
-}
-"""Field in other projects' rows -> its place here."""
 
 
 def begin(chain_id: str) -> Trajectory:
@@ -118,15 +113,6 @@ class FirstVerdicts:
                 f"no chain got a reward so far, and {self._failed} ended as {self.failure}: {chain.error}; fix: "
                 f"{self.fix}"
             )
-
-
-def _tell_nulls(tasks: Sequence[Task], section: str, needed: Mapping[str, str]) -> None:
-    """Warn about needed fields that are null in some rows but not all; tables have null where a row lacks a field."""
-    for name, who in needed.items():
-        nulls = [number for number, task in enumerate(tasks, 1) if task.get(name) is None]
-        if nulls and len(nulls) < len(tasks):
-            text = f"{section}: the field {name}, which {who} needs, is null in {len(nulls)} of {len(tasks)} rows"
-            notify(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
 
 
 class ChainWatch:
@@ -244,8 +230,11 @@ class Runner(ABC):
         reports = (agent := self.setup.config.agent) is not None and agent.outside is not None
         self.toolset.check_rows(tasks, section, has_rewards=reports or not self.rewards.is_empty)
         await self.task_images.check(tasks, section, self.rewards.takes)
-        _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
-        self._tell_histories(tasks, section)
+        tell_null_fields(tasks, section, {**self.toolset.needed, **self.rewards.needed})
+        tell_null_arguments(tasks, section, self.setup.specs)
+        tell_unread_fields(tasks, section, lambda name: self.rewards.takes(name) or self.toolset.takes(name))
+        if not self.toolset.environments:
+            tell_answered_rows(tasks, section)
         first = self.for_tools(await self.take(tasks[0], section, 1))
         environments = ", ".join(self.toolset.environments)
         text = f"the reset of {environments} by the first row of {section} has not returned after {QUIET_SECONDS:g} s"
@@ -255,29 +244,6 @@ class Runner(ABC):
                 slow.cancel()
         finally:
             slow.cancel()
-
-    def _tell_histories(self, tasks: Sequence[Task], section: str) -> None:
-        """Notify the user of nulls in the calls of the rows' messages, and of fields that no chain gets."""
-        found = [Nulls() for _ in tasks]
-        for task, nulls in zip(tasks, found, strict=True):
-            drop_from_history(task, self.setup.specs, nulls)
-        text = "dropped from calls in messages, because the tools do not allow them"
-        tell_nulls(section, "dropped from calls", text, [nulls.dropped for nulls in found])
-        text = "kept in calls in messages, because no tool has that name"
-        tell_nulls(section, "kept in calls", text, [nulls.kept for nulls in found])
-        for name, instead in _NOT_FOR_CHAINS.items():
-            rows = [number for number, task in enumerate(tasks, 1) if task.get(name)]
-            if rows and not self.rewards.takes(name) and not self.toolset.takes(name):
-                text = (
-                    f"{section}: the model does not get the field {name} of {len(rows)} of {len(tasks)} rows; {instead}"
-                )
-                notify(logger, f"field {name} of {section}", text, times=0)
-        ended = [n for n, task in enumerate(tasks, 1) if (task.get("messages") or [{}])[-1].get("role") == "assistant"]
-        if ended and not self.toolset.environments:
-            text = (
-                f"{section}: the messages of row {ended[0]} ({len(ended)} of {len(tasks)} rows) end with the assistant"
-            )
-            notify(logger, f"answered rows of {section}", f"{text}, and the model answers once more", times=0)
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
         """Run `chains` on one task concurrently, and add the group rewards."""

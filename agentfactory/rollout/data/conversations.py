@@ -35,8 +35,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass
 class Findings:
-    """What reading a row's conversation changed or left: nulls, fields of messages that only a chat template may
-    read, and keys of tools that the model does not see."""
+    """The losses of a row's conversation: nulls, fields of messages that only a chat template may read, and keys of
+    tools that the model does not see."""
 
     nulls: Nulls = field(default_factory=Nulls)
     fields: set[str] = field(default_factory=set)

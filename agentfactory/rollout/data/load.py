@@ -1,10 +1,9 @@
 """Loading of tasks, which are rows of a file, a hub dataset or a source."""
 
 import json
-import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,14 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data.conversations import HALF, Findings, Tools, clean_messages, has_half_surrogate, specs_of
 from agentfactory.rollout.data.files import is_columnar, is_data_file, read_file, unreadable
 from agentfactory.rollout.data.layouts import fix_for_conversation, fix_for_task, is_messages
+from agentfactory.rollout.data.notices import tell_findings
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.messages import Message, ToolSpec
 from agentfactory.tools.user_code.extension import Extension, load_extension
 
 Task = dict[str, Any]
 """A row with `question` or `messages`, and any other fields."""
-
-logger = logging.getLogger(__name__)
 
 _IN_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
 """The beginning of messages as JSON text, or as Python writes them."""
@@ -48,7 +45,7 @@ def load_tasks(config: DataConfig, section: str = "data", tell: bool = False) ->
     except SettingError as error:
         raise error.at(f"{section}.{error.field}") from error.__cause__
     if tell:
-        _tell([findings for _, findings in found], section, columnar)
+        tell_findings([findings for _, findings in found], section, columnar)
     return [task for task, _ in found]
 
 
@@ -63,31 +60,6 @@ def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSp
         return task["messages"], specs_of(task.get("tools"))
     except ValueError as error:
         raise SettingError("data.path", f"row {number}: {error}", "correct it") from error
-
-
-def _tell(found: Sequence[Findings], section: str, columnar: bool) -> None:
-    """Notify the user of what was dropped from the conversations of rows, and of what no model may read."""
-    dropped = "dropped from messages, calls and tools, because the tools do not allow them"
-    tell_nulls(section, "dropped", dropped, [each.nulls.dropped for each in found])
-    if columnar:
-        allowed = "kept in calls, because the tools allow them; in a table, they may be missing arguments"
-        tell_nulls(section, "allowed", allowed, [each.nulls.allowed for each in found])
-    fields = sorted({name for each in found for name in each.fields})
-    keys = sorted({name for each in found for name in each.keys})
-    if keys:
-        text = f"{section}: tools have {', '.join(keys)}, which models do not get"
-        notify(logger, f"keys of tools of {section}", text, times=0)
-    if fields:
-        text = f"{section}: messages have the fields {', '.join(fields)}, which only a chat template may read"
-        notify(logger, f"fields of messages of {section}", text, times=0)
-
-
-def tell_nulls(section: str, topic: str, text: str, counts: Sequence[int]) -> None:
-    """Notify the user of nulls in the rows of `section`, of which each has one of `counts`; not if there are none."""
-    if any(counts):
-        first = next(number for number, count in enumerate(counts, 1) if count)
-        nulls = f"{sum(counts)} null{'s' if sum(counts) > 1 else ''}"
-        notify(logger, f"nulls of {section}, {topic}", f"{section}: {nulls} {text} (first in row {first})", times=0)
 
 
 def check_source(config: DataConfig, section: str) -> None:

@@ -10,10 +10,10 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from mcp import MCPError
-from mcp.client._transport import ReadStream, TransportStreams, WriteStream
+from mcp.client._transport import ReadStream, TransportStreams
 from mcp.shared.dispatcher import coerce_request_id
 from mcp.shared.message import SessionMessage
 from mcp_types import (
@@ -162,14 +162,34 @@ def _envelope(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Incoming:
+class _Stream:
+    """A wrapper of a transport's stream, closed with it."""
+
+    def __init__(self, stream: Any, methods: dict[int | str, str]) -> None:
+        self._stream = stream
+        self._methods = methods
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        closed: bool | None = await self._stream.__aexit__(kind, error, trace)
+        return closed
+
+
+class _Incoming(_Stream):
     """A transport's stream of received messages, with repairs."""
 
     def __init__(
         self, stream: ReadStream[SessionMessage | Exception], methods: dict[int | str, str], tell: Tell
     ) -> None:
-        self._stream = stream
-        self._methods = methods
+        super().__init__(stream, methods)
         self._tell = tell
 
     @property
@@ -180,23 +200,11 @@ class _Incoming:
     async def receive(self) -> SessionMessage | Exception:
         return self._mend(await self._stream.receive())
 
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
     def __aiter__(self) -> "_Incoming":
         return self
 
     async def __anext__(self) -> SessionMessage | Exception:
         return self._mend(await self._stream.__anext__())
-
-    async def __aenter__(self) -> "_Incoming":
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._stream.__aexit__(kind, error, trace)
 
     def _mend(self, item: SessionMessage | Exception) -> SessionMessage | Exception:
         message = None if isinstance(item, Exception) else item.message
@@ -214,12 +222,8 @@ class _Incoming:
         return item
 
 
-class _Outgoing:
+class _Outgoing(_Stream):
     """A transport's stream of sent messages, which notes the methods of requests."""
-
-    def __init__(self, stream: WriteStream[SessionMessage], methods: dict[int | str, str]) -> None:
-        self._stream = stream
-        self._methods = methods
 
     async def send(self, item: SessionMessage, /) -> None:
         match item.message:
@@ -228,18 +232,6 @@ class _Outgoing:
             case JSONRPCNotification(method="notifications/cancelled", params={"requestId": int() | str() as number}):
                 self._methods.pop(coerce_request_id(number), None)
         await self._stream.send(item)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    async def __aenter__(self) -> "_Outgoing":
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._stream.__aexit__(kind, error, trace)
 
 
 def _of_transport(message: JSONRPCError) -> bool:

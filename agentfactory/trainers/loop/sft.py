@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from agentfactory.rollout.data import conversation_of
-from agentfactory.rollout.data.load import tell_nulls
+from agentfactory.rollout.data.notices import tell_nulls
 from agentfactory.rollout.data.nulls import nulls_in_calls
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.text.renderer import Renderer

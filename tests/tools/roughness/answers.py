@@ -13,7 +13,7 @@ class Answer(NamedTuple):
     reads: Content
     error: CallError | None = None
     told: str = ""
-    """What the notice to the user must name ("": no notice)."""
+    """Text that the notice to the user must contain ("": no notice)."""
 
 
 def _result(name: str, result: Any, reads: Content, error: CallError | None = None, told: str = "") -> Answer:

@@ -1,0 +1,83 @@
+"""Notices to the user of what rows lose on their way to the model."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentfactory.rollout.data.conversations import Findings
+from agentfactory.rollout.data.nulls import Nulls, drop_from_history
+from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.messages import ToolSpec
+
+logger = logging.getLogger(__name__)
+
+_NOT_FOR_CHAINS = {
+    "tools": "chains have the recipe's tools and mcp_servers",
+    "system": "put it into messages, or set rollout.system_prompt",
+    "history": "put it into messages",
+    "chat_template_kwargs": "set rollout.reasoning or model.chat_template",
+    "enable_thinking": "set rollout.reasoning",
+}
+"""Field in other projects' rows -> its place here."""
+
+
+def tell_findings(found: Sequence[Findings], section: str, columnar: bool) -> None:
+    """Notify the user of what was dropped from the conversations of rows, and of what no model may read."""
+    dropped = "dropped from messages, calls and tools, because the tools do not allow them"
+    tell_nulls(section, "dropped", dropped, [each.nulls.dropped for each in found])
+    if columnar:
+        allowed = "kept in calls, because the tools allow them; in a table, they may be missing arguments"
+        tell_nulls(section, "allowed", allowed, [each.nulls.allowed for each in found])
+    fields = sorted({name for each in found for name in each.fields})
+    keys = sorted({name for each in found for name in each.keys})
+    if keys:
+        text = f"{section}: tools have {', '.join(keys)}, which models do not get"
+        notify(logger, f"keys of tools of {section}", text, times=0)
+    if fields:
+        text = f"{section}: messages have the fields {', '.join(fields)}, which only a chat template may read"
+        notify(logger, f"fields of messages of {section}", text, times=0)
+
+
+def tell_nulls(section: str, topic: str, text: str, counts: Sequence[int]) -> None:
+    """Notify the user of nulls in the rows of `section`, of which each has one of `counts`; not if there are none."""
+    if any(counts):
+        first = next(number for number, count in enumerate(counts, 1) if count)
+        nulls = f"{sum(counts)} null{'s' if sum(counts) > 1 else ''}"
+        notify(logger, f"nulls of {section}, {topic}", f"{section}: {nulls} {text} (first in row {first})", times=0)
+
+
+def tell_null_fields(tasks: Sequence[dict[str, Any]], section: str, needed: Mapping[str, str]) -> None:
+    """Warn about needed fields that are null in some rows but not all; tables have null where a row lacks a field."""
+    for name, who in needed.items():
+        nulls = [number for number, task in enumerate(tasks, 1) if task.get(name) is None]
+        if nulls and len(nulls) < len(tasks):
+            text = f"{section}: the field {name}, which {who} needs, is null in {len(nulls)} of {len(tasks)} rows"
+            notify(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
+
+
+def tell_null_arguments(tasks: Sequence[dict[str, Any]], section: str, specs: Sequence[ToolSpec]) -> None:
+    """Notify the user of nulls in the calls of the rows' messages; `specs` are the chains' tools."""
+    found = [Nulls() for _ in tasks]
+    for task, nulls in zip(tasks, found, strict=True):
+        drop_from_history(task, specs, nulls)
+    text = "dropped from calls in messages, because the tools do not allow them"
+    tell_nulls(section, "dropped from calls", text, [nulls.dropped for nulls in found])
+    text = "kept in calls in messages, because no tool has that name"
+    tell_nulls(section, "kept in calls", text, [nulls.kept for nulls in found])
+
+
+def tell_unread_fields(tasks: Sequence[dict[str, Any]], section: str, takes: Callable[[str], bool]) -> None:
+    """Notify the user of fields of other projects' rows that the model does not get, and no reward or reset `takes`."""
+    for name, instead in _NOT_FOR_CHAINS.items():
+        count = sum(bool(task.get(name)) for task in tasks)
+        if count and not takes(name):
+            text = f"{section}: the model does not get the field {name} of {count} of {len(tasks)} rows; {instead}"
+            notify(logger, f"field {name} of {section}", text, times=0)
+
+
+def tell_answered_rows(tasks: Sequence[dict[str, Any]], section: str) -> None:
+    """Notify the user of rows whose messages end with the assistant."""
+    ended = [n for n, task in enumerate(tasks, 1) if (task.get("messages") or [{}])[-1].get("role") == "assistant"]
+    if ended:
+        text = f"{section}: the messages of row {ended[0]} ({len(ended)} of {len(tasks)} rows) end with the assistant"
+        notify(logger, f"answered rows of {section}", f"{text}, and the model answers once more", times=0)
