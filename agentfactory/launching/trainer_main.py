@@ -50,7 +50,7 @@ from agentfactory.trainers.loop.stopping import Stop, name_of
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.sync.backends import backend_of, make_sync
-from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_image_rows
+from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, CanaryRow, canary_rows, with_image_rows
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.tracking import Tracking
@@ -334,9 +334,10 @@ def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolde
     # some tokenizers do not list image tokens as special
     left_out = {*tokenizer.all_special_ids, *(vision.banned_token_ids if vision is not None else ())}
     vocabulary = [token for token in range(len(tokenizer)) if token not in left_out]
-    rows = canary_rows(vocabulary, longest, recipe.seed)
     if vision is None:
-        return rows
+        return canary_rows(vocabulary, longest, recipe.seed, CONTEXT_TOKENS[recipe.server.engine])
+    # long enough for an image
+    rows = canary_rows(vocabulary, longest, recipe.seed)
     # a frozen vision tower is the same as the one that the server has loaded
     return with_image_rows(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
 

@@ -17,7 +17,7 @@ from agentfactory.placement.image_memory import server_image_memory
 from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
-from agentfactory.rollout.inference.embedded.packed_linear import ROWS, onednn_modules
+from agentfactory.rollout.inference.embedded.packed_linear import second_copies
 from agentfactory.rollout.inference.embedded.step_plan import has_sliding_window, head_width
 from agentfactory.rollout.inference.vllm.vllm_arguments import LORA_RANKS
 from agentfactory.trainers.networks.vision_tower import sees
@@ -68,7 +68,7 @@ def server_memory(
     bits = None if embedded else _bits_per_weight(server.quantization, config)
     shared = {
         "weights": _weights(network, bits),
-        "packed": _packed(network, server.max_num_seqs) if embedded and device == "cpu" else 0,
+        "packed": second_copies(network, server.max_num_seqs) if embedded and device == "cpu" else 0,
         "adapters": _adapters(recipe, network, dtype),
         # at most, on each device: vLLM divides the tower's weights, and its activations in part
         "images": devices * server_image_memory(recipe, network, dtype, _step_tokens(recipe, device_memory)),
@@ -130,14 +130,6 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
         quantised = bits is not None and weight.ndim > 1 and id(weight) not in tables
         total += weight.numel() * (bits / 8 if bits is not None and quantised else weight.itemsize)
     return round(total)
-
-
-def _packed(network: PreTrainedModel, sequences: int) -> int:
-    """Return the bytes of the copies that agentfactory.rollout.inference.embedded.packed_linear makes. The head has a
-    row per sequence, and its copy is only made for ROWS of them."""
-    head = network.get_output_embeddings()
-    modules = onednn_modules(network, "meta")
-    return sum(linear.weight.nbytes for linear in modules if linear is not head or sequences >= ROWS)
 
 
 def _tables(network: PreTrainedModel) -> Iterator[Tensor]:

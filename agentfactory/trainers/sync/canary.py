@@ -48,9 +48,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CONTEXTS = 8
-CONTEXT_TOKENS = 144
-"""Context length; more than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU. Shorter contexts are
-never cached, so a stale cache would not be detected."""
+CONTEXT_TOKENS = {"vllm": 144, "embedded": 24}
+"""Engine -> context length. More than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU: shorter
+contexts are never cached, so a stale cache would not be detected. The embedded engine caches single tokens, and on a
+CPU long contexts would take a large part of a step."""
 CONTEXTS_AGAIN = 2
 """Number of contexts scored again before the next push; other weights would change them all."""
 CANDIDATES = 16
@@ -87,11 +88,13 @@ class CanaryRow:
     """The image file."""
 
 
-def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[CanaryRow]:
+def canary_rows(
+    vocabulary: Sequence[int], longest: int, seed: int = 0, length: int = CONTEXT_TOKENS["vllm"]
+) -> list[CanaryRow]:
     """Return the canary's rows: tokens of `vocabulary` drawn with `seed`, so all processes get the same rows. A context
-    has at most `longest` tokens."""
+    has `length` tokens, and at most `longest`."""
     draw = random.Random(seed)
-    length, count = min(CONTEXT_TOKENS, longest), min(CANDIDATES, len(vocabulary))
+    length, count = min(length, longest), min(CANDIDATES, len(vocabulary))
     return [CanaryRow(draw.choices(vocabulary, k=length), draw.sample(vocabulary, count)) for _ in range(CONTEXTS)]
 
 

@@ -18,7 +18,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.http.server_keys import published_key
 from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.memory import keep_freed_memory
+from agentfactory.tools.processes.memory import give_back_freed, keep_freed_memory
 
 
 def _arguments() -> argparse.Namespace:
@@ -103,6 +103,8 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
             weight_version=args.weight_version,
             encoder=encoder,
         )
+        # the weights were read, converted and packed one by one
+        give_back_freed()
         server = Server(
             engine,
             served_model_name=args.served_model_name,

@@ -27,7 +27,7 @@ class ImageEncoder:
     ) -> None:
         self.images = ImageCache(vision)
         """The images of requests."""
-        self._model, self._maker = model, maker
+        self._model, self._maker, self._device = model, maker, model.device
         self._image_token_id = vision.image_token_id
         self._features: ByteCache[int, Features] = ByteCache(limit)
 
@@ -38,7 +38,7 @@ class ImageEncoder:
     def pixels(self, images: Sequence[HeldImage]) -> dict[str, Tensor]:
         """Return the model's arguments `pixel_values` and `image_grid_thw` for images."""
         made = join([self._maker.make(image.image) for image in images])
-        return {name: value.to(self._model.device) for name, value in made.items()}
+        return {name: value.to(self._device) for name, value in made.items()}
 
     def prepare(
         self, requests: Sequence[Request], ids: np.ndarray, rotary: np.ndarray, start: np.ndarray, after: np.ndarray
@@ -74,7 +74,7 @@ class ImageEncoder:
         order = places.cumsum() - 1
         # a sampled image token stands for no image, and keeps its own embedding
         embedding = self._model.get_input_embeddings()
-        own: Tensor = embedding(torch.tensor(self._image_token_id, device=self._model.device))
+        own: Tensor = embedding(torch.tensor(self._image_token_id, device=self._device))
         own = own.expand(int(places.sum()), -1)
         step = Features(own.clone(), tuple(torch.zeros_like(own) for _ in next(iter(features.values())).deep))
         for image, place, within in parts:

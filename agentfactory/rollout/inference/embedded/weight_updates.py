@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
+from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
 from agentfactory.rollout.inference.weight_digest import memory_threads, weight_digest
 
 _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
@@ -30,10 +31,10 @@ class WeightUpdate:
         remained incomplete."""
         self.overwritten = overwritten
         """True if weights have been overwritten: the model then matches no version until an update has replaced all."""
-        self._state = model.state_dict()
-        self._tied = _tied(self._state)
+        self._weights = ServedWeights(model)
         self._given: set[str] = set()
-        self._buffers = SharedBuffers(next(model.parameters()).device)
+        self._device = _device(model)
+        self._buffers = SharedBuffers(self._device)
 
     def load(self, info: Any) -> None:
         """Load all weights from {"path": PATH}, a safetensors file or a folder of such files, or some weights from one
@@ -61,7 +62,7 @@ class WeightUpdate:
         """Raise WeightsError unless every weight was loaded."""
         if not self._given:
             raise WeightsError("no weights were updated; POST /update_weights first")
-        if missing := [names[0] for names in self._tied if not self._given.intersection(names)]:
+        if missing := [names[0] for names in self._weights.tied if not self._given.intersection(names)]:
             raise WeightsError(f"the update lacks the tensor {_some(missing)}")
 
     def close(self) -> None:
@@ -82,24 +83,23 @@ class WeightUpdate:
     def _load_opened(self, path: Path, holders: Mapping[str, Any]) -> None:
         """Load from opened files; `holders` maps each tensor's name to its file."""
         given = set(holders)
-        if unknown := sorted(given - self._state.keys()):
+        if unknown := sorted(given - {*self._weights.names()}):
             raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
-        if missing := [names[0] for names in self._tied if not given.intersection(names)]:
+        if missing := [names[0] for names in self._weights.tied if not given.intersection(names)]:
             raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
         for name, file in holders.items():
-            shape, needed = tuple(file.get_slice(name).get_shape()), self._state[name].shape
+            shape, needed = tuple(file.get_slice(name).get_shape()), self._weights.shape(name)
             if shape != needed:
                 raise WeightsError(f"{path}: {name} has shape {shape}, the model needs {tuple(needed)}")
-        for names in self._tied:
+        for names in self._weights.tied:
             first, *others = given.intersection(names)
             read = holders[first].get_tensor(first)
             if any(not torch.equal(read, holders[other].get_tensor(other)) for other in others):
                 raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
         self.overwritten = True
 
-        @torch.no_grad()
         def copy(name: str) -> None:
-            self._state[name].copy_(holders[name].get_tensor(name))
+            self._weights.write(name, holders[name].get_tensor(name))
 
         # most of the time is spent on page faults, which each thread handles one at a time
         with ThreadPoolExecutor(memory_threads()) as pool:
@@ -119,15 +119,14 @@ class WeightUpdate:
         for name, dtype_name, shape, size in zip(*lists, strict=True):
             part[name] = self._unpacked(buffer[start:], name, dtype_name, shape, size)
             start += size
-        for names in self._tied:
+        for names in self._weights.tied:
             new = [part[name] for name in names if name in part]
-            given = new + [self._state[name] for name in names if name in self._given]
+            given = new + [self._weights.read(name) for name in names if name in self._given]
             if new and any(not torch.equal(new[0], other) for other in given[1:]):
                 raise WeightsError(f"update_info: {', '.join(sorted(names))} are tied but differ")
         self.overwritten = True
-        with torch.no_grad():
-            for name, value in part.items():
-                self._state[name].copy_(value)
+        for name, value in part.items():
+            self._weights.write(name, value)
         if buffer.is_cuda:
             # the sender overwrites the buffer after the response
             torch.cuda.synchronize(buffer.device)
@@ -135,9 +134,9 @@ class WeightUpdate:
 
     def _unpacked(self, rest: Tensor, name: Any, dtype_name: Any, shape: Any, size: Any) -> Tensor:
         """Return the tensor at the beginning of `rest`, converted to the model's dtype."""
-        if name not in self._state:
+        if name not in self._weights:
             raise WeightsError(f"update_info: the model has no tensor {name}")
-        needed = self._state[name].shape
+        needed = self._weights.shape(name)
         if tuple(shape) != needed:
             raise WeightsError(f"update_info: {name} has shape {tuple(shape)}, the model needs {tuple(needed)}")
         dtype = getattr(torch, str(dtype_name), None)
@@ -151,24 +150,21 @@ class WeightUpdate:
         flat = rest[:size]
         # after a tensor of a smaller dtype, this one may be unaligned
         aligned = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
-        return aligned.view(dtype).view(shape).to(self._state[name])
+        return aligned.view(dtype).view(shape).to(self._device, self._weights.dtype(name))
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
     """Return the `weight_digest` of each weight, by name: parameters, and buffers that a checkpoint contains, such as
     DeepSeek's router bias correction. Tied weights appear once, under their first name."""
-    state = model.state_dict()
-    weights = {names[0]: state[names[0]] for names in _tied(state)}
+    weights = ServedWeights(model)
+    names = [tied[0] for tied in weights.tied]
     with ThreadPoolExecutor(memory_threads()) as pool:
-        return dict(zip(weights, pool.map(weight_digest, weights.values()), strict=True))
+        return dict(zip(names, pool.map(lambda name: weight_digest(weights.read(name)), names), strict=True))
 
 
-def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return groups of names, one group per tensor; most groups have one name."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(tensor.data_ptr(), []).append(name)
-    return list(names.values())
+def _device(model: nn.Module) -> torch.device:
+    """Return the model's device; packed weights have left their parameters on the meta device."""
+    return next(weight.device for weight in model.parameters() if weight.device.type != "meta")
 
 
 def _some(names: list[str]) -> str:

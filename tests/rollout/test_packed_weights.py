@@ -1,0 +1,124 @@
+"""Large weights in oneDNN's layout: the same numbers, updates and digests as plain ones, and no second copy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentfactory.placement.server_memory import meta_network
+from agentfactory.rollout.inference.embedded import packed_linear
+from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights, second_copies
+from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate, checksums
+
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed on CPUs with AVX-512"
+)
+# a head and gates of at least WHOLE elements; keys and values below it
+CONFIG: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def network(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**{**CONFIG, **changes})).eval()
+
+
+def sample(engine: Engine, rows: int) -> list[Request]:
+    requests = [
+        Request(np.arange(1, 6 + index) * 7 % 1024, 4, lambda r: None, temperature=0.0) for index in range(rows)
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return requests
+
+
+@torch.no_grad()
+def assert_exact(requests: list[Request], model: Qwen3ForCausalLM) -> None:
+    for request in requests:
+        ids = torch.tensor([*request.token_ids, *request.tokens])
+        logits = model(input_ids=ids[None]).logits[0, len(request.prompt) - 1 : -1].double()
+        expected = torch.log_softmax(logits, -1).gather(1, ids[len(request.prompt) :, None])[:, 0]
+        assert torch.tensor(request.logprobs, dtype=torch.float64) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 40])
+def test_log_probabilities_are_the_models_own(rows: int) -> None:
+    engine = Engine(network(), max_model_len=64, max_num_seqs=40)
+    assert_exact(sample(engine, rows), network())
+
+
+def test_a_large_weight_is_kept_once() -> None:
+    model = network()
+    sample(Engine(model, max_model_len=64, max_num_seqs=8), 8)
+    plain = {name for name, weight in model.named_parameters() if weight.device.type == "cpu"}
+    large = {name for name, weight in model.named_parameters() if weight.numel() >= packed_linear.WHOLE}
+    assert plain & large == {"model.embed_tokens.weight"}
+    assert len(large) == 2 + 3 * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_digests_are_those_of_plain_weights(tied: bool) -> None:
+    model = network(tie_word_embeddings=tied)
+    sample(Engine(model, max_model_len=64, max_num_seqs=8), 8)
+    assert checksums(model) == checksums(network(tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_update_is_used_and_proven(tmp_path: Path, tied: bool) -> None:
+    model, new = network(tie_word_embeddings=tied), network(1, tie_word_embeddings=tied)
+    engine = Engine(model, max_model_len=64, max_num_seqs=8)
+    sample(engine, 8)
+    # bfloat16 files are converted
+    save_file({name: value.bfloat16().clone() for name, value in new.state_dict().items()}, tmp_path / "w.safetensors")
+    rounded = network(1, tie_word_embeddings=tied)
+    rounded.load_state_dict({name: value.bfloat16().float() for name, value in new.state_dict().items()})
+    update = WeightUpdate(model)
+    update.load({"path": str(tmp_path / "w.safetensors")})
+    update.check_whole()
+    engine.reset_prefix_cache()
+    assert_exact(sample(engine, 8), rounded)
+    assert checksums(model) == checksums(rounded)
+
+
+def test_weights_of_two_modules_stay_in_place() -> None:
+    model = network(tie_word_embeddings=True)
+    sample(Engine(model, max_model_len=64, max_num_seqs=8), 8)
+    assert model.lm_head.weight.device.type == "cpu"
+    weights = ServedWeights(model)
+    assert ["model.embed_tokens.weight", "lm_head.weight"] in weights.tied
+
+
+def test_sleep_keeps_weights_that_exist_once() -> None:
+    model = network()
+    engine = Engine(model, max_model_len=64, max_num_seqs=8)
+    engine.sleep()
+    engine.wake(weights=True, cache=True)
+    assert_exact(sample(engine, 8), network())
+
+
+def test_the_plan_counts_second_copies_only() -> None:
+    config = Qwen3Config(**CONFIG)
+    small = 2 * 256 * (256 + 2 * 32 + 256) * 4  # queries, keys, values, outputs of two layers
+    assert second_copies(meta_network(config, torch.float32), 8) == small
+    tied = Qwen3Config(**{**CONFIG, "tie_word_embeddings": True})
+    assert second_copies(meta_network(tied, torch.float32), 8) == small + 1024 * 256 * 4
+    assert second_copies(meta_network(tied, torch.float32), 3) == small
