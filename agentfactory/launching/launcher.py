@@ -97,7 +97,9 @@ def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold)
     if overwrite:
         # NFS cannot delete a folder with an open file in it
         hold.release()
-    path, text = plan.recipe.output, plan.recipe.to_saved()
+    path = plan.recipe.output
+    # that of a single stage has the model that is trained
+    text = (plan.recipe if isinstance(plan.recipe, StagedRecipe) else plan.stages[0].recipe).to_saved()
     folder = RunFolder.create(path, text, overwrite) if resume is None else RunFolder.reopen(path, text)
     hold.take(make=True)
     return folder
@@ -132,6 +134,8 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     elif folder.path != whole.path:
         RunFolder.create(folder.path, recipe.to_saved(whole.path))
     _tell(stage, say)
+    if stage.merge is not None:
+        stage.merge.run(children, folder.logs / "merge.log", say)
     server = None
     if stage.server is None:
         stage.assignment(None).write(folder.assignment)
@@ -167,7 +171,10 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
 
 
 def _tell(stage: StagePlan, say: Say) -> None:
-    """Print the placement of the stage's processes. Raises SettingError if it is impossible."""
+    """Print the adapter that the stage begins with, and the placement of its processes. Raises SettingError if the
+    placement is impossible."""
+    if (line := stage.describe_adapter()) is not None:
+        say(line)
     for line in stage.placement.describe():
         say(line)
     if stage.refusal is not None:

@@ -65,6 +65,8 @@ class StagedRecipe(Section):
                 del stage[name]
             if index:
                 del stage["model"]["path"]
+                if stage["model"]["lora"]:
+                    del stage["model"]["lora"]["from"]
         return data
 
 
