@@ -20,7 +20,7 @@ from agentfactory.tools.files.disk import set_usual_modes
 from agentfactory.tools.files.untrusted_files import read_json
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code.import_path import own_python
-from agentfactory.trainers.checkpoints.checkpoint_folder import DIGESTS, INFO, digest, verify
+from agentfactory.trainers.checkpoints.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, digest, verify
 
 if TYPE_CHECKING:
     from agentfactory.launching.child_processes import Children
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state", "training_state.pt")
 """Files of a checkpoint that a model does not need. training_state.pt: in checkpoints of version 0.1."""
 _ORIGIN = "merged_from.json"
+_TOLERANCE = 1e-3
+"""Largest change of a log-probability in float32 that is taken for rounding."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     """Merge the LoRA adapter in a folder into its base, and write the model to the existing folder `output`: the sum in
     float32, rounded once to `dtype`. Return a sentence about the rounding.
 
-    Raises the errors of transformers, peft and safetensors.
+    Raises SettingError if no merge reproduces the adapter, and the errors of transformers, peft and safetensors.
     """
     import torch
     from peft import PeftModel
@@ -102,14 +104,22 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
 
     from agentfactory.rollout.images.families import copy_processor
     from agentfactory.trainers.networks.network import class_of
+    from agentfactory.trainers.networks.row_layouts import ids
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
     network = class_of(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
     model: Any = PeftModel.from_pretrained(network, adapter)
     rounded_to: torch.dtype = getattr(torch, dtype)
     change = lost = 0.0
+    tokens = ids(network, list(range(8)))[None]
+
+    def scores() -> torch.Tensor:
+        return model(tokens, use_cache=False).logits.log_softmax(-1)
+
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", "All adapters are already merged")
+        model.eval()
+        unmerged = scores()
         for layer in model.modules():
             weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, LoraLayer) else None
             if weight is not None:
@@ -118,8 +128,12 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
                 after = layer.get_base_layer().weight
                 change += float((after - before).double().square().sum())
                 lost += float((after.to(rounded_to).float() - after).double().square().sum())
-        merged = model.merge_and_unload(safe_merge=True)
-    merged.to(rounded_to).save_pretrained(output)
+        model = model.merge_and_unload(safe_merge=True)
+        if (error := float((scores() - unmerged).abs().max())) > _TOLERANCE:
+            problem = f"{display(adapter)} cannot be merged exactly: merged, it changes log-probabilities by {error:.2g}"
+            fix = "train an adapter without modules whose weights are tied to others, such as embeddings"
+            raise SettingError("model.lora.from", problem, fix)
+    model.to(rounded_to).save_pretrained(output)
     copy_processor(base, output)
     if not lost or not change:
         return f"merged in {dtype}"
@@ -157,4 +171,7 @@ def _merge_for_run(adapter: Path, base: str, dtype: str, output: Path) -> str:
 
 if __name__ == "__main__":
     parent_watch.follow_parent()
-    print(_merge_for_run(Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])))
+    try:
+        print(_merge_for_run(Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])))
+    except (SettingError, DamagedCheckpointError) as failure:
+        sys.exit(str(failure))

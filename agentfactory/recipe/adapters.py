@@ -76,7 +76,8 @@ def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
 def differences(lora: LoraConfig, before: LoraConfig) -> str:
     """Return in which fields the adapter of a stage differs from that of the stage before, as text."""
     own, shape = shape_of(lora), shape_of(before)
-    return ", ".join(f"{name} is {short(own[name])}, not {short(shape[name])}" for name in _differing(own, shape))
+    names = (name for name in _differing(own, shape) if own[name] != shape[name])
+    return ", ".join(f"{name} is {short(own[name])}, not {short(shape[name])}" for name in names)
 
 
 def saved_shape(folder: Path) -> dict[str, Any]:
