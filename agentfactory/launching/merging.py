@@ -130,7 +130,9 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
                 lost += float((after.to(rounded_to).float() - after).double().square().sum())
         model = model.merge_and_unload(safe_merge=True)
         if (error := float((scores() - unmerged).abs().max())) > _TOLERANCE:
-            problem = f"{display(adapter)} cannot be merged exactly: merged, it changes log-probabilities by {error:.2g}"
+            problem = (
+                f"{display(adapter)} cannot be merged exactly: merged, it changes log-probabilities by {error:.2g}"
+            )
             fix = "train an adapter without modules whose weights are tied to others, such as embeddings"
             raise SettingError("model.lora.from", problem, fix)
     model.to(rounded_to).save_pretrained(output)

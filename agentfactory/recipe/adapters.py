@@ -39,7 +39,7 @@ def take_over(data: Mapping[str, Any]) -> None:
         return
     folder = lora.get("from")
     if isinstance(folder, str) and (Path(folder) / ADAPTER).is_file():
-        _continue(lora, saved_shape(Path(folder)))
+        _continue(lora, saved_shape(Path(folder)), is_foreign=not (Path(folder) / INFO).is_file())
 
 
 def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
@@ -76,8 +76,9 @@ def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
 def differences(lora: LoraConfig, before: LoraConfig) -> str:
     """Return in which fields the adapter of a stage differs from that of the stage before, as text."""
     own, shape = shape_of(lora), shape_of(before)
-    names = (name for name in _differing(own, shape) if own[name] != shape[name])
-    return ", ".join(f"{name} is {short(own[name])}, not {short(shape[name])}" for name in names)
+    names = [name for name in _differing(own, shape) if own[name] != shape[name]]
+    shown = {name: [_scale(fields) if name == "alpha" else fields[name] for fields in (own, shape)] for name in names}
+    return ", ".join(f"{name} is {short(now)}, not {short(then)}" for name, (now, then) in shown.items())
 
 
 def saved_shape(folder: Path) -> dict[str, Any]:
@@ -142,15 +143,19 @@ def doubts_about_adapter(recipe: Recipe) -> list[str]:
     return found
 
 
-def _continue(lora: dict[str, Any], shape: Mapping[str, Any]) -> None:
+def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:
     """Set the fields that the mapping `lora` leaves out to those of the adapter that it continues; `merge` to whether
-    the two differ. A new adapter on the merged base takes over the rank alone."""
+    the two differ. A new adapter on the merged base takes over the rank alone.
+
+    A foreign adapter has the names of its modules; whether those are all-linear, or fit a pattern, is not known here.
+    """
     if lora.get("merge") is not True and lora.get("rank", shape["rank"]) == shape["rank"]:
         for name, value in shape.items():
             lora.setdefault(name, value)
     lora.setdefault("rank", shape["rank"])
     if lora.get("merge") is None:
-        lora["merge"] = any(_are_comparable(lora, shape, name) for name in _differing(lora, shape))
+        unknown = is_foreign and type(lora.get("target_modules")) is not type(shape["target_modules"])
+        lora["merge"] = any(not (unknown and name == "target_modules") for name in _differing(lora, shape))
 
 
 def _differing(lora: Mapping[str, Any], shape: Mapping[str, Any]) -> list[str]:
@@ -158,16 +163,16 @@ def _differing(lora: Mapping[str, Any], shape: Mapping[str, Any]) -> list[str]:
 
 
 def _comparable(lora: Mapping[str, Any], name: str) -> Any:
-    default = LoraConfig.model_fields[name].default
-    value = lora.get(name, default)
-    if name == "alpha" and value is None and isinstance(lora["rank"], int):
-        return 2.0 * lora["rank"]
+    if name == "alpha":
+        return _scale(lora)
+    value = lora.get(name, LoraConfig.model_fields[name].default)
     return frozenset(map(str, value)) if isinstance(value, list) else value
 
 
-def _are_comparable(lora: Mapping[str, Any], shape: Mapping[str, Any], name: str) -> bool:
-    # only the trainer knows which names a pattern, or all-linear, stands for
-    return name != "target_modules" or type(lora.get(name, "")) is type(shape[name])
+def _scale(lora: Mapping[str, Any]) -> Any:
+    """Return the value of alpha, or its default."""
+    value = lora.get("alpha")
+    return 2 * lora["rank"] if value is None and isinstance(lora["rank"], int) else value
 
 
 def _check_equal(lora: Mapping[str, Any], shape: Mapping[str, Any], where: str, stage: Composed | None = None) -> None:

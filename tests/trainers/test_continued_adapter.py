@@ -152,7 +152,9 @@ def test_training_resumes_exactly_within_the_second_run(
     assert whole[0]["kl"] == 0
     assert whole[1]["kl"] > 0
     assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000001") == whole[1:]
-    last, again = (load_file(tmp_path / name / "step-000003" / "adapter_model.safetensors") for name in ("whole", "resumed"))
+    last, again = (
+        load_file(tmp_path / name / "step-000003" / "adapter_model.safetensors") for name in ("whole", "resumed")
+    )
     assert last.keys() == again.keys() == load_file(trained[0] / "adapter_model.safetensors").keys()
     assert all(torch.equal(last[name], again[name]) for name in last)
     network = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
@@ -208,9 +210,7 @@ def test_every_adapter_of_peft_is_merged(model_folder: Path, of_peft: Any, kind:
     assert (expected - scores_of(AutoModelForCausalLM.from_pretrained(model_folder))).abs().max() > 0.01
 
 
-def test_an_adapter_on_tied_embeddings_which_no_merge_reproduces_is_refused(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_on_tied_embeddings_which_no_merge_reproduces_is_refused(model_folder: Path, tmp_path: Path) -> None:
     """The adapter changes the input alone, and merging it would change the head, too."""
     network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     model: Any = get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj", "embed_tokens"]))
