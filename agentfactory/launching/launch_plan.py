@@ -22,10 +22,10 @@ from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resumption import check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.placement.placement import Placement, may_have_gpu, place
-from agentfactory.recipe.adapters import MERGED, differences
+from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import write_whole
 from agentfactory.tools.user_code.import_path import own_python

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from agentfactory.recipe.composition import Composed, display
-from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.schema import MERGED, Recipe
 from agentfactory.rollout.config import LoraConfig
 from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS, unsupported
 from agentfactory.tools.errors import SettingError, short
@@ -21,8 +21,6 @@ _MERGE = "set model.lora.merge=true, which merges it into the base first"
 _OF_A_RUN = {"from", "merge", "dropout", "quantization"}
 """Fields of model.lora that describe how a run trains its adapter, not the adapter."""
 _FACTOR = re.compile(r"base_model\.model\..+\.lora_[AB]\.weight")
-MERGED = "merged"
-"""Folder of a run, or of a stage, for the base with an adapter merged into it."""
 
 
 def shape_of(lora: LoraConfig) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_fields_that_are_left_out_are_those_of_the_adapter_before(stages: Path) 
     [
         (["second.model.lora.rank=4"], "rank is 4, not 8"),
         (["second.model.lora.alpha=4"], "alpha is 4.0, not 16"),
-        (["second.model.lora.target_modules=[q_proj]"], r"target_modules is \['q_proj'\], not 'all-linear'"),
+        (["second.model.lora.target_modules=[q_proj]"], "target_modules is ['q_proj'], not 'all-linear'"),
         (["second.model.lora=null"], "second trains all weights"),
         (["second.model.lora.merge=true"], None),
     ],
@@ -307,6 +307,11 @@ def test_a_run_from_a_merged_model_resumes_with_the_same_adapter_only(make_adapt
     (stage.merge.output / "merged_from.json").write_text(json.dumps(origin))
     (resumed,) = plan_run(single(given), "auto").stages
     assert resumed.state is State.STARTED
+    saved = str(stage.folder.recipe)
+    again, elsewhere = (load_recipe(saved, [f"output={output}"]) for output in (stage.folder.path, "other"))
+    assert isinstance(again, Recipe)
+    assert isinstance(elsewhere, Recipe)
+    assert again.model == elsewhere.model == stage.recipe.model, "the merged model is the run's, wherever it runs again"
     with pytest.raises(SettingError, match=r"model\.lora\.alpha"):
         plan_run(single("model.lora={from: adapter, rank: 8, alpha: 9}"), "auto")
     with pytest.raises(SettingError, match=r"model\.path: .*other is not the base"):

@@ -216,7 +216,7 @@ def test_an_adapter_on_tied_embeddings_which_no_merge_reproduces_is_refused(mode
     model: Any = get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj", "embed_tokens"]))
     disturb(model, 5)
     model.save_pretrained(tmp_path / "peft")
-    with pytest.raises(SettingError, match="merged, it changes log-probabilities by .* tied"):
+    with pytest.raises(SettingError, match=r"merged, it changes log-probabilities by .* tied"):
         merge_adapter(tmp_path / "peft", str(model_folder), "float32", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
