@@ -16,7 +16,7 @@ from agentfactory.launching.run_results import best_checkpoint, check_dropped, c
 from agentfactory.launching.start_server import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
-from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command import address_fault, outside_fault
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import DiskError
@@ -113,8 +113,9 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
     if plan.prepare is not None:
         for stage in plan.due:
             check_reach(stage.recipe)
-    for stage in plan.due:
-        for doubt in doubts(stage.recipe):
+    # as they were given: that of a merged model no longer names the adapter
+    for recipe, stage in zip(stages_of(plan.recipe), plan.stages, strict=True):
+        for doubt in doubts(recipe) if stage.state is not State.COMPLETED else ():
             say(f"warning: {doubt}")
     # place stages whose model has just been created
     plan = plan.placed()

@@ -67,6 +67,8 @@ def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
         if lora["merge"] is False:
             _check_equal(lora, shape, f"the adapter of stage {before.name}", stage)
             lora["from"], model["path"] = model["path"], before.model.path
+            # another precision of the base would change the network
+            lora.setdefault("quantization", adapter.quantization)
             return
     model["path"] = f"{output}/{name}/{MERGED}"
 

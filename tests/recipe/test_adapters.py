@@ -144,6 +144,17 @@ def test_what_cannot_follow_is_named(stages: Path, settings: list[str], error: s
         both(*settings)
 
 
+def test_a_four_bit_base_stays_as_it_is(stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentfactory.recipe.train_checks.is_installed", lambda name: True)
+    for own, expected in (("{rank: 8}", "nf4"), ("{rank: 8, quantization: null}", None), ("{rank: 4}", None)):
+        text = yaml.safe_load((stages / "second.yaml").read_text())
+        text["model"]["lora"] = yaml.safe_load(own)
+        (stages / "second.yaml").write_text(yaml.safe_dump(text))
+        lora = both("first.model.lora.quantization=nf4").stages[1].model.lora
+        assert lora is not None
+        assert lora.quantization == expected
+
+
 def test_adapters_go_on_over_three_stages(stages: Path) -> None:
     (stages / "third.yaml").write_text((stages / "second.yaml").read_text().replace("name: second", "name: third"))
     (stages / "both.yaml").write_text("stages: [first.yaml, second.yaml, third.yaml]\n")
