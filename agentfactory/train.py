@@ -80,6 +80,10 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
     if runs_chains(recipe, "train") and recipe.server.url is None:
         fix = "run `agentfactory serve` and pass server.url=ADDRESS, or run `agentfactory train`"
         raise SettingError("server.url", "missing: there is no server to roll out on", fix, source=options.recipe)
+    if recipe.model.lora is not None and recipe.model.lora.merge:
+        problem = "the adapter of model.lora.from must be merged first, and train.py does not merge"
+        fix = "run `agentfactory train` on the recipe, or `agentfactory export` the adapter and name that as model.path"
+        raise SettingError("model.lora.merge", problem, fix, source=options.recipe)
     if recipe.prepare and not (recipe.output / "prepared").exists():
         raise SettingError(
             "prepare", "has not run yet", "run `agentfactory train` on the recipe", source=options.recipe

@@ -40,7 +40,7 @@ def _fields(found: Mapping[type[BaseModel], Sequence[str]]) -> Settings:
     for section, paths in found.items():
         for name, field in section.model_fields.items():
             if not [*models_in(field.annotation)]:
-                path = re.sub(r"<\w+>\.?", "", f"{paths[0]}.{name}").removeprefix(".")
+                path = re.sub(r"<\w+>\.?", "", f"{paths[0]}.{field.alias or name}").removeprefix(".")
                 made.setdefault((_declaring(section, name), name), path)
     return made
 

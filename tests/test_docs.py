@@ -45,7 +45,7 @@ from agentfactory.rollout.text.template_and_format import choose_template
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.config import McpServerConfig, ToolsRecipe, fields_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
@@ -125,7 +125,7 @@ def test_every_field_is_described() -> None:
     described = {}
     for section in sections(Recipe):
         assert section.__doc__, section.__name__
-        for name, field in section.model_fields.items():
+        for name, field in fields_of(section).items():
             described[f"{section.__name__}.{name}"] = meaning(field)
     assert len(described) > 120
     assert [name for name, text in described.items() if not text] == []
@@ -143,7 +143,7 @@ def test_the_recipe_reference_has_every_field_with_its_type_and_default() -> Non
     for section, paths in sections(Recipe).items():
         _, _, below = text.partition(f"\n## {title(section, paths)}\n")
         table = below.partition("\n## ")[0]
-        assert [f"`{name}`" for name in section.model_fields] == re.findall(r"^\| (`\w+`) \|", table, re.MULTILINE)
+        assert [f"`{name}`" for name in fields_of(section)] == re.findall(r"^\| (`\w+`) \|", table, re.MULTILINE)
 
 
 # the metrics

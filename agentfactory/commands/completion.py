@@ -41,9 +41,9 @@ def complete_override(prefix: str, **_: Any) -> list[str]:
 
 def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names of the fields that an override can set, with their types."""
-    from agentfactory.tools.config import Choice
+    from agentfactory.tools.config import Choice, fields_of
 
-    for name, field in section.model_fields.items():
+    for name, field in fields_of(section).items():
         below = [part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields")]
         if name == "options" and issubclass(section, Choice):
             for kind in dict.fromkeys(section.kinds.values()):

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from agentfactory.launching.merging import ONLY_FOR_TRAINING, merge_adapter
 from agentfactory.launching.run_folder import (
     ADAPTER,
     RECIPE,
@@ -19,7 +20,6 @@ from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.recipe.composition import display
 from agentfactory.tools.files.disk import set_usual_modes
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    DIGESTS,
     INFO,
     DamagedCheckpointError,
     read_info,
@@ -27,8 +27,6 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import (
 )
 
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
-# training_state.pt: in checkpoints of version 0.1
-_ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state", "training_state.pt")
 
 
 class ExportError(Exception):
@@ -70,14 +68,15 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    leave_out = {*_ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)}
+    leave_out = {*ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)}
     for name in written:  # but no files that others have added
         if Path(name).parts[0] not in leave_out:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint / name, aside / name, follow_symlinks=False)
     if base is not None:
         try:
-            _merge(checkpoint, base, aside)
+            dtype = str(read_info(checkpoint)["recipe"]["model"]["dtype"])
+            say(merge_adapter(checkpoint, base, dtype, aside))
         except Exception as error:  # boundary: transformers, peft and safetensors raise many kinds of errors
             shutil.rmtree(aside)
             problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
@@ -119,22 +118,6 @@ def _name_base(folder: Path, base: str) -> None:
     file = folder / ADAPTER
     config = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
-
-
-def _merge(checkpoint: Path, base: str, output: Path) -> None:
-    """Merge the adapter into its base: add its product in float32, and round once, to the training's dtype."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoConfig
-
-    from agentfactory.rollout.images.families import copy_processor
-    from agentfactory.trainers.networks.network import class_of
-
-    # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
-    network = class_of(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(network, checkpoint).merge_and_unload(safe_merge=True)
-    merged.to(getattr(torch, read_info(checkpoint)["recipe"]["model"]["dtype"])).save_pretrained(output)
-    copy_processor(base, output)
 
 
 def _push(folder: Path, repository: str) -> str:

@@ -41,6 +41,12 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
         path = checkpoint or RunFolder(stage.output).need_checkpoint()
     else:
         path = checkpoint or Path(stage.model.path)
+    lora = stage.model.lora
+    if checkpoint is None and not isinstance(recipe, StagedRecipe) and lora is not None and lora.from_ is not None:
+        # the network that training begins with
+        adapter = Path(lora.from_)
+        check_weights_folder(adapter)
+        return Served(stage, str(adapter), "checkpoint", {"checkpoint": adapter}, _step_of(adapter))
     if path.is_dir():
         check_weights_folder(path)
     step = _step_of(path)

@@ -13,16 +13,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from agentfactory.launching.merging import Merge
 from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resumption import check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.placement.placement import Placement, may_have_gpu, place
+from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import write_whole
 from agentfactory.tools.user_code.import_path import own_python
@@ -103,6 +106,8 @@ class StagePlan:
     state: State = State.NEW
     checkpoint: Path | None = None
     """The checkpoint that a started stage resumes from; None: from its beginning."""
+    merge: Merge | None = None
+    """The merge of an adapter that makes the stage's model; None if it is not made this way."""
     placement: Placement = field(default_factory=Placement)
     is_placed: bool = False
     """False until the model exists; until then, `placement` contains only what is known without it."""
@@ -132,6 +137,15 @@ class StagePlan:
             server=server,
             trainer=_trainer(recipe, self.folder, known),
         )
+
+    def describe_adapter(self) -> str | None:
+        """Return a human-readable line about the adapter that the stage begins with; None if there is none."""
+        if self.merge is not None:
+            return self.merge.describe()
+        lora = self.recipe.model.lora
+        if lora is None or lora.from_ is None:
+            return None
+        return f"continues the adapter in {display(Path(lora.from_))} (rank {lora.rank}) on {self.recipe.model.path}"
 
     def assignment(self, url: str | None) -> Assignment:
         """Return the input of the trainer's processes; `url` is the address of the server started for them."""
@@ -178,7 +192,7 @@ class RunPlan:
         A stage that does not fit has a refusal in its placement. Raises PlacementError.
         """
         missing = [stage for stage in self.due if not stage.is_placed]
-        found = place([stage.recipe for stage in missing], "train") if missing else []
+        found = place([_planned(stage) for stage in missing], "train") if missing else []
         placed = {stage.folder.path: stage.placed(placement) for stage, placement in zip(missing, found, strict=True)}
         return replace(self, stages=tuple(placed.get(stage.folder.path, stage) for stage in self.stages))
 
@@ -193,6 +207,8 @@ class RunPlan:
             yield f"{name}: {stage.state}, in {display(stage.folder.path)}{resumes}"
             if stage.state is State.COMPLETED:
                 continue
+            if (line := stage.describe_adapter()) is not None:
+                yield f"{name}: {line}"
             yield from describe_memory(stage.recipe, stage.placement if stage.is_placed else None)
             if stage.server is not None:
                 yield f"{name}: server: {stage.server}"
@@ -245,7 +261,7 @@ def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
         is_own = path is not None and path.parent == folder.checkpoints.resolve()
         own = folder.checkpoints / path.name if path is not None and is_own else None
         if before is None or before.state is State.COMPLETED:
-            planned.append(_resumed(_after(recipe, before), folder, own))
+            planned.append(_resumed(*_after(recipe, before), folder, own))
         elif folder.recipe.exists():
             raise RunFolderError(
                 f"{display(folder.path)}: stage {recipe.name} has begun, but the stage before it is not completed; "
@@ -260,13 +276,16 @@ def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
 
 
 def _new(recipe: Recipe, before: StagePlan | None) -> StagePlan:
-    return StagePlan(_after(recipe, before), RunFolder(recipe.output))
+    recipe, merge = _after(recipe, before)
+    return StagePlan(recipe, RunFolder(recipe.output), merge=merge)
 
 
-def _resumed(recipe: Recipe, folder: RunFolder, asked: Path | None) -> StagePlan:
+def _resumed(recipe: Recipe, merge: Merge | None, folder: RunFolder, asked: Path | None) -> StagePlan:
     if not os.path.lexists(folder.recipe):
-        return StagePlan(recipe, folder)
+        return StagePlan(recipe, folder, merge=merge)
     folder.check_entries("--resume")
+    if merge is not None:
+        merge.check()
     checkpoint = choose(folder, asked)
     check_recipe(recipe, folder, checkpoint)
     try:
@@ -274,13 +293,46 @@ def _resumed(recipe: Recipe, folder: RunFolder, asked: Path | None) -> StagePlan
         done = summary.get("status") == "completed" and summary["steps"] >= recipe.train.steps and asked is None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunFolderError(f"--resume: {folder.summary} cannot be read: {error!r}; fix: delete it") from None
-    return StagePlan(recipe, folder, State.COMPLETED if done else State.STARTED, checkpoint)
+    return StagePlan(recipe, folder, State.COMPLETED if done else State.STARTED, checkpoint, merge)
 
 
-def _after(recipe: Recipe, before: StagePlan | None) -> Recipe:
-    """Return `recipe` with the last checkpoint of the previous stage as its model."""
+def _after(recipe: Recipe, before: StagePlan | None) -> tuple[Recipe, Merge | None]:
+    """Return `recipe` with the network that it begins with, and the merge that makes its model, if any.
+
+    After a stage that trained all weights, the model is its last checkpoint. After one that trained an adapter, the
+    model is the same, and the adapter goes on; or the model is the base with the adapter merged.
+    """
+    lora = recipe.model.lora
     if before is None:
-        return recipe
-    if before.state is State.COMPLETED:
-        return recipe.with_model(str(before.folder.need_checkpoint()))
-    return recipe.with_model(str(checkpoint_path(before.folder.checkpoints, before.recipe.train.steps)))
+        if lora is None or lora.from_ is None or not lora.merge:
+            return recipe, None
+        return _merged(recipe, Path(lora.from_), recipe.model.path)
+    folder, trained = before.folder, before.recipe
+    is_done = before.state is State.COMPLETED
+    last = folder.need_checkpoint() if is_done else checkpoint_path(folder.checkpoints, trained.train.steps)
+    if trained.model.lora is None:
+        return recipe.with_model(str(last)), None
+    if lora is None:
+        return _merged(recipe, last, trained.model.path, f"{recipe.name} trains all weights")
+    if lora.merge:
+        return _merged(recipe, last, trained.model.path, differences(lora, trained.model.lora))
+    return _with_lora(recipe.with_model(trained.model.path), from_=str(last)), None
+
+
+def _merged(recipe: Recipe, adapter: Path, base: str, reason: str = "") -> tuple[Recipe, Merge]:
+    output = recipe.output / MERGED
+    merge = Merge(adapter, base, recipe.model.dtype, output, reason)
+    recipe = recipe.with_model(str(output))
+    # from here on it is a recipe like any other
+    return (recipe if recipe.model.lora is None else _with_lora(recipe, from_=None, merge=None)), merge
+
+
+def _with_lora(recipe: Recipe, **settings: Any) -> Recipe:
+    assert recipe.model.lora is not None
+    lora = recipe.model.lora.model_copy(update=settings)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+
+
+def _planned(stage: StagePlan) -> Recipe:
+    """Return the stage's recipe for planning its memory: a merged model has the shape of its base."""
+    return stage.recipe if stage.merge is None or stage.merge.is_done else stage.recipe.with_model(stage.merge.base)

@@ -16,7 +16,7 @@ from agentfactory.launching.run_results import best_checkpoint, check_dropped, c
 from agentfactory.launching.start_server import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
-from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command import address_fault, outside_fault
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import DiskError
@@ -97,7 +97,9 @@ def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold)
     if overwrite:
         # NFS cannot delete a folder with an open file in it
         hold.release()
-    path, text = plan.recipe.output, plan.recipe.to_saved()
+    path = plan.recipe.output
+    # that of a single stage has the model that is trained
+    text = (plan.recipe if isinstance(plan.recipe, StagedRecipe) else plan.stages[0].recipe).to_saved()
     folder = RunFolder.create(path, text, overwrite) if resume is None else RunFolder.reopen(path, text)
     hold.take(make=True)
     return folder
@@ -111,8 +113,9 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
     if plan.prepare is not None:
         for stage in plan.due:
             check_reach(stage.recipe)
-    for stage in plan.due:
-        for doubt in doubts(stage.recipe):
+    # as they were given: that of a merged model no longer names the adapter
+    for recipe, stage in zip(stages_of(plan.recipe), plan.stages, strict=True):
+        for doubt in doubts(recipe) if stage.state is not State.COMPLETED else ():
             say(f"warning: {doubt}")
     # place stages whose model has just been created
     plan = plan.placed()
@@ -132,6 +135,8 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     elif folder.path != whole.path:
         RunFolder.create(folder.path, recipe.to_saved(whole.path))
     _tell(stage, say)
+    if stage.merge is not None:
+        stage.merge.run(children, folder.logs / "merge.log", say)
     server = None
     if stage.server is None:
         stage.assignment(None).write(folder.assignment)
@@ -167,7 +172,10 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
 
 
 def _tell(stage: StagePlan, say: Say) -> None:
-    """Print the placement of the stage's processes. Raises SettingError if it is impossible."""
+    """Print the adapter that the stage begins with, and the placement of its processes. Raises SettingError if the
+    placement is impossible."""
+    if (line := stage.describe_adapter()) is not None:
+        say(line)
     for line in stage.placement.describe():
         say(line)
     if stage.refusal is not None:

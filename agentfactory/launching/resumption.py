@@ -11,6 +11,7 @@ from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_fr
 from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
+from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.files.untrusted_files import RefusedFileError
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
@@ -90,7 +91,10 @@ def content_digests(recipe: Recipe) -> dict[str, str]:
     names it. Absent files are left out."""
     data = recipe.data.file if recipe.data is not None else None
     saved, template = recipe.train.from_trajectories, recipe.model.chat_template
+    lora = recipe.model.lora
+    adapter = Path(lora.from_) / WEIGHTS if lora is not None and lora.from_ is not None else None
     named = {"data.path": data, "train.from_trajectories": saved, "model.chat_template": template}
+    named["model.lora.from"] = adapter
     found = {}
     for name, place in named.items():
         if place is None or not (path := Path(place)).exists():

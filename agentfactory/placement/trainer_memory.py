@@ -16,6 +16,7 @@ from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, role_of
+from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER
 from agentfactory.trainers.networks.network import decoder_layers
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES
@@ -46,7 +47,7 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     shared = {
         **_weights(model),
-        "reference": _reference(recipe, policy),
+        **_reference(recipe, policy),
         "gradients": _bytes(trained),
         "optimizer": optimizer_state(model, train),
     }
@@ -78,17 +79,20 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _weights(model: nn.Module) -> dict[str, int]:
-    sizes = {"weights": 0, "adapter": 0, "critic": 0}
+    sizes = {"weights": 0, "adapter": 0, "critic": 0, "reference": 0}
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         row = "critic" if role_of(name) == Role.CRITIC else "adapter" if ".lora_" in name else "weights"
+        if f".{REFERENCE_ADAPTER}." in name:
+            row = "reference"
         sizes[row] += weight.numel() * weight.itemsize
     return sizes
 
 
-def _reference(recipe: TrainRecipe, policy: Policy) -> int:
+def _reference(recipe: TrainRecipe, policy: Policy) -> dict[str, int]:
+    """Return the bytes of a separate reference network, if there is one."""
     if policy.is_lora or not recipe.train.has_reference:
-        return 0
-    return sum(weight.numel() for weight in policy.network.parameters()) * policy.dtype.itemsize
+        return {}
+    return {"reference": sum(weight.numel() for weight in policy.network.parameters()) * policy.dtype.itemsize}
 
 
 def _batch(recipe: TrainRecipe, policy: Policy) -> int:

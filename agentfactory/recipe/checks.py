@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
@@ -157,6 +158,7 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
             require(name, str(data.file), Path.exists, f"{FORMATS} file, or a hub name")
             if data.file.exists() and not is_data_file(data.file):
                 raise unreadable(data.file).at(name)
+    check_adapter(recipe, prepared, after)
     if recipe.train.from_trajectories:
         require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
 
@@ -246,12 +248,12 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
 
 def doubts(recipe: Recipe) -> list[str]:
     """Return warnings about settings of a training run that can work, but hardly as meant."""
-    data, size = recipe.data, recipe.train.batch_size
+    data, size, found = recipe.data, recipe.train.batch_size, doubts_about_adapter(recipe)
     if recipe.train.from_trajectories or data is None or not _is_quick(data) or (rows := len(load_tasks(data))) >= size:
-        return []
+        return found
     each = "the same row" if recipe.train.algorithm == "sft" else "groups of the same task"
     problem = f"got {size}, more than the rows of data ({rows}): a batch has {each} several times"
-    return [f"train.batch_size: {problem}; fix: lower it to {rows}, or add rows"]
+    return [*found, f"train.batch_size: {problem}; fix: lower it to {rows}, or add rows"]
 
 
 def _is_quick(data: DataConfig) -> bool:

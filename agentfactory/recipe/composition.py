@@ -262,6 +262,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "mcp_servers.*.keep_workspaces": _absolute,
     "server.options.python": _program,
     "model.path": _hub_or_absolute,
+    "model.lora.from": _absolute,
     "server.model": _hub_or_absolute,
     "model.chat_template": _absolute,
     "data.path": _hub_or_absolute,

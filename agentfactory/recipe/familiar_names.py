@@ -82,6 +82,7 @@ _VERL = {
     "actor_rollout_ref.model.lora_rank": "model.lora.rank",
     "actor_rollout_ref.model.lora_alpha": "model.lora.alpha",
     "actor_rollout_ref.model.target_modules": "model.lora.target_modules",
+    "actor_rollout_ref.model.lora_adapter_path": "model.lora.from",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "train.gradient_checkpointing",
     "actor_rollout_ref.model.use_liger": "train.liger",
     "actor_rollout_ref.rollout.n": "rollout.group_size",

@@ -9,7 +9,7 @@ from agentfactory.recipe.choices import CHOICES, chosen
 from agentfactory.recipe.familiar_names import familiar
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, source_of
-from agentfactory.tools.config import Choice
+from agentfactory.tools.config import Choice, fields_of
 from agentfactory.tools.errors import SettingError, short
 
 
@@ -59,12 +59,12 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
                 f"unknown key {keys[-1]!r}",
                 _other_choice(*choice, keys)
                 or familiar(name, error["input"])
-                or did_you_mean(name, list(section.model_fields), model),
+                or did_you_mean(name, list(fields_of(section)), model),
             )
         case "extra_forbidden" if (fix := familiar(name, error["input"])) is not None:
             return name, f"unknown key {keys[-1]!r}", fix
         case "extra_forbidden":
-            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(section.model_fields), model)
+            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(fields_of(section)), model)
         case "value_error":
             told = context["error"]
             if isinstance(told, SettingError):
@@ -136,7 +136,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
     names = []
-    for key, field in model.model_fields.items():
+    for key, field in fields_of(model).items():
         names.append(prefix + key)
         annotation = field.annotation
         if key == "options" and issubclass(model, Choice):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from agentfactory.recipe.adapters import follow, take_over
 from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
     COMMAND_LINE,
@@ -64,6 +65,7 @@ def load_recipe(
         composed.data = (_FOR_TOOLS if purpose == "tools" else _WITHOUT_TRAINING) | composed.data
     _set_import_path(composed)
     _set_output(composed, file)
+    _take_over(composed)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
     check_prepare(recipe.prepare, composed)
@@ -119,16 +121,15 @@ def _load_staged(
     prepared = whole.output / "prepared"
     previous: str | None = None
     for name, stage in stages.items():
-        _give_to_stage(whole, name, stage, previous)
-        if whole.stages and whole.stages[-1].model.lora is not None:
-            problem = f"stage {name!r} follows a stage that trains an adapter, which it cannot continue"
-            raise SettingError(
-                "stages", problem, f"set {previous}.model.lora=null, or put it last", source=composed.source
-            )
+        _give_to_stage(whole, name, stage)
         # the other commands use the last stage
         stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
         is_valid = False
         try:
+            if whole.stages:
+                follow(stage, name, whole.stages[-1], whole.output)
+            else:
+                _take_over(stage)
             recipe = _validate(Recipe, stage, str(prepared))
             is_valid = True
             check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
@@ -189,9 +190,16 @@ def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
     return stage
 
 
-def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: str | None) -> None:
-    """Give a stage its seed, output, import path and model from the whole recipe; its own values apply only when it
-    runs alone."""
+def _take_over(composed: Composed) -> None:
+    try:
+        take_over(composed.data)
+    except SettingError as error:
+        raise error.at(source=composed.origin(error.field)) from None
+
+
+def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:
+    """Give a stage its seed, output and import path from the whole recipe; its own values apply only when it runs
+    alone, as do those of `adapters.follow`."""
     prepare = stage.data.pop("prepare", None)
     if prepare not in (None, whole.prepare):
         raise SettingError(
@@ -202,10 +210,6 @@ def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: st
         )
     stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
     stage.data["import_path"] = [str(folder) for folder in whole.import_path]
-    if previous is not None:
-        model = stage.data.setdefault("model", {})
-        if isinstance(model, dict):
-            model["path"] = f"{whole.output}/{previous}/checkpoints"
 
 
 def _set_import_path(composed: Composed, *stages: Composed) -> None:

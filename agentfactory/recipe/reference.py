@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.config import source_of
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
-from agentfactory.tools.config import Choice
+from agentfactory.tools.config import Choice, fields_of
 from agentfactory.tools.user_code.entry_points import SOURCES, registered
 from agentfactory.trainers.config import ALGORITHMS
 from agentfactory.trainers.metrics import METRICS
@@ -174,7 +174,7 @@ def _part(names: tuple[str, ...]) -> str:
         if paths[0].partition(".")[0] not in (names or ("",)):
             continue
         rows = []
-        for name, field in section.model_fields.items():
+        for name, field in fields_of(section).items():
             typed = name == "options" and issubclass(section, Choice)
             kind = "section" if typed else type_words(field.annotation, field.metadata)
             rows.append([f"`{name}`", _cell(kind), "" if typed else default_words(field), _cell(meaning(field))])

@@ -11,6 +11,9 @@ from agentfactory.recipe.composition import HERE, replace_prefixes
 from agentfactory.tools.config import Section
 from agentfactory.trainers.config import TrainRecipe
 
+MERGED = "merged"
+"""Folder of a run, or of a stage, for the base with an adapter merged into it, on which it trains."""
+
 
 class Recipe(TrainRecipe):
     """One run. Paths are absolute, except hub names."""
@@ -65,6 +68,8 @@ class StagedRecipe(Section):
                 del stage[name]
             if index:
                 del stage["model"]["path"]
+                if stage["model"]["lora"]:
+                    del stage["model"]["lora"]["from"]
         return data
 
 
@@ -80,6 +85,8 @@ def _dump(data: dict[str, Any], output: Path, whole: Path | None = None) -> str:
     prefixes = {f"{output}/prepared": "${prepared}", str(output): "${output}"}
     if whole is not None:
         top["output"] = HERE
+        # unlike prepared files, it is not made again for another output
+        prefixes = {f"{output}/{MERGED}": f"{HERE}/{MERGED}", **prefixes}
         prefixes.setdefault(str(whole), f"{HERE}/{os.path.relpath(whole, output)}")
     body = replace_prefixes(data, prefixes)
     return yaml.safe_dump(top | body, sort_keys=False, allow_unicode=True, width=120)

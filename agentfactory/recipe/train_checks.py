@@ -8,8 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards
+from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
@@ -28,6 +30,7 @@ Lack = Callable[[str, str, str], None]
 def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
     """Raise SettingError for the first field that cannot work; `runs_chains`: the run uses a server and a worker."""
     _check_processes(recipe)
+    _check_model(recipe)
     _check_network(recipe, lack)
     _check_vision(recipe)
     if runs_chains:
@@ -55,6 +58,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
             _check_full_weights(recipe)
         else:
             _check_served_modules(recipe.model.lora.target_modules)
+            _check_merged_base(recipe)
     if recipe.train.from_trajectories:
         for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None), ("max_staleness", 0)):
             if getattr(recipe.rollout, name) != idle:
@@ -76,6 +80,14 @@ def _check_processes(recipe: Recipe) -> None:
         raise SettingError(
             "train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single"
         )
+
+
+def _check_model(recipe: Recipe) -> None:
+    folder = Path(recipe.model.path)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        problem = f"{display(folder)} holds a LoRA adapter, not a model"
+        fix = f"set it to the base that {ADAPTER} names, and model.lora.from={display(folder)} to continue the adapter"
+        raise SettingError("model.path", problem, fix)
 
 
 def _check_network(recipe: Recipe, lack: Lack) -> None:
@@ -354,3 +366,15 @@ def _check_full_weights(recipe: Recipe) -> None:
             f"got {server.quantization!r}, which cannot receive full weights",
             "train an adapter (model.lora.rank), or remove it",
         )
+
+
+def _check_merged_base(recipe: Recipe) -> None:
+    """Check that the server can have the base with the merged adapter, which the run itself makes."""
+    server = recipe.server
+    if not (recipe.model.lora and recipe.model.lora.merge):
+        return
+    fix = "`agentfactory export` the adapter merged, and make that model.path, without model.lora.from; or remove it"
+    for name, value in (("model", server.model), ("url", server.url)):
+        if value is not None:
+            problem = f"got {short(value)}, which serves the base without the adapter that the run merges into it"
+            raise SettingError(f"server.{name}", problem, fix)

@@ -27,10 +27,13 @@ from agentfactory.tools.user_code.entry_points import SOURCES, load_named, regis
 
 
 class LoraConfig(Section):
-    """A low-rank adapter (LoRA, Hu et al., 2021, arXiv:2106.09685) on a frozen base, created with peft."""
+    """A low-rank adapter (LoRA, Hu et al., 2021, arXiv:2106.09685) on a frozen base, created with peft. Training can
+    continue an adapter: that of the stage before, or of `from`. Fields that are left out then have its values."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     rank: PositiveInt
-    """Inner dimension of the two factors."""
+    """Inner dimension of the two factors. Required for a new adapter."""
     alpha: float | None = None
     """The adapter's output is scaled by alpha / rank. Null: 2 x rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -41,6 +44,12 @@ class LoraConfig(Section):
     quantization: Literal["nf4"] | None = None
     """QLoRA (arXiv:2305.14314): store the base model at four bits per weight during training. Needs bitsandbytes, and
     either a single process or ddp."""
+    from_: str | None = Field(default=None, alias="from")
+    """Adapter to continue: a folder written by peft, or a checkpoint of another run that trained an adapter on
+    `model.path`. A later stage continues the adapter of the stage before."""
+    merge: bool | None = None
+    """Merge the adapter of `from` or of the stage before into the base first, and train a new one. Null: only if they
+    differ in rank, alpha or target_modules."""
 
 
 class ModelConfig(Section):

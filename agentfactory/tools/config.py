@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from agentfactory.tools.errors import SettingError, short
 
@@ -26,6 +27,11 @@ class Section(BaseModel):
     """Base of every recipe section: unknown keys are errors, and a field's docstring is its description."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+def fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return a section's fields by their names in a recipe; one that is a Python keyword is an alias."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 TypedOptions = Annotated[Any, Field(validate_default=True)]

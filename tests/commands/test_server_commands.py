@@ -4,7 +4,9 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from agentfactory.commands.eval_target import named
 from agentfactory.commands.served_weights import what_is_served
@@ -32,6 +34,20 @@ def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
     config.write_text(json.dumps({"base_model_name_or_path": str(project / "elsewhere")}))
     with pytest.raises(RunFolderError, match=r"adapter for .*elsewhere, which does not exist; fix: move"):
         what_is_served(recipe, adapter)
+
+
+def test_a_recipe_that_continues_an_adapter_begins_with_it_on_its_own_base(project: Path) -> None:
+    adapter = project / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    weights = {f"base_model.model.q_proj.lora_{name}.weight": np.zeros((2, 2), dtype=np.float32) for name in "AB"}
+    save_file(weights, adapter / "adapter_model.safetensors")
+    for merge in ("false", "true"):
+        recipe = load_recipe("recipe.yaml", [f"model.lora={{from: adapter, merge: {merge}}}"], purpose="serve")
+        served = what_is_served(recipe, None)
+        assert served.recipe.model.path == str(project / "model")
+        assert (served.name, served.adapters) == ("checkpoint", {"checkpoint": adapter})
 
 
 def test_a_checkpoint_has_its_step_and_other_models_have_none(project: Path) -> None:

@@ -328,11 +328,6 @@ def test_an_override_that_does_not_suit_every_stage_names_the_one_it_suits(
         load_recipe(stages, [setting])
 
 
-def test_a_stage_cannot_continue_an_adapter(stages: Path) -> None:
-    with pytest.raises(SettingError, match=r"warm\.model\.lora"):
-        load_recipe(stages, ["warm.model.lora.rank=4"])
-
-
 def test_dry_run_text_is_plain_yaml(project: Path) -> None:
     data = yaml.safe_load(single("recipe.yaml").to_yaml())
     assert data["train"]["learning_rate"] == 1e-5

@@ -21,6 +21,7 @@ from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.reference_policy import make_reference
 from tests.saved_groups import write_groups
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
@@ -107,6 +108,28 @@ def test_the_base_takes_four_bits_and_its_rounding_shows(make_recipe: Make) -> N
     assert trained == {torch.float32}
     with torch.no_grad():
         assert 0.05 < (score(quantised) - score(plain)).abs().mean() < 2
+
+
+def test_an_adapter_goes_on_on_its_four_bit_base(
+    make_recipe: Make, wide_folder: Path, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    recipe = make_recipe(lora=NF4)
+    recipe.model.path = str(wide_folder)
+    before = with_an_adapter_that_acts(load_policy(recipe))
+    before.save_adapter(tmp_path, dict(before.gather().stream()))
+    recipe = make_recipe(lora={**NF4, "from": str(tmp_path)}, loss={"kl": {"coefficient": 0.1}})
+    recipe.model.path = str(wide_folder)
+    policy = load_policy(recipe)
+    with torch.no_grad():
+        began = score(policy)
+        torch.testing.assert_close(began, score(before), atol=1e-6, rtol=0)
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1)
+        assert (score(policy) - began).abs().max() > 0.01
+        reference = make_reference(recipe, policy, accelerator)
+        given = reference.logprobs(policy, IDS, TARGETS - 1, IDS.flatten()[TARGETS])
+    assert torch.equal(given, began)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
-from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, has_adapter, use_adapter
+from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, copy_adapter, has_adapter, use_adapter
 from agentfactory.trainers.networks.network import apply_options, body_of, load_network
 from agentfactory.trainers.networks.policy import Policy
 
@@ -136,6 +136,9 @@ def make_actor_critic(
             if role_of(name) == Role.CRITIC:
                 parameter.data = parameter.data.float()
                 parameter.requires_grad_(True)
+        if recipe.model.lora is not None and recipe.model.lora.from_ is not None:
+            # like a critic of its own network, it begins with the policy's features
+            copy_adapter(policy.model, POLICY_ADAPTER, CRITIC_ADAPTER)
     else:
         own: Any = network or load_network(recipe, device)
         apply_options(own, recipe.train, device)

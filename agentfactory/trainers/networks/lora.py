@@ -3,15 +3,21 @@
 peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds.
 """
 
+import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentfactory.rollout.config import LoraConfig
+from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS
+from agentfactory.tools.errors import SettingError, short
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
 POLICY_ADAPTER = "default"
 """peft's own name, so that an exported adapter looks like any other."""
 CRITIC_ADAPTER = "critic"
+REFERENCE_ADAPTER = "reference"
+"""A frozen copy of a continued adapter as it was when the run began."""
 
 
 def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
@@ -40,6 +48,7 @@ def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | lis
         lora_dropout=config.dropout,
         target_modules=modules,
         task_type="CAUSAL_LM",
+        use_rslora=_uses_rslora(config),
     )
     torch.manual_seed(seed)
     model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
@@ -47,6 +56,68 @@ def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | lis
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
+
+
+def _uses_rslora(config: LoraConfig) -> bool:
+    """Return whether the scale of the adapter to continue is alpha / sqrt(rank); False while it does not exist yet."""
+    file = Path(config.from_ or "") / ADAPTER
+    return config.from_ is not None and file.is_file() and bool(_read(file).get("use_rslora"))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def add_reference_adapter(model: "PeftModel") -> None:
+    """Add a frozen adapter of the policy's shape: see `load_adapter`."""
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[POLICY_ADAPTER]))
+    for name, weight in model.named_parameters():
+        if f".{REFERENCE_ADAPTER}." in name:
+            weight.data = weight.data.float()
+        weight.requires_grad_(name in trained)
+
+
+@torch.no_grad()
+def load_adapter(model: "PeftModel", folder: Path) -> None:
+    """Load the weights of the adapter in `folder` into the policy's adapter, and into the reference's if there is one.
+    Raises SettingError unless they fit exactly."""
+    saved = load_file(folder / WEIGHTS)
+    for name in (POLICY_ADAPTER, REFERENCE_ADAPTER):
+        if name not in model.peft_config:
+            continue
+        own = _weights_of(model, name)
+        shapes = [{key: tuple(value.shape) for key, value in weights.items()} for weights in (own, saved)]
+        if shapes[0] != shapes[1]:
+            raise SettingError("model.lora.from", *_misfit(folder, *shapes))
+        for key, value in own.items():
+            value.copy_(saved[key])
+
+
+def copy_adapter(model: "PeftModel", source: str, target: str) -> None:
+    """Give one adapter the weights of another of the same shape."""
+    weights = _weights_of(model, source)
+    with torch.no_grad():
+        for key, value in _weights_of(model, target).items():
+            value.copy_(weights[key])
+
+
+def _weights_of(model: "PeftModel", name: str) -> dict[str, Tensor]:
+    """Return the weights of an adapter, which share its memory, under the names that peft saves."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+
+
+def _misfit(folder: Path, own: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> tuple[str, str]:
+    """Return problem and fix for weights that differ from the adapter's in names or shapes."""
+    fix = "set model.path and model.lora.target_modules as they were when it was trained, or model.lora.merge=true"
+    for key in [*saved, *own]:
+        if own.get(key) != saved.get(key):
+            shown = [short(weights[key]) if key in weights else "nothing" for weights in (saved, own)]
+            return f"{folder} has {shown[0]} as {key}, where the network of model.path has {shown[1]}", fix
+    raise AssertionError("the weights fit")
 
 
 def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:

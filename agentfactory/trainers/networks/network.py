@@ -43,7 +43,7 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
         raise SettingError(
             "model.path",
             f"{config.path} holds a LoRA adapter, not a model",
-            "set it to the base model named in its adapter_config.json, or train the stage before without model.lora",
+            "set it to the base that its adapter_config.json names, and model.lora.from to this folder",
         )
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
     kind = class_of(AutoConfig.from_pretrained(config.path))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,15 @@ from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.networks.lora import POLICY_ADAPTER, adapter_weights, add_adapter, has_adapter, use_adapter
+from agentfactory.trainers.networks.lora import (
+    POLICY_ADAPTER,
+    adapter_weights,
+    add_adapter,
+    add_reference_adapter,
+    has_adapter,
+    load_adapter,
+    use_adapter,
+)
 from agentfactory.trainers.networks.network import apply_options, load_network
 from agentfactory.trainers.networks.row_layouts import ids, resolve_batching
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
@@ -59,6 +68,7 @@ class Policy(Backbone):
         super().__init__(model, dtype)
         self.batching = batching
         self.banned = list(banned)
+        self._adapter = POLICY_ADAPTER
 
     def forward(
         self,
@@ -79,7 +89,7 @@ class Policy(Backbone):
         `images`: see `hidden`. Logits are divided by the sampling `temperature`.
         """
         if has_adapter(self.model):
-            use_adapter(self.model, POLICY_ADAPTER)
+            use_adapter(self.model, self._adapter)
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // self.network.get_output_embeddings().weight.shape[0])
@@ -93,6 +103,15 @@ class Policy(Backbone):
                 for i in range(0, len(labels), size)
             ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    @contextmanager
+    def scoring_with(self, adapter: str) -> Iterator[None]:
+        """Make forward passes in this context use this adapter."""
+        self._adapter = adapter
+        try:
+            yield
+        finally:
+            self._adapter = POLICY_ADAPTER
 
     def _score(
         self,
@@ -153,8 +172,9 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Poli
     """Load the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
     only on rank 0: see `sharding`).
 
-    With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed determines the adapter's
-    initial weights. Raises ValueError if the model cannot be trained as requested.
+    With `model.lora`, the base is frozen and kept in the model's dtype, and the adapter's initial weights are those of
+    `model.lora.from`, or determined by the recipe's seed. Raises ValueError if the model cannot be trained as
+    requested.
     """
     network = load_network(recipe, device)
 
@@ -164,7 +184,10 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Poli
 
     # the checks compute with the weights
     batching = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
-    return make_policy(recipe, network, batching, device)
+    policy = make_policy(recipe, network, batching, device)
+    if has_adapter(policy.model) and recipe.model.lora is not None and recipe.model.lora.from_ is not None:
+        load_adapter(policy.model, Path(recipe.model.lora.from_))
+    return policy
 
 
 def make_policy(
@@ -179,7 +202,10 @@ def make_policy(
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
     adapted = adapted_modules(network, config.lora.target_modules, recipe.train.trains_vision)
-    return Policy(add_adapter(network, config.lora, adapted, recipe.seed), dtype, batching, banned).train()
+    model = add_adapter(network, config.lora, adapted, recipe.seed)
+    if config.lora.from_ is not None and recipe.train.has_reference:
+        add_reference_adapter(model)
+    return Policy(model, dtype, batching, banned).train()
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role
-from agentfactory.trainers.networks.lora import adapters_off, has_adapter
+from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER, adapters_off, has_adapter
 from agentfactory.trainers.networks.network import apply_options, decoder_layers, load_network
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.processes.sharding import weights_of_rank_0
@@ -19,13 +19,13 @@ class Reference:
     """A scorer of tokens with the initial weights, by the policy's own code: at the start the two are equal."""
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None) -> None:
-        """`frozen` is None if the base of the policy's adapter is the reference."""
+        """`frozen` is None if the reference is the base of the policy's adapter, without it or with a frozen copy."""
         self._accelerator = accelerator
         self._frozen = frozen
 
     @property
     def network(self) -> nn.Module | None:
-        """The reference's separate network; None if it is the policy's base."""
+        """The reference's separate network; None if it uses the policy's base."""
         return self._frozen
 
     @torch.no_grad()
@@ -41,8 +41,8 @@ class Reference:
         temperature: float = 1.0,
     ) -> Float[Tensor, "targets"]:
         """Return the log-probability of each label: see `Policy.forward`. `model` is the model that accelerate
-        prepared; its base is used if an adapter is trained. Its adapters and trainable weights are unchanged. Every
-        process calls it."""
+        prepared; its base is used if an adapter is trained, with the adapter that training began with, if any. Its
+        adapters and trainable weights are unchanged. Every process calls it."""
         inputs = (ids, sources, labels, positions, ends, images, temperature)
         if self._frozen is not None:
             return self._frozen(*inputs)[0]
@@ -50,13 +50,14 @@ class Reference:
         policy = unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
         role = (Role.POLICY,) if isinstance(unwrapped, ActorCritic) else ()
         assert has_adapter(policy.model)
-        with adapters_off(policy.model):
+        continued = REFERENCE_ADAPTER in policy.model.peft_config
+        with policy.scoring_with(REFERENCE_ADAPTER) if continued else adapters_off(policy.model):
             return model(*role, *inputs)[0]
 
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Reference:
-    """Create the reference of a recipe: the base of the policy's adapter, or a frozen copy from `model.path` in the
-    model's dtype, which fsdp2 shards like the policy."""
+    """Create the reference of a recipe: the base of the policy's adapter, with a frozen copy of a continued adapter; or
+    a frozen copy from `model.path` in the model's dtype, which fsdp2 shards like the policy."""
     if has_adapter(policy.model):
         return Reference(accelerator, None)
     network = load_network(recipe, accelerator.device, policy.dtype)

@@ -14,14 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Fields of adapter_config.json that do not change the forward pass, or that are read below. Any other field must be
-# empty, so fields that peft adds later are rejected, not ignored.
-_KNOWN_FIELDS = {
-    *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
-    *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "inference_mode"),
-    *("init_lora_weights", "layers_to_transform", "layers_pattern", "loftq_config", "eva_config", "corda_config"),
-    *("megatron_core", "qalora_group_size"),
-}
+from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS, unsupported
+
 _PREFIX = "base_model.model."
 _serial = itertools.count(1)
 
@@ -73,11 +67,12 @@ class AdapterLayers:
         """Load a peft folder (adapter_config.json, adapter_model.safetensors). Raises AdapterError."""
         folder = Path(path)
         try:
-            config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-            tensors = load_file(folder / "adapter_model.safetensors")
+            config: dict[str, Any] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+            tensors = load_file(folder / WEIGHTS)
         except (OSError, ValueError, SafetensorError) as error:
             raise AdapterError(f"{path} is not a readable adapter folder: {error}") from error
-        _check_config(config)
+        if (reason := unsupported(config)) is not None:
+            raise AdapterError(reason)
         modules: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             module, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
@@ -151,19 +146,3 @@ def segments(adapters: Sequence[Adapter | None], after: np.ndarray) -> list[Segm
                 made.append(Segment(adapter.factors, begin, int(after[index])))
             begin = int(after[index])
     return made
-
-
-def _check_config(config: dict[str, Any]) -> None:
-    """Raise AdapterError for anything but plain LoRA and rsLoRA."""
-    if config.get("peft_type") != "LORA":
-        raise AdapterError(f"peft_type: {config.get('peft_type')}; only LORA is supported")
-    if config.get("bias", "none") != "none":
-        raise AdapterError(f"bias: {config['bias']}; only none is supported")
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal", "eva"):
-        raise AdapterError(f"init_lora_weights: {config['init_lora_weights']} also changes the base model's weights")
-    for field, value in config.items():
-        if value and field not in _KNOWN_FIELDS | {"bias"}:
-            raise AdapterError(f"{field}: {value!r} is not supported; only plain LoRA and rsLoRA are")
-    for field in ("r", "lora_alpha"):
-        if not isinstance(config.get(field), int | float):
-            raise AdapterError(f"{field}: {config.get(field)!r} is not a number")

@@ -1,0 +1,313 @@
+"""Training that continues an adapter: its weights, the reference, the critic, exact resume, and adapters that others
+made, compared with peft."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from agentfactory.launching.merging import merge_adapter
+from agentfactory.placement.model_config import load_config
+from agentfactory.placement.trainer_memory import trainer_memory
+from agentfactory.recipe.checks import doubts
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.group_source import SavedGroups
+from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.networks.critic import Role, make_actor_critic
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.reference_policy import make_reference
+from tests.saved_groups import write_groups
+from tests.trainers.test_accelerator import TWO_PROCESSES, launch
+
+pytestmark = pytest.mark.numbers
+
+IDS = torch.arange(24).reshape(2, 12) % 60
+TARGETS = torch.tensor([3, 4, 9, 14, 23])
+INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
+KL: dict[str, Any] = {"kl": {"coefficient": 0.1}}
+
+Make = Callable[..., TrainRecipe]
+
+
+@torch.no_grad()
+def score(policy: Policy) -> Tensor:
+    return policy(*INPUTS)[0]
+
+
+@torch.no_grad()
+def scores_of(network: Any) -> Tensor:
+    logits = network(IDS).logits.float().log_softmax(-1).flatten(0, 1)
+    return logits[INPUTS[1]].gather(-1, INPUTS[2][:, None]).squeeze(-1)
+
+
+def disturb(model: torch.nn.Module, seed: int) -> None:
+    """Change all trained weights."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn_like(weight))
+
+
+@pytest.fixture
+def trained(make_recipe: Make, tmp_path: Path) -> tuple[Path, Policy]:
+    """An adapter that acts, in a folder, and the policy that it belongs to."""
+    policy = load_policy(make_recipe(lora={"rank": 3}))
+    disturb(policy, 3)
+    policy.save_adapter(tmp_path / "adapter", dict(policy.gather().stream()))
+    return tmp_path / "adapter", policy
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_begins_where_the_other_ended_and_so_does_its_reference(
+    make_recipe: Make, trained: tuple[Path, Policy], accelerator: Accelerator, dtype: Any
+) -> None:
+    folder, before = trained
+    recipe = make_recipe(lora={"rank": 3, "from": str(folder)}, loss=KL)
+    recipe.model.dtype = dtype
+    policy = load_policy(recipe)
+    if dtype == "float32":
+        torch.testing.assert_close(score(policy), score(before), atol=0, rtol=0)
+    reference = make_reference(recipe, policy, accelerator)
+    assert reference.network is None, "no second network"
+    began = reference.logprobs(policy, *INPUTS)
+    assert torch.equal(began, score(policy)), "the KL divergence of the first step is exactly 0"
+    names = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert names == {name for name, weight in before.named_parameters() if weight.requires_grad}
+    disturb(policy, 4)
+    assert (score(policy) - began).abs().max() > 0.01
+    assert torch.equal(reference.logprobs(policy, *INPUTS), began)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert dict(policy.gather().stream()).keys() == saved.keys(), "it is neither saved nor sent"
+
+
+def test_without_a_penalty_there_is_no_second_adapter(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
+    policy = load_policy(make_recipe(lora={"rank": 3, "from": str(trained[0])}))
+    assert not any(".reference." in name for name, _ in policy.named_parameters())
+
+
+@pytest.mark.extended
+def test_memory_of_the_reference_is_that_of_an_adapter(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
+    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, loss=KL)
+    table = trainer_memory(recipe, load_config(recipe.model.path)[0], "cpu")
+    assert table["reference"] == table["adapter"] > 0
+
+
+def test_a_critic_begins_with_the_policys_features(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
+    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm="ppo", loss=KL)
+    model = make_actor_critic(recipe, load_policy(recipe))
+    with torch.no_grad():
+        model.critic.head.fill_(1.0)
+        values = model(Role.CRITIC, *INPUTS)
+        # the active adapter is the policy's again
+        model(Role.POLICY, *INPUTS)
+        expected = model.policy.hidden(IDS).flatten(0, 1)[INPUTS[1]].sum(-1)
+    torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_an_adapter_of_another_network_is_refused_by_the_tensor_that_does_not_fit(
+    make_recipe: Make, trained: tuple[Path, Policy]
+) -> None:
+    for lora, named in (
+        ({"rank": 3, "target_modules": ["q_proj"]}, "nothing"),
+        ({"rank": 2}, r"\(3, "),
+    ):
+        recipe = make_recipe(lora={**lora, "from": str(trained[0])})
+        with pytest.raises(SettingError, match=rf"model\.lora\.from: .*{named}"):
+            load_policy(recipe)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_training_resumes_exactly_within_the_second_run(
+    make_recipe: Make,
+    make_groups: Callable[..., list[Group]],
+    trained: tuple[Path, Policy],
+    tokenizer: PreTrainedTokenizerFast,
+    accelerator: Accelerator,
+    tmp_path: Path,
+    algorithm: str,
+) -> None:
+    course = {"batch_size": 2, "learning_rate": 1e-2, "checkpoint_every": 1, "steps": 3}
+    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm=algorithm, loss=KL, **course)
+    write_groups(tmp_path / "groups.jsonl", make_groups(6, 4))
+
+    def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
+        logged: list[dict[str, float]] = []
+        checkpoints = Checkpoints(folder, tokenizer, recipe.train, resume=resume)
+        source = SavedGroups(tmp_path / "groups.jsonl", needed=6, skip=checkpoints.train_state.step * 2)
+        train_rl(recipe, accelerator, checkpoints, Services(logged.append, source=source))
+        timing = ("seconds/", "tokens_per_second")
+        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
+
+    whole = run(tmp_path / "whole", None)
+    assert whole[0]["kl"] == 0
+    assert whole[1]["kl"] > 0
+    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000001") == whole[1:]
+    last, again = (
+        load_file(tmp_path / name / "step-000003" / "adapter_model.safetensors") for name in ("whole", "resumed")
+    )
+    assert last.keys() == again.keys() == load_file(trained[0] / "adapter_model.safetensors").keys()
+    assert all(torch.equal(last[name], again[name]) for name in last)
+    network = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
+    alone = PeftModel.from_pretrained(network, tmp_path / "whole" / "step-000003")
+    continued = load_policy(make_recipe(lora={"rank": 3, "from": str(tmp_path / "whole" / "step-000003")}))
+    torch.testing.assert_close(score(continued), scores_of(alone), atol=1e-5, rtol=0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("fsdp2", marks=pytest.mark.extended)]
+)
+def test_two_processes_continue_it_as_one_does(
+    make_recipe: Make,
+    make_groups: Callable[..., list[Group]],
+    trained: tuple[Path, Policy],
+    tokenizer: PreTrainedTokenizerFast,
+    accelerator: Accelerator,
+    tmp_path: Path,
+    strategy: str,
+) -> None:
+    groups = tmp_path / "groups.jsonl"
+    write_groups(groups, make_groups(6, 3))
+    course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-3, "token_budget": 70, "loss": KL}
+    lora = {"rank": 3, "from": str(trained[0])}
+    one, two = (make_recipe(lora=lora, **course, **how) for how in ({}, {"strategy": strategy, "processes": 2}))
+    arguments = [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)]
+    lines = launch(TWO_PROCESSES[strategy], arguments, cpu_by_environment=True)
+    steps = [json.loads(line) for line in lines if line.startswith("{")]
+    assert steps[0]["kl"] == 0
+    assert steps[1]["kl"] > 0
+    checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
+    train_rl(one, accelerator, checkpoints, Services(lambda line: None, source=SavedGroups(groups, 6)))
+    expected, given = (
+        load_file(tmp_path / name / "step-000002" / "adapter_model.safetensors") for name in ("one", "0")
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(given[name], value, atol=1e-5, rtol=1e-4)
+
+
+OF_PEFT: dict[str, dict[str, Any]] = {
+    "other names": {"target_modules": ["q_proj", "down_proj"], "r": 5, "lora_alpha": 7},
+    "rslora": {"target_modules": "all-linear", "use_rslora": True, "lora_alpha": 4},
+    "dora": {"target_modules": ["v_proj"], "use_dora": True},
+    "a saved embedding": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+    "ranks of their own": {"target_modules": ["v_proj", "q_proj"], "rank_pattern": {"q_proj": 2}},
+}
+
+
+@pytest.fixture
+def of_peft(model_folder: Path, tmp_path: Path) -> Callable[[str], tuple[Path, Tensor]]:
+    """Return the folder of an adapter that peft alone made, and its scores."""
+
+    def make(kind: str) -> tuple[Path, Tensor]:
+        network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        model: Any = get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", **OF_PEFT[kind]))
+        disturb(model, 5)
+        model.save_pretrained(tmp_path / "peft")
+        return tmp_path / "peft", scores_of(model)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["other names", "rslora"])
+def test_plain_adapters_of_peft_are_continued(make_recipe: Make, of_peft: Any, kind: str, tmp_path: Path) -> None:
+    folder, expected = of_peft(kind)
+    made = OF_PEFT[kind]
+    lora = {"rank": made.get("r", 8), "alpha": made["lora_alpha"], "target_modules": made["target_modules"]}
+    policy = load_policy(make_recipe(lora={**lora, "from": str(folder)}))
+    torch.testing.assert_close(score(policy), expected, atol=1e-5, rtol=0)
+    # saved again, anybody reads it in the same way
+    policy.save_adapter(tmp_path / "again", dict(policy.gather().stream()))
+    network = AutoModelForCausalLM.from_pretrained(policy.network.name_or_path, dtype=torch.float32)
+    torch.testing.assert_close(
+        scores_of(PeftModel.from_pretrained(network, tmp_path / "again")), expected, atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.extended
+def test_an_adapter_of_trl_is_continued(make_recipe: Make, model_folder: Path, tmp_path: Path, project: Path) -> None:
+    """Of its trainer for SFT, with the recipe's fields taken from the folder."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    text = Dataset.from_list(
+        [{"text": " ".join(f"w{number % 60}" for number in range(row, row + 20))} for row in range(8)]
+    )
+    course = SFTConfig(
+        **{
+            "output_dir": str(tmp_path / "out"),
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 0.05,
+        },
+        **{"use_cpu": True, "report_to": [], "save_strategy": "no", "bf16": False, "packing": False},
+    )
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    trainer = SFTTrainer(network, course, train_dataset=text, processing_class=tokenizer, peft_config=lora)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trl"))
+    recipe = load_recipe("recipe.yaml", [f"model.path={model_folder}", f"model.lora={{from: {tmp_path / 'trl'}}}"])
+    assert isinstance(recipe, Recipe)
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.merge) == (4, 4, False)
+    assert not any("lora" in doubt for doubt in doubts(recipe))
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    before = scores_of(base)
+    expected = scores_of(PeftModel.from_pretrained(base, tmp_path / "trl"))
+    assert (expected - before).abs().max() > 0.01
+    torch.testing.assert_close(score(load_policy(recipe)), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", OF_PEFT)
+def test_every_adapter_of_peft_is_merged(model_folder: Path, of_peft: Any, kind: str, tmp_path: Path) -> None:
+    folder, expected = of_peft(kind)
+    assert merge_adapter(folder, str(model_folder), "float32", tmp_path / "merged") == "merged in float32"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(scores_of(merged), expected, atol=1e-5, rtol=0)
+    assert (expected - scores_of(AutoModelForCausalLM.from_pretrained(model_folder))).abs().max() > 0.01
+
+
+def test_an_adapter_on_tied_embeddings_which_no_merge_reproduces_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    """The adapter changes the input alone, and merging it would change the head, too."""
+    network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model: Any = get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj", "embed_tokens"]))
+    disturb(model, 5)
+    model.save_pretrained(tmp_path / "peft")
+    with pytest.raises(SettingError, match=r"merged, it changes log-probabilities by .* tied"):
+        merge_adapter(tmp_path / "peft", str(model_folder), "float32", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_the_rounding_of_a_merge_is_named(model_folder: Path, of_peft: Any, tmp_path: Path) -> None:
+    folder, _ = of_peft("rslora")
+    said = merge_adapter(folder, str(model_folder), "bfloat16", tmp_path / "merged")
+    assert "merged in float32; rounding to bfloat16 moves these weights by " in said
+    share = float(said.partition(" by ")[2].partition("%")[0])
+    base, rounded = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model_folder, tmp_path / "merged")
+    )
+    exact = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), folder
+    ).merge_and_unload()
+    change = lost = 0.0
+    for name, weight in exact.named_parameters():
+        if "_proj" in name:
+            change += float((weight - base.get_parameter(name)).square().sum())
+            lost += float((weight - rounded.get_parameter(name)).square().sum())
+    assert share == pytest.approx(100 * (lost / change) ** 0.5, abs=0.1)
