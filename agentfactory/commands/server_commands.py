@@ -23,6 +23,7 @@ from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command import address_fault, chat_fault, outside_fault, server_command
 from agentfactory.tools.http.server_keys import key_file_of
+from agentfactory.tools.processes.interruption import run_interruptibly
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -60,7 +61,7 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
             children.wait(server)
         else:
             _log_to(folder, "chat")
-            asyncio.run(_chat(served, url, folder, chat, say, partial(children.check, server)))
+            run_interruptibly(_chat(served, url, folder, chat, say, partial(children.check, server)))
 
 
 async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say, check: Callable[[], None]) -> None:
@@ -238,7 +239,7 @@ def _acting(
         urls = served.recipe.server.urls
         try:
             if urls:
-                asyncio.run(_check_routes(served.recipe))
+                run_interruptibly(_check_routes(served.recipe))
                 # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
             elif (taken := address_fault(served.recipe)) is not None:

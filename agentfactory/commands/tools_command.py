@@ -44,6 +44,7 @@ from agentfactory.tools.messages import (
     text_of,
 )
 from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.user_code.loading import load_object
@@ -83,13 +84,13 @@ def run(options: argparse.Namespace) -> None:
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
         match options.action:
             case "list" if options.prompt:
-                asyncio.run(_prompt(recipe, Path(images)))
+                run_interruptibly(_prompt(recipe, Path(images)))
             case "list":
-                asyncio.run(_list(recipe, options.json))
+                run_interruptibly(_list(recipe, options.json))
             case "call":
-                asyncio.run(_call(recipe, options, Path(images)))
+                run_interruptibly(_call(recipe, options, Path(images)))
             case "check":
-                asyncio.run(_check(recipe, prepared, options.task, Path(images)))
+                run_interruptibly(_check(recipe, prepared, options.task, Path(images)))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from agentfactory.rollout.rewards.boxes_and_points import Box, iou, read_box
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.processes.interruption import run_interruptibly
 
 QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
 PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))
@@ -76,7 +77,7 @@ def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
         yield problem(subject, why_no_images(model.path), "use a vision-language model")
         return
     asked = pictures()
-    answers = asyncio.run(_ask(recipe, asked))
+    answers = run_interruptibly(_ask(recipe, asked))
     for picture, answer in zip(asked, answers, strict=True):
         width, height = picture.image.size
         box = ", ".join(f"{edge:g}" for edge in picture.box)

@@ -1,6 +1,5 @@
 """Checks of a machine, with or without a recipe: versions, devices, memory, disk, sandbox."""
 
-import asyncio
 import importlib.metadata
 import json
 import os
@@ -18,6 +17,7 @@ from packaging.requirements import Requirement
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.placement.placement import GPU_DRIVERS
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import Sandbox
 from agentfactory.tools.user_code.import_path import own_python
@@ -143,7 +143,7 @@ def check_open_files(needed: int = _FILES) -> Iterator[Finding]:
 def check_sandbox(used: bool) -> Iterator[Finding]:
     """Check that a sandbox of the code interpreter starts. `used`: the recipe runs code."""
     try:
-        shown = asyncio.run(_try_sandbox())
+        shown = run_interruptibly(_try_sandbox())
     except SandboxUnavailable as error:
         if used:
             yield problem("sandbox", error.problem, error.fix)

@@ -1,6 +1,5 @@
 """Checks of a recipe's requirements for this machine, its servers and the hub."""
 
-import asyncio
 import http.client
 import importlib.metadata
 import os
@@ -28,6 +27,7 @@ from agentfactory.rollout.inference.server_command import address_fault
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.user_code.entry_points import load_named
 from agentfactory.tools.user_code.import_path import own_python
 
@@ -108,7 +108,7 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
         return await try_rewards(recipe, Path.cwd(), shown, EnvironmentReward(0.0))
 
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
-        faults = asyncio.run(try_them(Path(images)))
+        faults = run_interruptibly(try_them(Path(images)))
     for fault in faults:
         yield problem("rewards", fault, "correct it: a model may answer anything")
     if not faults:
@@ -155,7 +155,7 @@ def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
 
     try:
         with TemporaryDirectory(prefix="agentfactory-images-") as images:
-            text = asyncio.run(describe(Path(images)))
+            text = run_interruptibly(describe(Path(images)))
     except (ToolInfrastructureError, ValueError) as error:
         fix = "correct it; `agentfactory tools list RECIPE --prompt` shows how far it gets"
         yield problem("prompt", str(error), fix)

@@ -1,6 +1,5 @@
 """Checks of what a run will reach, its tools and its servers, before anything slow is started."""
 
-import asyncio
 from pathlib import Path
 
 from agentfactory.recipe.checks import runs_chains
@@ -9,6 +8,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.concurrency import check_open_files
 from agentfactory.tools.config import Isolation, McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes.interruption import run_interruptibly
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server must answer."""
@@ -59,7 +59,7 @@ def check_tools_open(recipe: RolloutRecipe) -> None:
             check_limits(recipe.limits, [spec.name for spec in toolset.specs])
 
     try:
-        asyncio.run(open_once())
+        run_interruptibly(open_once())
     except SettingError:
         raise
     except ToolInfrastructureError as error:

@@ -1,6 +1,5 @@
 """A client of OpenAI-compatible chat endpoints (POST /chat/completions)."""
 
-import asyncio
 import json
 import logging
 import time
@@ -22,6 +21,7 @@ from agentfactory.tools.http.proxies import proxy_for
 from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.http.server_keys import pinned
 from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
+from agentfactory.tools.processes.interruption import run_interruptibly
 
 logger = logging.getLogger(__name__)
 
@@ -279,4 +279,4 @@ def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[s
                 await endpoint.check_routes()
             return endpoint.model if cards is None else cards
 
-    return asyncio.run(look())
+    return run_interruptibly(look())

@@ -4,7 +4,9 @@ import base64
 import inspect
 import json
 import sys
+from collections.abc import Iterator
 from io import BytesIO
+from itertools import islice
 from typing import Any
 
 from mcp.server.mcpserver import Audio, Image
@@ -23,7 +25,7 @@ from pydantic_core import from_json, to_json, to_jsonable_python
 
 from agentfactory.tools.calls.message_bounds import BINARY_BYTES, passing
 from agentfactory.tools.calls.truncation import cut_bytes, left_out_of, size_of
-from agentfactory.tools.messages import CallError, Content
+from agentfactory.tools.messages import CallError, Content, text_of
 from agentfactory.tools.tool import Finish
 
 ERROR_KEY = "agentfactory/error"
@@ -97,15 +99,51 @@ def failure(kind: CallError, text: str) -> CallToolResult:
 def content_of(result: CallToolResult) -> Content:
     """Return a result's content for the model: text, or, if there are images, text and image parts in order.
 
-    Content that models cannot read (audio, other files, other kinds of images) becomes a visible marker. A result with
-    only structured content becomes its JSON.
+    Content that models cannot read (audio, other files, other kinds of images) becomes a visible marker. A result whose
+    structured content is all that it has becomes its JSON.
     """
-    if not result.content and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
     parts = [_part(block) for block in result.content]
+    structured = result.structured_content
+    is_blank = all(part["type"] == "text" and not part["text"].strip() for part in parts)
+    if structured is not None and is_blank and (not parts or next(_values(structured), None) is not None):
+        return json.dumps(structured, ensure_ascii=False)
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
+
+
+def unread_of(result: CallToolResult) -> list[str]:
+    """Return the paths of the values in a result's structured content that its other content lacks, among the first
+    _COMPARED. Models read the other content, which the protocol asks servers to make equivalent."""
+    if result.structured_content is None:
+        return []
+    text = text_of(content_of(result))
+    values = islice(_values(result.structured_content), _COMPARED)
+    return [path for path, value in values if not any(form in text for form in _forms(value))]
+
+
+_COMPARED = 100
+
+
+def _values(value: Any, path: str = "") -> Iterator[tuple[str, str | int | float]]:
+    """Yield the path and value of each number and each text in JSON, without blank texts."""
+    match value:
+        case dict() | list():
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from _values(one, f"{path}.{key}" if path else str(key))
+        case bool():
+            return
+        case int() | float():
+            yield path, value
+        case str() if value.strip():
+            yield path, value
+
+
+def _forms(value: str | float) -> list[str]:
+    """Return the ways in which servers write a value in text."""
+    if isinstance(value, str):
+        return [value.strip(), json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]]
+    return [json.dumps(value), f"{value:g}"]
 
 
 def _blocks(value: Any, most: int | None) -> list[ContentBlock]:

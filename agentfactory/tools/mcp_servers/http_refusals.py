@@ -5,6 +5,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx2
+from mcp.client.streamable_http import MCP_SESSION_ID
 from mcp_types import INTERNAL_ERROR
 
 from agentfactory.tools.mcp_servers.server_messages import HTTP_REFUSED
@@ -42,6 +43,9 @@ async def name_refusal(response: httpx2.Response) -> None:
         text += f", {'the key in `headers` is refused' if given else 'it needs a key: set `headers` of its entry'}"
         if (scheme := response.headers.get("www-authenticate")) is not None:
             text += f" (WWW-Authenticate: {scheme[:_SHOWN]})"
+    if status in (404, 405) and MCP_SESSION_ID not in request.headers:
+        text += ", no MCP server at this path: an address of streamable HTTP often ends with /mcp"
+        text += ", and the older transport SSE is not supported" if request.url.path.endswith("/sse") else ""
     text += f": {said[:_SHOWN]}" if said else ""
     error = {"code": INTERNAL_ERROR, "message": text, "data": {HTTP_REFUSED: status}}
     replacement = {"jsonrpc": "2.0", "id": None, "error": error}

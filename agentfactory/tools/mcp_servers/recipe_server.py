@@ -263,6 +263,8 @@ class ToolServer:
         listed = {tool.name: tool for tool in reversed(tools)}
         listed = {tool.name: listed[tool.name] for tool in tools}
         nameless = listed.pop("", None)
+        if not listed:
+            notify(logger, f"tools of {self.name}", f"tool server {self.name} lists no tools")
         twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
         if twice := [name for name in twice if self._is_for_models(name)]:
             text = f"tool server {self.name} lists several tools with the name {', '.join(twice)}; the first is used"

@@ -21,6 +21,7 @@ import httpx2
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.session import IncomingMessage, MessageHandlerFnT
 from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
+from mcp.client.subscriptions import SubscriptionLost
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 from mcp_types import (
@@ -71,6 +72,8 @@ OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
 MOST_PAGES = 1000
 """Maximum pages of a server's list of tools."""
+LISTEN_DELAYS = (1.0, 10.0, 60.0)
+"""Seconds to wait before listening to a server's changes again, by consecutive ends of the stream."""
 STDERR_TAIL = 2000
 """Characters of a child's stderr that an error quotes."""
 
@@ -116,6 +119,7 @@ class Connection:
         self._opening = self._closing = False
         self._used = False  # a call succeeded since the last opening
         self._in_session = False  # the server gave us a session
+        self._changed = False  # the server announced a change of its tools while it was being opened
         self._unknown = False  # the server answers but does not know our session: it was restarted
         self._failure = ""  # why the connection was given up
         self._stderr_tail = ""
@@ -211,7 +215,7 @@ class Connection:
         if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND) and (change := (await self._list(client)).get(tool)):
             raise ToolInfrastructureError(f"tool server {self.name}: {tool} {change} since the run began: {text}")
         if error.code == INVALID_PARAMS:
-            end = "" if "\n" in text else "."
+            end = "" if "\n" in text or text.endswith((".", "!", "?")) else "."
             return failure(CallError.INVALID_ARGUMENTS, f"Invalid arguments for {tool}: {text}{end}")
         if error.code != TOO_LARGE:
             what = f"tool server {self.name} answered a call of {tool} with the error {error.code}, {short(text)}"
@@ -236,8 +240,35 @@ class Connection:
 
     async def _receive(self, message: IncomingMessage) -> None:
         """Handle a server's notification."""
-        if isinstance(message, ToolListChangedNotification) and self._client.done() and not self._closing:
+        if not isinstance(message, ToolListChangedNotification):
+            return
+        if self._opening:
+            self._changed = True
+        elif self._client.done() and not self._closing:
             await self._list(self._client.result())
+
+    async def _listen(self, client: Client) -> None:
+        """Follow changes of the list of tools with the newer protocol, which announces them only to listeners."""
+        tools = client.server_capabilities.tools
+        if client.protocol_version not in MODERN_PROTOCOL_VERSIONS or tools is None or not tools.list_changed:
+            return
+        ends = 0
+        while True:
+            try:
+                async with client.listen(tools_list_changed=True) as changes:
+                    if ends:
+                        await self._list(client)  # changes in between were not announced
+                    async for _ in changes:
+                        ends = 0  # `_receive` gets each change too
+                reason = "the server ended the stream"
+            except (MCPError, SubscriptionLost, TimeoutError, anyio.ClosedResourceError) as error:
+                if isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND:
+                    logger.info("tool server %s: changes of its tools are not announced: %s", self.name, error)
+                    return
+                reason = str(error)
+            logger.info("tool server %s: listening for changes of its tools ended: %s", self.name, reason)
+            await asyncio.sleep(LISTEN_DELAYS[min(ends, len(LISTEN_DELAYS) - 1)])
+            ends += 1
 
     def _tell(self, repair: str) -> None:
         notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
@@ -298,7 +329,7 @@ class Connection:
         """Open the connection, keep it until it ends, and return why it ended."""
         started = time.perf_counter()
         self._ended.clear()
-        self._used = self._unknown = self._in_session = False
+        self._used = self._unknown = self._in_session = self._changed = False
         self._opening = True
         limit = asyncio.timeout(OPEN_SECONDS)
         try:
@@ -306,6 +337,8 @@ class Connection:
                 async with limit:
                     client = await stack.enter_async_context(self._connect())
                     self.tools = await _list_tools(client)
+                    if self._changed:  # such as by a server that adds tools once it is connected
+                        self.tools = await _list_tools(client)
                 self._on_list(self.tools)
                 self._opening = False
                 self._wanted.clear()
@@ -314,7 +347,12 @@ class Connection:
                     seconds = time.perf_counter() - started
                     self._log({"event": "tool_server_opened", "server": self.name, "seconds": seconds})
                 self._client.set_result(client)
-                await self._ended.wait()
+                listening = asyncio.create_task(self._listen(client), name=f"changes of {self.name}")
+                try:
+                    await self._ended.wait()
+                finally:
+                    listening.cancel()
+                    await asyncio.wait({listening})
             reason = "the connection ended"
         except Exception as error:  # boundary: starting a process, connecting, the handshake, the transport
             # the transport's task groups wrap a TimeoutError

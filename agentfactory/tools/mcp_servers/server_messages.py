@@ -227,7 +227,7 @@ class _Outgoing(_Stream):
 
     async def send(self, item: SessionMessage, /) -> None:
         match item.message:
-            case JSONRPCRequest(id=number, method=method):
+            case JSONRPCRequest(id=number, method=method) if method != "subscriptions/listen":  # open until the end
                 self._methods[coerce_request_id(number)] = method
             case JSONRPCNotification(method="notifications/cancelled", params={"requestId": int() | str() as number}):
                 self._methods.pop(coerce_request_id(number), None)

@@ -14,7 +14,7 @@ from mcp_types import CallToolResult
 
 from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
 from agentfactory.tools.calls.limits import Deadline
-from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of, unread_of
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.calls.truncation import left_out_of
 from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
@@ -42,6 +42,8 @@ _MAX_DEPTH = 64
 """Maximum nesting of arguments. The SDK drops arguments nested some 200 levels deep, and the call would hang."""
 _CLOSE_SECONDS = 10.0
 """Time limit for closing an environment."""
+_NAMED_VALUES = 4
+"""Number of values of structured content that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class ToolSession:
         info = meta.get(INFO_KEY)
         error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
         content = content_of(result)
+        if route.check is not None and (unread := unread_of(result)):
+            _tell_unread(route, unread)
         if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
             # our own server does not know the prefixed name that the model uses
             content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
@@ -309,6 +313,14 @@ _KINDS = {kind.value: kind for kind in CallError}
 
 def _refusal(text: str, error: CallError, started: float) -> ToolResult:
     return ToolResult(text, error, time.perf_counter() - started)
+
+
+def _tell_unread(route: Route, unread: list[str]) -> None:
+    """Warn about values that a tool gave to programs, and not to models."""
+    names = ", ".join(unread[:_NAMED_VALUES]) + (", ..." if len(unread) > _NAMED_VALUES else "")
+    server = route.server.name
+    text = f"tool server {server}: the text of {route.tool} lacks values of its structuredContent ({names})"
+    notify(logger, f"structured content of {server}", f"{text}; models read the text")
 
 
 def _left_out(content: Content, most: int) -> int:

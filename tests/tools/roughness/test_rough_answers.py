@@ -95,7 +95,7 @@ def listed(*tools: Any, **fields: Any) -> str:
         (listed(TOOL, None), ["t"], "the tool has no name: None; it is left out"),
         (listed(TOOL, {**TOOL, "description": "b"}), ["t"], "several tools with the name t; the first is used"),
         (listed(tool_of("dot.name/x", {}), tool_of("名前", {}), tool_of("a b", {})), ["dot.name/x", "名前", "a b"], ""),
-        (listed(), [], ""),
+        (listed(), [], "tool server raw lists no tools"),
     ],
 )
 async def test_a_rough_list(answer: str, names: list[str], told: str) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.mcp_servers import server_connection
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import open_toolset
+from tests.forked import reserved_port
+from tests.tools.changing_server import __file__ as changing_program
 from tests.tools.roughness.raw_server import message_of, replies
 from tests.tools.roughness.serving import noticed, opened, plan_of, tool_of
 
@@ -102,6 +106,22 @@ async def test_refusals_are_named(status: str, headers: list[str], body: str, na
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(("path", "named"), [("", "often ends with /mcp"), ("sse", "transport SSE is not supported")])
+@pytest.mark.parametrize("status", ["404 Not Found", "405 Method Not Allowed"])
+async def test_an_address_without_a_server_is_named(path: str, named: str, status: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{path}"
+        with pytest.raises(ToolInfrastructureError, match=f"HTTP {status}, no MCP server at this path: .*{named}"):
+            async with open_toolset(_recipe(url), Path("/")):
+                pass
+
+
+@pytest.mark.processes
 async def test_a_refused_key_is_named_when_the_server_opens() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -178,6 +198,68 @@ async def test_a_changed_tool_is_not_the_models_fault(tools: list[Any], differen
         f"tool server raw changed its tools: {difference}, new is new; the run keeps the tools that it began with, "
         "which are part of its prompts; fix: start it again to use the new ones"
     )
+
+
+@pytest.mark.processes
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["stdio", "http", "session"])
+async def test_a_change_is_told_with_each_protocol_revision(way: str, tmp_path: Path) -> None:
+    """The newest revision announces changes only to listeners; a session has an older one."""
+    with changing_server(way) as entry, noticed() as notices:
+        recipe = ToolsRecipe.model_validate({"mcp_servers": {"c": entry}})
+        async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
+            assert (await session.call(ToolCall("1", "grow", {}))).content == "more"
+            async with asyncio.timeout(30):
+                while not notices:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert [spec.name for spec in toolset.specs] == ["grow"]
+    assert "tool server c changed its tools: grown is new; the run keeps" in str(notices[0])
+
+
+@contextmanager
+def changing_server(way: str) -> Iterator[dict[str, Any]]:
+    if way == "stdio":
+        yield {"command": sys.executable, "args": [changing_program]}
+        return
+    port = reserved_port()
+    with subprocess.Popen([sys.executable, changing_program, str(port)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any("Uvicorn running" in line for line in process.stderr)
+            yield {"url": f"http://127.0.0.1:{port}/mcp", "isolation": "session" if way == "session" else "shared"}
+        finally:
+            process.kill()
+
+
+async def test_a_listener_whose_stream_ends_listens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_connection, "LISTEN_DELAYS", (0.01,))
+    info = {"supportedVersions": ["2026-07-28"], "capabilities": {"tools": {"listChanged": True}}, "instructions": ""}
+    found = {**info, "serverInfo": {"name": "r", "version": "1"}, "resultType": "complete", "ttlMs": 0}
+    plan = plan_of(
+        [tool_of("t", {"type": "object"})], server__discover=message_of(result=found | {"cacheScope": "private"})
+    )
+    plan["methods"]["subscriptions/listen"] = message_of(result={"resultType": "complete"})
+    async with opened(plan) as (toolset, notices), toolset.chain("a", {}):
+        plan["tools"].append(tool_of("more", {"type": "object"}))
+        async with asyncio.timeout(10):
+            while not notices:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert "changed its tools: more is new" in str(notices[0])
+
+
+async def test_tools_that_a_server_adds_while_it_opens_are_used() -> None:
+    changed = '{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}'
+    lists = iter([[], [tool_of("late", {"type": "object"})]])
+
+    class Lists(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return f"{changed}\n{message_of(result={'tools': next(lists)})}"
+
+    plan = plan_of([])
+    plan["methods"] = Lists({"tools/list": ""})
+    async with opened(plan) as (toolset, notices):
+        assert [spec.name for spec in toolset.specs] == ["late"]
+    assert notices == []
 
 
 async def test_a_list_that_changes_is_told() -> None:
