@@ -19,6 +19,7 @@ from agentfactory.commands.isolation_check import _example
 from agentfactory.commands.tools_command import _parameters
 from agentfactory.rollout.text.parsers.parser import describe, parameter_schema, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert
+from agentfactory.tools.calls.argument_check import ArgumentCheck, fits_plainly
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError, ToolResult, properties_of
 from tests.mutants import JUNK, Mutants, keys_of
 from tests.tools.roughness.answers import ANSWERS
@@ -74,6 +75,8 @@ class Fuzzer:
             async with toolset.chain("a", {}) as session:
                 arguments = arguments if isinstance(arguments, dict) else {}
                 result = await session.call(ToolCall("1", "t", arguments))
+                if fits_plainly(arguments, spec.parameters):
+                    assert ArgumentCheck(spec.parameters).fault(arguments) is None
                 assert (await session.call(ToolCall("2", "plain", {}))).content == "{}"
         if _is_wrong(sent):
             assert notices, "a schema that is wrong, and no notice"
