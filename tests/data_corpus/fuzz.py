@@ -194,7 +194,8 @@ class Fuzzer:
         try:
             learned = conversation_rows(tasks, renderer)
         except SettingError as error:
-            assert re.match(r"data\.path: row \d+\b.*; fix: .", str(error), re.DOTALL), error
+            if not re.match(r"data\.path: row \d+\b.*; fix: .", str(error), re.DOTALL):
+                raise
             return "conversation refused"
         outcomes = set()
         for row, task, tokens in zip(rows, tasks, learned, strict=True):
@@ -208,7 +209,9 @@ class Fuzzer:
         told = " ".join(self.notices)
         for key in talk.unread:
             shown = key.encode("utf-8", "replace").decode()
-            assert re.search(rf"have .*{re.escape(shown)}.*, which models do not get", told), f"{key} is lost in silence"
+            assert re.search(rf"have .*{re.escape(shown)}.*, which models do not get", told), (
+                f"{key} is lost in silence"
+            )
         outcome = "equal"
         try:
             whole, turns = render(renderer.tokenizer, renderer.chat_template, talk)
@@ -244,7 +247,8 @@ class Fuzzer:
             try:
                 self._renderers[name, tools] = make_renderer(tokenizer_of(family), tools=tools)
             except RenderError:
-                assert tools and name in [template for template, _ in REFUSED.values()]
+                assert tools
+                assert name in [template for template, _ in REFUSED.values()]
                 self._renderers[name, tools] = None
         return self._renderers[name, tools]
 

@@ -83,7 +83,9 @@ def talk_of(row: dict[str, Any]) -> Talk:
 
 
 def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) and value else value
+    if not isinstance(value, str):
+        return value
+    return json.loads(value) if value.strip() else None
 
 
 def _text(content: Any) -> Any:

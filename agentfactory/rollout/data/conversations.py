@@ -26,10 +26,12 @@ _TOOL_KEYS = {"type", "function", "name", "description", "parameters"}
 _CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
 _REASONING = ("reasoning", "thinking")
 """Other names of `reasoning_content`."""
+_OF_THE_LOSS = ("loss", "loss_mask", "loss_weight", "mask", "train", "trainable", "training")
 _REFUSED = {
     "function_call": "write tool_calls: [{function: {name: ..., arguments: {...}}}]",
-    "loss": "write weight: 1 or 0",
+    **dict.fromkeys(_OF_THE_LOSS, "write weight: 1 or 0"),
 }
+"""Other projects' fields that change what is learned -> what to write."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 HALF = "half of a surrogate pair, which is no character; remove it"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -77,9 +79,11 @@ class Tools:
 
 
 def parse_json_column(value: Any, column: str) -> Any:
-    """Return the value of a column that may be JSON text, as in CSV files."""
+    """Return the value of a column that may be JSON text, as in CSV files; None for blank text."""
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -91,7 +95,7 @@ def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = Fals
 
     Raise ValueError, which names the entry, for anything else.
     """
-    tools = parse_json_column(tools, "tools") if tools != "" else None
+    tools = parse_json_column(tools, "tools")
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -149,7 +153,8 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
         raise ValueError(f"{place}: got {short(message)}, not {{role: ..., content: ...}}{hint}")
     role = message["role"]
     if role not in _ROLES:
-        fix = f"; {ROLE_FIXES[role]}" if role in ROLE_FIXES else ""
+        known = role.strip().lower() in _ROLES
+        fix = f"; {ROLE_FIXES[role]}" if role in ROLE_FIXES else f"; rename it to {role.strip().lower()}" * known
         raise ValueError(f"{place}.role: got {short(role)}, not one of {', '.join(_ROLES)}{fix}")
     message = drop_from_message(message, findings.nulls)
     for name, fix in _REFUSED.items():
@@ -163,7 +168,7 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
     _check_weight(message, place)
     for name in ("name", "tool_call_id"):
         _check_id(message, name, place)
-    calls = message.pop("tool_calls", None)
+    calls = parse_json_column(message.pop("tool_calls", None), f"{place}.tool_calls")
     if calls not in (None, []):
         weight = message.get("weight", 1)
         message["tool_calls"] = _calls(calls, role, f"{place}.tool_calls", tools if weight else None, tools, findings)
@@ -202,7 +207,6 @@ def is_text_parts(content: Any) -> bool:
 def _calls(
     calls: Any, role: str, place: str, checking: Tools | None, tools: Tools | None, findings: Findings
 ) -> list[dict[str, Any]]:
-    calls = parse_json_column(calls, place)
     if role != "assistant":
         raise ValueError(f"{place}: a message of the role {role!r} has calls; only an assistant makes them")
     if not isinstance(calls, list):

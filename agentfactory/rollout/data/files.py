@@ -22,8 +22,18 @@ _EXPANSION = 8
 _MARK = b"\xef\xbb\xbf"
 """The byte order mark."""
 _LONGEST_CELL = 1 << 30
+_SEVERAL = "join the files, or read them with data.source"
 _BY_DATASETS = "convert it: python -c 'import datasets; datasets.{read}.to_json(\"rows.jsonl\")'"
 _BY_PANDAS = 'convert it: python -c \'import pandas; pandas.{read}.to_json("rows.jsonl", "records", lines=True)\''
+_CONTENTS = {
+    b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull, or download the file itself",
+    b"<!doctype": "it is a page of a website: download the file itself",
+    b"<html": "it is a page of a website: download the file itself",
+    b"\x1f\x8b": "it is compressed: rename it to {file}.gz",
+    b"PAR1": "it is parquet: rename it to .parquet",
+    b"PK\x03\x04": "it is a zip archive or a spreadsheet: unpack or convert it",
+}
+"""Beginning of a file whose ending is wrong -> what to do."""
 _CONVERSIONS = {
     ".arrow": _BY_DATASETS.format(read='Dataset.from_file("{file}")'),
     ".bz2": "decompress it: bunzip2 {file}",
@@ -101,6 +111,8 @@ def is_data_file(path: Path) -> bool:
 
 def unreadable(path: Path) -> SettingError:
     """Return the error for a file or folder that is not a data file, with the command that makes it one."""
+    if any(mark in path.name for mark in "*?[") and not path.exists():
+        return SettingError("path", f"{path} is a pattern, not the name of a file", _SEVERAL)
     if path.is_dir():
         fix = "name one of its files"
         if (path / "dataset_info.json").is_file():
@@ -141,7 +153,7 @@ def _json(file: RowFile) -> Iterator[tuple[str, Any]]:
     if not isinstance(rows, list):
         problem = f"{path} holds a {type(rows).__name__}, not a list of rows"
         lists = [name for name, value in rows.items() if isinstance(value, list)] if isinstance(rows, dict) else []
-        inside = f": it has one in {', '.join(lists)}" if lists else ""
+        inside = f": it has one in {', '.join(lists)}" if lists else ", such as by orient='records' of pandas"
         raise SettingError("path", problem, f"make it a list{inside}")
     for number, row in enumerate(rows, 1):
         yield f"{path}: row {number}", row
@@ -157,7 +169,8 @@ def _csv(file: RowFile) -> Iterator[tuple[str, Any]]:
             problem = f"{path} separates its columns by {separator!r}"
             raise SettingError("path", problem, "save it with commas")
         if len(set(header)) < len(header) or "" in header:
-            raise SettingError("path", f"{path}:1 names its columns {header}", "give each another name")
+            fix = "give each another name" + (" (pandas: index=False)" if header[0] == "" else "")
+            raise SettingError("path", f"{path}:1 names its columns {header}", fix)
         for row in rows:
             if None in row or None in row.values():
                 problem = f"{path}:{rows.line_num} does not have {len(header)} cells, as its first line"
@@ -175,14 +188,20 @@ def _parquet(file: RowFile) -> Iterator[tuple[str, Any]]:
     path, number = file.path, 0
     try:
         with ParquetFile(path) as opened:
+            names = opened.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise SettingError("path", f"{path} names its columns {names}", "give each another name")
             rows_of = _decoded if "arrow.json" in str(opened.schema_arrow) else pyarrow.RecordBatch.to_pylist
             for batch in opened.iter_batches(1024):
                 for row in rows_of(batch):
                     number += 1
                     yield f"{path}: row {number}", row
                 file.share = number / max(1, opened.metadata.num_rows)
+    except SettingError:
+        raise
     except (ValueError, OSError, pyarrow.ArrowException) as error:
-        raise SettingError("path", f"{path} cannot be read as parquet: {error}", "fetch or write it again") from error
+        problem = f"{path} cannot be read as parquet: {error}"
+        raise SettingError("path", problem, _fix_of(path) or "fetch or write it again") from error
 
 
 def _decoded(batch: Any) -> list[Any]:
@@ -207,7 +226,8 @@ def _text(content: bytes, path: Path, first_line: int) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = first_line + content.count(b"\n", 0, error.start)
-        raise SettingError("path", f"{path}:{line} is not UTF-8: {error.reason}", "save it as UTF-8") from None
+        fix = _fix_of(path) or "save it as UTF-8"
+        raise SettingError("path", f"{path}:{line} is not UTF-8: {error.reason}", fix) from None
 
 
 def _parse(content: bytes, path: Path, first_line: int) -> Any:
@@ -216,9 +236,10 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
+    text = _text(content, path, first_line)
     # json also reads NaN and half of a surrogate pair, and its errors have the column
     try:
-        return json.loads(_text(content, path, first_line))
+        return json.loads(text)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         problem = f"{path}:{line} is not JSON: {error.msg} at column {error.colno}"
@@ -227,7 +248,18 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
         raise SettingError("path", f"{path}:{first_line} cannot be read as JSON: {error}", "correct it") from None
 
 
+def _fix_of(path: Path) -> str:
+    """Return what to do about a file with the ending of another kind; empty if its content does not tell."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    found = next((fix for start, fix in _CONTENTS.items() if head.lower().startswith(start.lower())), "")
+    is_of_its_kind = path.suffix.lower() == ".gz" or (is_columnar(path) and head.startswith(b"PAR1"))
+    return "" if is_of_its_kind else found.replace("{file}", path.name)
+
+
 def _fix(path: Path, content: bytes, first_line: int, error: json.JSONDecodeError) -> str:
+    if first_line == 1 and (found := _fix_of(path)):
+        return found
     if _format(path) == ".json" and error.msg == "Extra data":
         return "rename it to .jsonl if it has one object per line"
     if _format(path) == ".jsonl" and first_line == 1 and content.strip() in (b"[", b"{"):

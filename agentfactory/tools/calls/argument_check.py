@@ -75,7 +75,9 @@ def fits_plainly(value: Any, schema: Any) -> bool:
     for key, given in schema.items():
         if key == "type":
             names = _NAMES_OF_TYPES.get(type(value), ())
-            if not (given in names if isinstance(given, str) else _are_names(given) and not set(given).isdisjoint(names)):
+            if not (
+                given in names if isinstance(given, str) else _are_names(given) and not set(given).isdisjoint(names)
+            ):
                 return False
         elif key == "properties":
             if not isinstance(given, dict):
