@@ -1,5 +1,5 @@
-"""A mutation fuzzer of the data corpus. Every mutant loads, or is refused with an error of ours that names file, row and
-fix; and what is trained is what a rendering without our loader gives, or a notice tells the difference.
+"""A mutation fuzzer of the data corpus. Every mutant loads, or is refused with an error of ours that names file, row
+and fix; and what is trained is what a rendering without our loader gives, or a notice tells the difference.
 
 `python -m tests.data_corpus.fuzz --seconds 1200` runs for 20 minutes, and prints what it found.
 """
@@ -67,7 +67,7 @@ class Fuzzer:
         self.faults: list[str] = []
         self.notices: list[str] = []
         self._renderers: dict[tuple[str, bool], TemplateRenderer | None] = {}
-        self._good = [case for case in CASES if isinstance(case.content, list) and not isinstance(case.outcome, str)]
+        self._good = [case for case in CASES if isinstance(case.outcome, list) and isinstance(case.content, list)]
         handler = logging.Handler()
         handler.emit = self._hear  # type: ignore[method-assign]
         logging.getLogger("agentfactory").addHandler(handler)
@@ -97,7 +97,7 @@ class Fuzzer:
 
     def _written(self, case: Case) -> tuple[str, int | None, Path]:
         """Write a mutant. Return its kind, the number of the mutated row, if known, and its path."""
-        if not isinstance(case.content, list) or self.random.random() < 0.1:
+        if not isinstance(case.content, list) or not case.content or self.random.random() < 0.1:
             path = case.write(self.folder)
             content = path.read_bytes().decode("latin-1")
             torn = self.mutants.torn(content[:100_000]).encode("latin-1", "replace")
@@ -133,7 +133,7 @@ class Fuzzer:
             message[self.random.choice(("weight", "reasoning_content", "name"))] = self.random.choice((0, 0.5, "a", 2))
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls and self.random.random() < 0.5:
-            called = calls[0].get("function", calls[0])
+            called = calls[0].get("function") or calls[0]
             called["arguments"] = {self._words(): self._words(), "n": self.random.choice(VALUES)}
             row.pop("tools", None)
         else:

@@ -43,7 +43,8 @@ def rows_of(path: Path, columns: dict[str, str]) -> list[dict[str, Any]]:
     else:
         text = content.decode("utf-8-sig")
         if name.endswith(".jsonl"):
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+            lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+            rows = [json.loads(line) for line in lines if line.strip()]
         elif name.endswith(".json"):
             rows = json.loads(text)
         else:
