@@ -33,7 +33,8 @@ class Case:
             import pyarrow
             import pyarrow.parquet
 
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
+            table = pyarrow.Table.from_pylist(content) if content else pyarrow.table({"question": [""]}).slice(1)
+            pyarrow.parquet.write_table(table, path)
             return path
         if isinstance(content, list):
             content = lines(content)
@@ -728,7 +729,221 @@ LAYOUTS = [
     Case("Alpaca", "a.jsonl", [{"instruction": "a", "input": "b", "output": "c"}], r"row 1 .*from_turns"),
 ]
 
-CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS]
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"
+_PAGE = b"<!DOCTYPE html>\n<html></html>\n"
+_SAID = {"role": "assistant", "content": "hello"}
+
+REPORTS = [
+    Case("a pointer of Git LFS", "a.jsonl", _POINTER, r"a\.jsonl:1 is not JSON.*; fix: it is a pointer of Git LFS"),
+    Case("a pointer of Git LFS, parquet", "a.parquet", _POINTER, r"parquet: .*; fix: it is a pointer of Git LFS"),
+    Case("a page instead of a file", "a.json", _PAGE, r"a\.json:1 is not JSON.*; fix: it is a page of a website"),
+    Case("a page instead of a file, parquet", "a.parquet", _PAGE, r"parquet: .*; fix: it is a page of a website"),
+    Case(
+        "gzip without its ending",
+        "a.jsonl",
+        compressed(lines([Q])),
+        r"fix: it is compressed: rename it to a\.jsonl\.gz",
+    ),
+    Case("parquet as JSONL", "a.jsonl", b"PAR1\x15\x04\xff\xff", r"fix: it is parquet: rename it to \.parquet"),
+    Case("null bytes after a crash", "a.jsonl", lines([Q]).encode() + bytes(64), r"a\.jsonl:2 is not JSON"),
+    Case("ends of lines of old Macs", "a.jsonl", lines([Q, Q]).replace("\n", "\r"), [Q, Q]),
+    Case(
+        "columns of pandas", "a.json", json.dumps({"question": {"0": "a"}}), r"not a list of rows; .*orient='records'"
+    ),
+    Case(
+        "an index of pandas",
+        "a.csv",
+        ",question\n0,a\n",
+        r"names its columns \['', .*; fix: .* \(pandas: index=False\)",
+    ),
+    Case("a separator of Excel", "a.csv", "sep=;\nquestion;answer\na;b\n", r"separates its columns by ';'"),
+    Case(
+        "an empty cell of messages",
+        "a.csv",
+        'question,messages\na,\n"","[{""role"": ""user"", ""content"": ""hi""}]"\n',
+        [{"question": "a"}, {"question": "", "messages": [USER]}],
+    ),
+    Case("a table without rows", "a.parquet", [], r"a\.parquet holds no rows"),
+    Case(
+        "calls without the field content",
+        "a.jsonl",
+        [{"messages": [USER, {"role": "assistant", "tool_calls": [call("add", {})]}]}],
+        [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}], "tools": []}],
+        sft=True,
+    ),
+    *(
+        Case(
+            f"calls as the text {text!r}",
+            "a.jsonl",
+            [{"messages": [USER, _SAID | {"tool_calls": text}]}],
+            [{"messages": HELLO, "tools": []}],
+            sft=True,
+        )
+        for text in ("", " ", "[]", "null")
+    ),
+    *(
+        Case(
+            f"tools as the text {text!r}",
+            "a.jsonl",
+            [{"messages": HELLO, "tools": text}],
+            [{"messages": HELLO, "tools": []}],
+            sft=True,
+        )
+        for text in (" ", "[]", "null")
+    ),
+    Case(
+        "tools as the text None",
+        "a.jsonl",
+        [{"messages": HELLO, "tools": "None"}],
+        r"row 1: tools: got 'None', which",
+        sft=True,
+    ),
+    Case(
+        "a tool as JSON text in a list",
+        "a.jsonl",
+        [{"messages": BOTH[1]["messages"], "tools": [json.dumps(ADD)]}],
+        BOTH[1:],
+        sft=True,
+    ),
+    Case(
+        "content of both kinds",
+        "a.jsonl",
+        [
+            {
+                "messages": [
+                    {"role": "system", "content": "a"},
+                    {"role": "user", "content": [{"type": "text", "text": "b"}]},
+                ]
+            }
+        ],
+        [
+            {
+                "messages": [
+                    {"role": "system", "content": "a"},
+                    {"role": "user", "content": [{"type": "text", "text": "b"}]},
+                ]
+            }
+        ],
+    ),
+    Case(
+        "content as an object",
+        "a.jsonl",
+        [{"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}],
+        r"row 1 .*: messages\.0\.content: got \{.*, not text or a list of parts",
+    ),
+    Case(
+        "content as texts",
+        "a.jsonl",
+        [{"messages": [USER | {"content": ["a"]}]}],
+        r"row 1 .*is 'a', not an object with a type",
+    ),
+    Case(
+        "parts of another API",
+        "a.jsonl",
+        [{"messages": [USER, _SAID | {"content": [{"type": "tool_use"}]}]}],
+        r"row 1 .*'tool_use'; use text",
+    ),
+    Case(
+        "messages as Python writes them, CSV",
+        "a.csv",
+        "messages\n\"[{'role': 'user'}]\"\n",
+        r"row 1 .*: messages: got .*, which is not JSON",
+    ),
+    Case("conversations of messages", "a.jsonl", [{"conversations": HELLO}], RENAMED.format("messages=conversations")),
+    Case("an assistant alone", "a.jsonl", [{"messages": [_SAID]}], [{"messages": [_SAID], "tools": []}], sft=True),
+    *(
+        Case(
+            f"the field {name}",
+            "a.jsonl",
+            [{"messages": [USER, _SAID | {name: value}]}],
+            rf"row 1 .*: messages\.1\.{name}: got {value}, which is not read; write weight: 1 or 0",
+        )
+        for name, value in (
+            ("train", False),
+            ("training", True),
+            ("trainable", False),
+            ("mask", True),
+            ("loss_mask", 0),
+        )
+    ),
+    Case(
+        "token ids",
+        "a.jsonl",
+        [{"input_ids": [1], "labels": [-100]}],
+        r"row 1 .*; fix: .*rows of token ids are not read",
+    ),
+    Case(
+        "a role in capitals",
+        "a.jsonl",
+        [{"messages": [USER | {"role": "User"}]}],
+        r"row 1 .*got 'User', .*; rename it to user",
+    ),
+    Case(
+        "arguments under another name",
+        "a.jsonl",
+        [{"messages": talk({"name": "add", "parameters": {"left": 1}})}],
+        r"row 1 .*no arguments but 'parameters'",
+    ),
+    Case(
+        "fields of calls",
+        "a.jsonl",
+        [{"messages": talk(call("add", {}) | {"index": 0, "parsed": {"a": 1}})}],
+        [{"messages": talk(call("add", {})), "tools": []}],
+        sft=True,
+        notices=("calls have parsed, which models do not get",),
+    ),
+    Case(
+        "fields beside a tool",
+        "a.jsonl",
+        [{"tools": [ADD | {"strict": True}], "messages": HELLO}],
+        [{"tools": [ADD], "messages": HELLO}],
+        sft=True,
+        notices=("tools have strict, which models do not get",),
+    ),
+    Case(
+        "JSON as text twice",
+        "a.jsonl",
+        [{"messages": talk(call("add", json.dumps('{"left": 1}')))}],
+        r"row 1 .*arguments: got .*, not an object",
+    ),
+    Case("a row as JSON text", "a.jsonl", json.dumps(json.dumps(Q)), r"row 1 .* is a str, not an object"),
+    Case(
+        "pairs of a role and a text",
+        "a.jsonl",
+        [{"messages": [["user", "hi"]]}],
+        r"row 1 .*: messages\.0: got \['user', 'hi'\], not",
+    ),
+    Case(
+        "reasoning that is no text",
+        "a.jsonl",
+        [{"messages": [USER, _SAID | {"reasoning": ["a"], "reasoning_content": 5}]}],
+        r"row 1 .*reasoning_content: got 5, not text",
+    ),
+    Case(
+        "half a pair in a tool",
+        "a.jsonl",
+        [{"tools": [tool("f", {"a\udc00": {}})], "messages": HELLO}],
+        r"row 1: tools\.0: it has half of a surr",
+        sft=True,
+    ),
+    Case(
+        "calls of both layouts",
+        "a.parquet",
+        [{"messages": talk({"name": "a", "arguments": {"b": 1}, "function": None}, call("c", {"b": 1}))}],
+        [
+            {
+                "messages": talk(
+                    {"type": "function", "function": {"name": "a", "arguments": {"b": 1}}}, call("c", {"b": 1})
+                ),
+                "tools": [],
+            }
+        ],
+        sft=True,
+        notices=("dropped",),
+    ),
+]
+
+CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS]
 
 CONVERTED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     "from_sharegpt": (

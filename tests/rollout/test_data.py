@@ -70,6 +70,16 @@ def test_another_encoding_is_told_with_file_and_line(tmp_path: Path, name: str) 
         load_tasks(DataConfig(path=str(tmp_path / name)))
 
 
+def test_parquet_is_read_without_a_copy_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [{"question": "a", "info": {"a": 1}}, {"question": "b", "info": {"a": "x"}}]
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "t.parquet")
+    (tmp_path / "cache").write_text("no folder")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert load_tasks(DataConfig(path=str(tmp_path / "t.parquet"))) == rows
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -78,14 +88,15 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
     content = path.read_bytes()
     for broken in (b"PAR1", content[:4] + b"\xff" * 60 + content[64:]):
         path.write_bytes(broken)
-        with pytest.raises(SettingError, match=r"(?s)t\.parquet cannot be read as parquet: .*; fix: correct it"):
+        told = r"(?s)t\.parquet cannot be read as parquet: .*; fix: fetch or write it again"
+        with pytest.raises(SettingError, match=told):
             load_tasks(DataConfig(path=str(path)))
 
-    def denied(path: Path) -> bytes:
+    def denied(path: Path, mode: str) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     config = write(tmp_path / "t.json", "[]")
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(SettingError, match=r"t\.json cannot be read: Permission denied; fix: make it readable"):
         load_tasks(config)
 

@@ -16,18 +16,22 @@ from agentfactory.rollout.data.nulls import (
     drop_from_message,
     drop_from_schema,
 )
-from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
+from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError, fits_plainly
 from agentfactory.tools.errors import short
 from agentfactory.tools.messages import Message, ToolSpec, text_of
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight", "info"}
+_TOOL_KEYS = {"type", "function", "name", "description", "parameters"}
+_CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
 _REASONING = ("reasoning", "thinking")
 """Other names of `reasoning_content`."""
+_OF_THE_LOSS = ("loss", "loss_mask", "loss_weight", "mask", "train", "trainable", "training")
 _REFUSED = {
     "function_call": "write tool_calls: [{function: {name: ..., arguments: {...}}}]",
-    "loss": "write weight: 1 or 0",
+    **dict.fromkeys(_OF_THE_LOSS, "write weight: 1 or 0"),
 }
+"""Other projects' fields that change what is learned -> what to write."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 HALF = "half of a surrogate pair, which is no character; remove it"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -36,11 +40,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 @dataclass
 class Findings:
     """The losses of a row's conversation: nulls, fields of messages that only a chat template may read, and keys of
-    tools that the model does not see."""
+    tools and of calls that the model does not see."""
 
     nulls: Nulls = field(default_factory=Nulls)
     fields: set[str] = field(default_factory=set)
     keys: set[str] = field(default_factory=set)
+    call_keys: set[str] = field(default_factory=set)
 
 
 class Tools:
@@ -64,16 +69,21 @@ class Tools:
         """Return why these tools refuse a call; None if they do not, or if the schema cannot be checked."""
         if name not in self._by_name:
             return f"there is no tool {name!r} among the row's tools ({', '.join(self._by_name) or 'none'})"
+        parameters = self._by_name[name].parameters
+        if fits_plainly(arguments, parameters):
+            return None
         if name not in self._schemas:
-            self._schemas[name] = json.dumps(self._by_name[name].parameters)
-        problem = _problem(self._schemas[name], json.dumps(arguments))
+            self._schemas[name] = json.dumps(parameters)
+        problem = _problem(self._schemas[name], arguments)
         return problem and f"the row's tool {name!r} refuses these arguments: {problem}"
 
 
 def parse_json_column(value: Any, column: str) -> Any:
-    """Return the value of a column that may be JSON text, as in CSV files."""
+    """Return the value of a column that may be JSON text, as in CSV files; None for blank text."""
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -85,7 +95,7 @@ def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = Fals
 
     Raise ValueError, which names the entry, for anything else.
     """
-    tools = parse_json_column(tools, "tools") if tools != "" else None
+    tools = parse_json_column(tools, "tools")
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -100,12 +110,12 @@ def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = Fals
 
 def _spec(tool: Any, place: str, findings: Findings, columnar: bool) -> ToolSpec:
     tool = parse_json_column(tool, place)
-    given = tool.get("function", tool) if isinstance(tool, dict) else tool
+    given = _function_of(tool)
     if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
         form = "{type: function, function: {name: ..., description: ..., parameters: ...}}"
         raise ValueError(f"{place}: got {short(tool)}, which is not in the OpenAI format: {form}")
-    given = drop_from_message({key: value for key, value in given.items() if key != "content"}, findings.nulls)
-    if given is not tool and tool.get("type") not in (None, "function") and "function" in tool:
+    given = drop_from_message(given, findings.nulls)
+    if tool.get("function") is not None and tool.get("type") not in (None, "function"):
         raise ValueError(f"{place}.type: got {short(tool['type'])}, not function")
     for other in ("input_schema", "inputSchema"):  # of Anthropic and MCP
         if other in given and "parameters" not in given:
@@ -116,7 +126,10 @@ def _spec(tool: Any, place: str, findings: Findings, columnar: bool) -> ToolSpec
     description = given.get("description", "")
     if not isinstance(description, str):
         raise ValueError(f"{place}.description: got {short(description)}, not text")
-    findings.keys |= given.keys() - {"name", "description", "parameters", "type"}
+    if has_half_surrogate(given):
+        raise ValueError(f"{place}: it has {HALF}")
+    beside = {key for key, value in tool.items() if value is not None} if "name" not in tool else set()
+    findings.keys |= (given.keys() | beside) - _TOOL_KEYS
     parameters = drop_from_schema(parameters, findings.nulls, columnar) if count_nulls(parameters) else parameters
     return ToolSpec(given["name"], description, parameters)
 
@@ -140,7 +153,8 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
         raise ValueError(f"{place}: got {short(message)}, not {{role: ..., content: ...}}{hint}")
     role = message["role"]
     if role not in _ROLES:
-        fix = f"; {ROLE_FIXES[role]}" if role in ROLE_FIXES else ""
+        known = role.strip().lower() in _ROLES
+        fix = f"; {ROLE_FIXES[role]}" if role in ROLE_FIXES else f"; rename it to {role.strip().lower()}" * known
         raise ValueError(f"{place}.role: got {short(role)}, not one of {', '.join(_ROLES)}{fix}")
     message = drop_from_message(message, findings.nulls)
     for name, fix in _REFUSED.items():
@@ -149,10 +163,12 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
     for name in _REASONING:
         if role == "assistant" and isinstance(message.get(name), str) and "reasoning_content" not in message:
             message["reasoning_content"] = message.pop(name)
+    if not isinstance(message.get("reasoning_content", ""), str):
+        raise ValueError(f"{place}.reasoning_content: got {short(message['reasoning_content'])}, not text")
     _check_weight(message, place)
     for name in ("name", "tool_call_id"):
         _check_id(message, name, place)
-    calls = message.pop("tool_calls", None)
+    calls = parse_json_column(message.pop("tool_calls", None), f"{place}.tool_calls")
     if calls not in (None, []):
         weight = message.get("weight", 1)
         message["tool_calls"] = _calls(calls, role, f"{place}.tool_calls", tools if weight else None, tools, findings)
@@ -191,7 +207,6 @@ def is_text_parts(content: Any) -> bool:
 def _calls(
     calls: Any, role: str, place: str, checking: Tools | None, tools: Tools | None, findings: Findings
 ) -> list[dict[str, Any]]:
-    calls = parse_json_column(calls, place)
     if role != "assistant":
         raise ValueError(f"{place}: a message of the role {role!r} has calls; only an assistant makes them")
     if not isinstance(calls, list):
@@ -210,9 +225,15 @@ def _calls(
     return cleaned
 
 
+def _function_of(entry: Any) -> Any:
+    """Return the object with the name of a call or a tool, which may have no level `function`."""
+    nested = entry.get("function") if isinstance(entry, dict) else None
+    return entry if nested is None else nested
+
+
 def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     """Return a call with its arguments as an object; they may be JSON text, as in OpenAI's API."""
-    given = call.get("function", call) if isinstance(call, dict) else call
+    given = _function_of(call)
     if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
         raise ValueError(f"{place}: got {short(call)}, not {{function: {{name: ..., arguments: ...}}}}")
     if call.get("type") not in (None, "function"):
@@ -220,6 +241,11 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     if call.get("id") is not None:
         _check_id(call, "id", place)
     arguments = given.get("arguments")
+    others = {key for each in (call, given) for key, value in each.items() if value is not None} - _CALL_KEYS
+    if arguments is None and others:
+        problem = f"got {short(given)}, which has no arguments but {', '.join(sorted(map(repr, others)))}"
+        raise ValueError(f"{place}.function: {problem}; rename the field with the arguments to arguments")
+    findings.call_keys |= others
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments)
@@ -249,15 +275,14 @@ def has_half_surrogate(value: Any) -> bool:
     if isinstance(value, str):
         return not value.isascii() and _SURROGATE.search(value) is not None
     if isinstance(value, dict):
-        return any(map(has_half_surrogate, value.values()))
+        return any(map(has_half_surrogate, value)) or any(map(has_half_surrogate, value.values()))
     return isinstance(value, list) and any(map(has_half_surrogate, value))
 
 
-@lru_cache(4096)
-def _problem(schema: str, arguments: str) -> str | None:
+def _problem(schema: str, arguments: dict[str, Any]) -> str | None:
     """Return why a JSON Schema refuses arguments; None if it does not, or if it cannot be checked."""
     try:
-        fault = _check(schema).fault(json.loads(arguments))
+        fault = _check(schema).fault(arguments)
     except UncheckedError:
         return None
     return fault and fault.removeprefix("the arguments: ")[:300]

@@ -49,6 +49,8 @@ def fix_for_task(row: dict[str, Any]) -> str:
         return "name other data: no algorithm learns preferences" + (
             "; for sft: data.columns.messages=chosen" if is_messages(chosen) else ""
         )
+    if "input_ids" in row:
+        return "name the data before its tokenization: rows of token ids are not read"
     if "text" in row:
         return "rename it with data.columns.question=text if it is a prompt; sft learns messages, not whole texts"
     return "rename one with data.columns, such as data.columns.question=problem"

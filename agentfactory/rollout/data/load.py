@@ -98,7 +98,7 @@ def _read(config: DataConfig) -> tuple[list[Any], bool]:
     path = Path(config.path)
     if is_data_file(path):
         return read_file(path), is_columnar(path)
-    if path.exists() or os.path.isabs(config.path):
+    if path.exists() or os.path.isabs(config.path) or set("*?[") & set(config.path):
         raise unreadable(path)
     # takes seconds to import
     import datasets
@@ -130,6 +130,8 @@ def _task(row: Any, number: int, config: DataConfig, has_images: bool, columnar:
         problem = f"{row_name} is a {type(row).__name__}, not an object"
         raise SettingError(_origin(config), problem, "correct it")
     row = _renamed(row, row_name, config)
+    if row.get("messages") == "":  # an empty cell
+        row["messages"] = None
     given = [name for name in ("question", "messages") if name in row]
     if given and all(row[name] is None for name in given):
         columns = " and ".join(config.columns.get(name, name) for name in given)

@@ -33,6 +33,9 @@ def tell_findings(found: Sequence[Findings], section: str, columnar: bool) -> No
     if keys:
         text = f"{section}: tools have {', '.join(keys)}, which models do not get"
         notify(logger, f"keys of tools of {section}", text, times=0)
+    if keys := sorted({name for each in found for name in each.call_keys}):
+        text = f"{section}: calls have {', '.join(keys)}, which models do not get"
+        notify(logger, f"keys of calls of {section}", text, times=0)
     if fields:
         text = f"{section}: messages have the fields {', '.join(fields)}, which only a chat template may read"
         notify(logger, f"fields of messages of {section}", text, times=0)

@@ -72,9 +72,13 @@ def drop_from_arguments(arguments: dict[str, Any], spec: ToolSpec, nulls: Nulls)
 
 def count_nulls(value: Any) -> int:
     """Return the number of null fields in a value, at any depth."""
-    if isinstance(value, dict):
-        return sum(each is None for each in value.values()) + sum(map(count_nulls, value.values()))
-    return sum(map(count_nulls, value)) if isinstance(value, list) else 0
+    count, named = 0, isinstance(value, dict)
+    for each in value.values() if named else value if isinstance(value, list) else ():
+        if each is None:
+            count += named
+        elif isinstance(each, (dict, list)):
+            count += count_nulls(each)
+    return count
 
 
 def nulls_in_calls(messages: Sequence[Message]) -> int:

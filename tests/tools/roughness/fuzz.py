@@ -5,9 +5,7 @@
 
 import argparse
 import asyncio
-import copy
 import json
-import random
 import time
 import traceback
 from collections import Counter
@@ -21,36 +19,14 @@ from agentfactory.commands.isolation_check import _example
 from agentfactory.commands.tools_command import _parameters
 from agentfactory.rollout.text.parsers.parser import describe, parameter_schema, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert
+from agentfactory.tools.calls.argument_check import ArgumentCheck, fits_plainly
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError, ToolResult, properties_of
+from tests.mutants import JUNK, Mutants, keys_of
 from tests.tools.roughness.answers import ANSWERS
 from tests.tools.roughness.raw_server import ID
 from tests.tools.roughness.schemas import SCHEMAS
 from tests.tools.roughness.serving import opened, plan_of, tool_of
 
-JUNK: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        0.5,
-        1e400,
-        10**40,
-        "",
-        "a",
-        "\ud800",
-        "string",
-        "#",
-        "#/$defs/a",
-        "(",
-        r"\p{L}",
-        [],
-        {},
-    ),
-    *([None], [[]], {"": None}, {"$ref": "#"}, {"type": "array"}, {"anyOf": [True, {"$ref": "#"}]}, float("nan")),
-    *("object", "text", {"text": None}, {"type": "text", "text": "b"}, "data:image/png;base64,AA", "$ID", ["a", "a"]),
-]
 SECONDS = 0.1
 """Time limit of a call whose answer cannot be assigned to it."""
 
@@ -59,18 +35,20 @@ class Fuzzer:
     """Tries mutants of the corpus. `found` counts the outcomes, `faults` are the broken promises."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+        words = sorted({key for case in SCHEMAS for key in keys_of(case.schema)})
+        pieces = ("", '"', "\\", "{", "]", "\\ud800", "\udcff", "\0", "null", "1e999", ID)
+        self.mutants = Mutants(seed, words, [*JUNK, "$ID"], pieces)
+        self.random = self.mutants.random
         self.found: Counter[str] = Counter()
         self.faults: list[str] = []
-        self._words = sorted({key for case in SCHEMAS for key in _keys(case.schema)})
 
     async def step(self) -> None:
         """Try one mutant of a schema, and one of an answer."""
         case = self.random.choice(SCHEMAS)
-        schema = self._mutant(case.schema)
-        await self._try("schema", schema, self._schema(schema, self._mutant(case.passes)))
+        schema = self.mutants.of(case.schema)
+        await self._try("schema", schema, self._schema(schema, self.mutants.of(case.passes)))
         answer = self.random.choice(ANSWERS).text
-        answer = self._torn(answer) if self.random.random() < 0.3 else self._mutant_text(answer)
+        answer = self.mutants.torn(answer) if self.random.random() < 0.3 else self._mutant_text(answer)
         await self._try("answer", answer, self._answer(answer))
 
     async def _try(self, kind: str, mutant: Any, attempt: Any) -> None:
@@ -97,6 +75,8 @@ class Fuzzer:
             async with toolset.chain("a", {}) as session:
                 arguments = arguments if isinstance(arguments, dict) else {}
                 result = await session.call(ToolCall("1", "t", arguments))
+                if fits_plainly(arguments, spec.parameters):
+                    assert ArgumentCheck(spec.parameters).fault(arguments) is None
                 assert (await session.call(ToolCall("2", "plain", {}))).content == "{}"
         if _is_wrong(sent):
             assert notices, "a schema that is wrong, and no notice"
@@ -122,50 +102,15 @@ class Fuzzer:
         _check_texts([str(notice) for notice in notices], result)
         return f"{result.error or 'read'}{', named' if notices else ''}"
 
-    def _mutant(self, value: Any) -> Any:
-        value = copy.deepcopy(value)
-        for _ in range(self.random.choice((1, 1, 1, 2, 3, 5))):
-            value = self._mutated(value)
-        return value
-
-    def _mutated(self, value: Any) -> Any:
-        if not isinstance(value, (dict, list)) or not value or self.random.random() < 0.15:
-            return copy.deepcopy(self.random.choice(JUNK))
-        keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
-        key = self.random.choice(keys)
-        chance = self.random.random()
-        if chance < 0.1:
-            del value[key]
-        elif chance < 0.2 and isinstance(value, dict):
-            value[self.random.choice(self._words)] = value.pop(key)
-        elif chance < 0.3 and isinstance(value, dict):
-            value[self.random.choice(self._words)] = copy.deepcopy(self.random.choice(JUNK))
-        elif chance < 0.4:
-            value[key] = copy.deepcopy(value)
-        else:
-            value[key] = self._mutated(value[key])
-        return value
-
     def _mutant_text(self, text: str) -> str:
         try:
             message = json.loads(text, strict=False)
         except (ValueError, RecursionError):
-            return self._torn(text)
+            return self.mutants.torn(text)
         part = self.random.choice(("result", "error"))
         if not isinstance(message, dict) or part not in message or self.random.random() < 0.1:
-            return json.dumps(self._mutant(message))
-        return json.dumps(message | {part: self._mutant(message[part])})
-
-    def _torn(self, text: str) -> str:
-        place = self.random.randrange(len(text))
-        piece = self.random.choice(("", '"', "\\", "{", "]", "\\ud800", "\udcff", "\0", "null", "1e999", ID))
-        return text[:place] + piece + text[place + self.random.choice((0, 1, 5)) :]
-
-
-def _keys(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [*value, *(key for one in value.values() for key in _keys(one))]
-    return [key for one in value for key in _keys(one)] if isinstance(value, list) else []
+            return json.dumps(self.mutants.of(message))
+        return json.dumps(message | {part: self.mutants.of(message[part])})
 
 
 def _is_wrong(schema: Any) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.tools.calls.argument_check import ArgumentCheck, fits_plainly
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import CallError, ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
+from tests.mutants import JUNK, Mutants, keys_of
 from tests.tools.roughness.raw_server import __file__ as raw_server
 from tests.tools.roughness.schemas import NOT_OBJECTS, SCHEMAS, Rough
 from tests.tools.roughness.serving import noticed, opened, plan_of, tool_of
@@ -70,3 +72,16 @@ async def test_all_rough_schemas_of_one_program(tmp_path: Path) -> None:
     (notice,) = notices
     assert "dangling: properties.x.$ref ('#/$defs/Nope')" in str(notice)
     assert str(notice).endswith(" more")
+
+
+@pytest.mark.slow
+def test_what_fits_plainly_fits() -> None:
+    words = sorted({key for case in SCHEMAS for key in keys_of(case.schema)})
+    mutants, fitting = Mutants(0, words, JUNK, ()), 0
+    for case in SCHEMAS * 40:
+        schema, arguments = mutants.of(case.schema), mutants.of(case.passes)
+        if isinstance(arguments, dict) and fits_plainly(arguments, schema):
+            fitting += 1
+            assert ArgumentCheck(schema if isinstance(schema, dict) else {}).fault(arguments) is None
+    assert fitting > 200
+    assert not any(fits_plainly(case.refused, case.schema) for case in SCHEMAS if case.refused is not None)
