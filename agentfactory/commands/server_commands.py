@@ -209,23 +209,23 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
         from agentfactory.rollout.data import load_tasks
         from agentfactory.rollout.evaluation.evaluate import run_rollout
 
-        acting = served.recipe
-        assert acting.data is not None  # load_recipe has checked it
+        stage = served.recipe
+        assert stage.data is not None  # load_recipe has checked it
         with tell_warnings(say):
-            tasks = load_tasks(acting.data, tell=True)
-            say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
+            tasks = load_tasks(stage.data, tell=True)
+            say(f"running {len(tasks)} tasks, each by {stage.rollout.group_size} chains")
             with follow_groups(folder.trajectories, len(tasks), say):
                 log = partial(_log_figures, folder, served.step)
                 metrics, look = run_rollout(
-                    acting, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
+                    stage, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
                 )
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
-    _tell_look(look, acting, look.chains, say)
+    _tell_look(look, stage, look.chains, say)
     told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
     say(f"means over chains: {', '.join(told)}; all metrics: {display(folder.summary)}")
     saved = display(folder.trajectories)
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
-    chains = len(tasks) * acting.rollout.group_size
+    chains = len(tasks) * stage.rollout.group_size
     _check_failed(round(metrics["failed"] * chains), chains)
 
 

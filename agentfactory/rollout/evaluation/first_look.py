@@ -4,12 +4,14 @@
 (`advice`), which the alarms of a running training also give (`alarms`).
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read
@@ -186,12 +188,19 @@ def _first_turn(chain: Trajectory) -> Message | None:
 def _shown(message: Message) -> str:
     """Return a turn on one line, shortened in its middle."""
     parts = [str(message.get("reasoning_content") or ""), text_of(message.get("content") or "")]
-    parts += [f"[calls {c['function']['name']} {c['function']['arguments']}]" for c in message.get("tool_calls") or []]
+    parts += [f"[calls {_written(call['function'])}]" for call in message.get("tool_calls") or []]
     text = " ".join(part for part in parts if part).replace("\n", "\\n")
     if len(text) <= SHOWN_CHARACTERS:
         return text or "(empty)"
     half = SHOWN_CHARACTERS // 2
     return f"{text[:half]} [...] {text[-half:]}"
+
+
+def _written(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    return (
+        f"{function['name']} {arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}"
+    )
 
 
 def plural(number: int, noun: str) -> str:
