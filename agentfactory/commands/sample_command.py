@@ -68,7 +68,7 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         size = used.rollout.group_size
         sizes = [min(size, chains - first) for first in range(0, chains, size)]
         tasks = [order[position] for position in range(len(sizes))]
-        say(f"sampling {chains} chains on {len(tasks)} of {len(order.tasks)} tasks with {served.label}")
+        say(f"sampling {chains} chains in {len(tasks)} groups with {served.label}")
         with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
             _, look = run_rollout(
                 used, tasks, folder.path, urls, folder.trajectories, folder.log, served.name, folder.images, sizes
