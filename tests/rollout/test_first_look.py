@@ -109,15 +109,15 @@ def test_the_words_say_what_happened() -> None:
         "calls: 1 of 8 chains called a tool, 1 had a malformed call, 1 had a turn cut at rollout.max_tokens=512, "
         "2 calls ended as unknown_tool",
         "first turns: hermes reads a call in 1 of 8",
+        "first turn (reward 1) [calls calculate {}]",
+        "first turn (reward 0.5) 3",
+        "first turn (reward 0) so <tool_call>",
         "ends: 5 completed, 1 max_turns, 1 max_tokens, 1 tool_infrastructure; 1 of 8 chains ended as "
         "tool_infrastructure, such as: the server died",
         "rewards: mean 0.429, from 0 to 1; 1 of 2 groups would teach (their rewards differ)",
         "a chain: 20 tokens sampled, 2.0 s, 1.0 s of it waiting for pad",
         "time: a step samples its 32 chains in about 8.0 s, and the run its 100 steps in about 13 min; updates and "
         "syncs come on top",
-        "first turn (reward 1) [calls calculate {}]",
-        "first turn (reward 0.5) 3",
-        "first turn (reward 0) so <tool_call>",
     ]
     assert describe(look_at([], offer())) == ["0 chains of 0 tasks"]
 

@@ -7,6 +7,7 @@ from agentfactory.rollout.evaluation.first_look import Look, plural
 from agentfactory.rollout.groups.group_filter import Worth
 from agentfactory.rollout.text.parsers import load_parser
 
+PAGE = "docs/first-look.md"
 MANY, MOST = 0.25, 0.5
 """Shares of chains beyond which there is advice: with a turn that was cut; without a readable call."""
 WAITS, SHORT_WAIT = 0.5, 0.01

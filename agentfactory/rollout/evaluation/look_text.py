@@ -28,6 +28,7 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     lines.append(f"calls: {_calls(look)}")
     if look.offer.specs and look.first_turns:
         lines.append(f"first turns: {_first_turns(look)}")
+    lines += [f"first turn {text}" for text in look.shown]
     outcomes: Counter[str] = Counter()
     for (outcome, _), count in look.endings.items():
         outcomes[outcome] += count
@@ -42,7 +43,7 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     lines.append(f"a chain: {', '.join([sizes, *waits])}")
     if schedule is not None and look.seconds:
         lines.append(f"time: {_time(look, schedule)}")
-    return lines + [f"first turn {text}" for text in look.shown]
+    return lines
 
 
 def _calls(look: Look) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
-from agentfactory.rollout.evaluation.advice import advise
+from agentfactory.rollout.evaluation.advice import PAGE, advise
 from agentfactory.rollout.evaluation.alarms import Alarms
 from agentfactory.rollout.evaluation.evaluate import evaluate, offer_of, open_runner
 from agentfactory.rollout.evaluation.first_look import Look, look_at
@@ -170,7 +170,7 @@ class Worker:
                 if len(begun) == batch:
                     self._show(runner, look_at(begun, offer))
             for advice in alarms.note(group):
-                notify(logger, advice.topic, str(advice), times=0)
+                notify(logger, advice.topic, str(advice), times=0, see=PAGE)
 
         return note
 
@@ -180,9 +180,9 @@ class Worker:
         most = runner.places.limit * self.share.of
         running = step * (rollout.max_staleness + 1)
         schedule = Schedule(step, self.total // self.batch_size, min(most, running), most)
-        inform(logger, "\n  ".join(["first look at the model:", *describe(look, schedule)]))
+        inform(logger, "\n  ".join(["first look at the model:", *describe(look, schedule)]), see=PAGE)
         for advice in advise(look):
-            notify(logger, advice.topic, str(advice), times=0)
+            notify(logger, advice.topic, str(advice), times=0, see=PAGE)
 
     def _note_acknowledged(self, groups: list[str]) -> None:
         append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
