@@ -42,9 +42,12 @@ def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) ->
     assert said.count("first look at the model:") == 1
     shown, at_end = said.split("warnings of this run:")
     for start, in_the_end in (
-        ("no chain of 8 in 2 groups called a tool, though ", "no chain of 64 in 16 groups called a tool, though "),
-        ("rollout.max_tokens=2 cut a turn of 8 of 8 chains; fix: rollout.max_tokens=4", ""),
-        ("the rewards of all 8 chains in 2 groups are 0: no group would teach; fix: easier rows", ""),
+        (
+            "first look: no chain of 8 in 2 groups called a tool, though ",
+            "no chain of 64 in 16 groups called a tool, though ",
+        ),
+        ("first look: rollout.max_tokens=2 cut a turn of 8 of 8 chains; fix: rollout.max_tokens=4", ""),
+        ("first look: the rewards of all 8 chains in 2 groups are 0: no group would teach; fix: easier rows", ""),
         ("step 5: nothing was learned in 5 steps: ", "fix: easier rows of data, a finer reward (rewards)"),
         ("chains spend ", "of their time waiting for a process of tool server pad ("),
     ):
