@@ -11,7 +11,7 @@ from agentfactory.rollout.trajectory import Group, Trajectory
 GROUPS, CHAINS = 8, 64
 """Minimum numbers of groups and chains that an alarm covers."""
 EQUAL_BATCHES = 5
-"""Number of batches whose groups all have equal rewards, as in `trainers.loop.health`."""
+"""Number of batches whose groups all have equal rewards, as for the symptom no_gradient of `train.stop_when`."""
 
 
 class Alarms:
@@ -29,7 +29,7 @@ class Alarms:
         self._told: set[str] = set()
         if not offer.specs:
             self._without_call = None
-        # a step of other recipes shows it: trainers.loop.health
+        # a step's metrics show it: symptom no_gradient
         if offer.config.equal_rewards is EqualRewards.KEEP:
             self._equal = None
 

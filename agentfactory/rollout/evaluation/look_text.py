@@ -60,9 +60,9 @@ def _first_turns(look: Look) -> str:
     told = [f"{look.offer.format} reads a call in {look.read} of {look.first_turns}"]
     told += [f"{name} in {count} of the others" for name, count in look.formats.most_common(2)]
     if look.named:
-        told.append(
-            f"{look.named} more {'names' if look.named == 1 else 'name'} a tool without a call that a format reads"
-        )
+        names = "names" if look.named == 1 else "name"
+        more = " more" if look.formats else ""
+        told.append(f"{look.named}{more} {names} a tool without a call that a format reads")
     return ", ".join(told)
 
 
