@@ -30,9 +30,10 @@ from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
 from agentfactory.recipe.reference import PAGES, meaning, renewed, sections, title
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.config import DataConfig, LoraConfig
+from agentfactory.rollout.config import DataConfig, LoraConfig, RolloutConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.evaluate import Evaluation, mean_figures
+from agentfactory.rollout.evaluation.first_look import Look, Offer
 from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, sample_figures
 from agentfactory.rollout.groups.group_files import append_group
 from agentfactory.rollout.inference.http_transport import missing_routes
@@ -176,6 +177,9 @@ def test_every_metric_of_a_run_is_described(quickstart_run: Path) -> None:
         assert f"| `{metric.name}` |" in text
 
 
+LOOK = Look(Offer(RolloutConfig(), [], load_parser("hermes")))
+
+
 def test_every_figure_of_an_evaluation_is_described() -> None:
     groups = [
         Group(f"g{n}", {"source": source}, [chain(f"{n}.{m}", float(m < n)) for m in range(4)])
@@ -184,7 +188,7 @@ def test_every_figure_of_an_evaluation_is_described() -> None:
     parts = {"": groups, **by_source(groups)}
     found = {source: estimates(part, 4) for source, part in parts.items()}
     means = {f"sampled/{name}": value for name, value in (mean_figures(groups) | sample_figures(groups, 4)).items()}
-    names = [f"eval/{name}" for name in Evaluation(means, {"sampled": found}, Counter(), 8).figures()]
+    names = [f"eval/{name}" for name in Evaluation(means, {"sampled": found}, Counter(), 8, LOOK).figures()]
     assert {"eval/sampled/pass@4", "eval/sampled/avg@4/low", "eval/sampled/source/films/pass@2/high"} <= set(names)
     for name in names:
         # a figure split by source is described by the figure itself

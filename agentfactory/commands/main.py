@@ -245,7 +245,12 @@ def _new(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from agentfactory.doctor import run
 
-    return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates) else FAILED
+    look = None
+    if options.sample is not None:
+        from agentfactory.commands.sample_command import sample
+
+        look = partial(sample, options.recipe, options.overrides, options.sample, _say)
+    return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates, look=look) else FAILED
 
 
 def _chat(options: argparse.Namespace) -> int:

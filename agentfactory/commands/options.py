@@ -40,6 +40,7 @@ _EXAMPLES = {
         "doctor",
         "doctor recipe.yaml",
         "doctor recipe.yaml server.url=http://127.0.0.1:8000",
+        "doctor recipe.yaml --sample 32",
         "doctor recipe.yaml --coordinates server.url=http://127.0.0.1:8000",
     ],
     "train": [
@@ -125,6 +126,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 command.error(f"name a recipe before {options.recipe}, which is an override")
             if options.coordinates and not options.recipe:
                 command.error("--coordinates queries a recipe's model: name a recipe")
+            if options.sample is not None and not options.recipe:
+                command.error("--sample runs chains of a recipe: name a recipe")
+            if options.sample is not None and options.sample < 1:
+                command.error(f"--sample: got {options.sample}; use at least 1 chain")
     return options
 
 
@@ -193,6 +198,10 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
         case "doctor":
             about = "find out the image coordinates of the model on the server at server.url"
             command.add_argument("--coordinates", action="store_true", help=about)
+            about = (
+                "run N chains of the training data first, and say what the model does: calls, formats, rewards, time"
+            )
+            command.add_argument("--sample", type=int, metavar="N", help=about)
         case "new":
             command.add_argument("task", metavar="TASK", help="name of the task and of its Python file: a-z, 0-9 and _")
             about = "folder to create; default: TASK in the current folder"

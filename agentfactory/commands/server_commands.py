@@ -19,6 +19,7 @@ from agentfactory.launching.run_folder import RunFolder, check_writable, next_fr
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.start_server import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
+from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command import address_fault, chat_fault, outside_fault, server_command
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from agentfactory.rollout.chains.chain_runner import Runner
     from agentfactory.rollout.evaluation.evaluate import Evaluation
+    from agentfactory.rollout.evaluation.first_look import Look
+    from agentfactory.rollout.evaluation.look_text import Schedule
 
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
@@ -107,7 +110,7 @@ def evaluate(
     if url is not None:
         _evaluate_at(recipe, url, model, say)
         return
-    with _acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
+    with acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluation.evaluate import open_runner
 
         opened = open_runner(served.recipe, folder.path, urls, images=folder.images)
@@ -171,35 +174,59 @@ def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, 
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
     for table in tables(found):
         say(table)
+    _tell_look(found.look, recipe, found.chains, say)
     say(f"all metrics: {display(folder.summary)}; all chains: {display(folder.trajectories)}")
     say(f"{recipe.name}: evaluated {label}; run folder {display(folder.path)}")
     _check_failed(sum(found.failures.values()), found.chains)
 
 
+def _tell_look(look: "Look", recipe: Recipe, running: int, say: Say) -> None:
+    """Print the look of chains, `running` of which were to run at a time."""
+    from agentfactory.rollout.evaluation.advice import advise
+    from agentfactory.rollout.evaluation.look_text import describe
+
+    say("\n  ".join(["what the chains did:", *describe(look, schedule_of(recipe, running))]))
+    for advice in advise(look):
+        say(f"warning: {advice}")
+
+
+def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
+    """Return the chains of a step of `recipe`, for a look at `running` chains that ran at a time as far as they may;
+    None if its training runs no chains."""
+    from agentfactory.rollout.evaluation.look_text import Schedule
+
+    if not runs_chains(recipe, "train"):
+        return None
+    limit, train = recipe.rollout.concurrency, recipe.train
+    most = recipe.server.max_num_seqs if limit == "auto" else limit
+    return Schedule(train.batch_size * recipe.rollout.group_size, train.steps, min(running, most), most)
+
+
 def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
     """Run one group of chains for every task of `data`, with the weights that `evaluate` would use, and save them into
     `<output>/rollout`, rollout-2, ..."""
-    with _acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
+    with acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
         from agentfactory.launching.progress import follow_groups, tell_warnings
         from agentfactory.rollout.data import load_tasks
         from agentfactory.rollout.evaluation.evaluate import run_rollout
 
-        acting = served.recipe
-        assert acting.data is not None  # load_recipe has checked it
+        stage = served.recipe
+        assert stage.data is not None  # load_recipe has checked it
         with tell_warnings(say):
-            tasks = load_tasks(acting.data, tell=True)
-            say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
+            tasks = load_tasks(stage.data, tell=True)
+            say(f"running {len(tasks)} tasks, each by {stage.rollout.group_size} chains")
             with follow_groups(folder.trajectories, len(tasks), say):
                 log = partial(_log_figures, folder, served.step)
-                metrics = run_rollout(
-                    acting, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
+                metrics, look = run_rollout(
+                    stage, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
                 )
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
+    _tell_look(look, stage, look.chains, say)
     told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
     say(f"means over chains: {', '.join(told)}; all metrics: {display(folder.summary)}")
     saved = display(folder.trajectories)
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
-    chains = len(tasks) * acting.rollout.group_size
+    chains = len(tasks) * stage.rollout.group_size
     _check_failed(round(metrics["failed"] * chains), chains)
 
 
@@ -226,7 +253,7 @@ def _log_to(folder: RunFolder, command: str) -> None:
 
 
 @contextmanager
-def _acting(
+def acting(
     command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if the

@@ -43,12 +43,27 @@ Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
 
 
-def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None], *, coordinates: bool = False) -> bool:
-    """Print all findings; with `coordinates`, also determine the model's image coordinates. Return True if there is no
-    problem."""
+def run(
+    recipe: str | None,
+    overrides: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    coordinates: bool = False,
+    look: Check | None = None,
+) -> bool:
+    """Print all findings; with `coordinates`, also determine the model's image coordinates. If there is no problem,
+    also print the findings of `look`, which takes longer. Return True if there is no problem."""
     counts: Counter[Level] = Counter()
     said = set()
-    for finding in examine(recipe, overrides, coordinates):
+
+    def findings() -> Iterator[Finding]:
+        yield from examine(recipe, overrides, coordinates)
+        if look is not None and counts[Level.PROBLEM]:
+            yield warning("first look", "nothing was sampled, because of the problems above", "correct them first")
+        elif look is not None:
+            yield from _safely("first look", look)
+
+    for finding in findings():
         # findings that several stages share are reported once
         if finding not in said:
             said.add(finding)

@@ -39,6 +39,7 @@ class Symptom(StrEnum):
     MISMATCH = "mismatch"
     SUCCESS = "success"
     UNSTABLE = "unstable"
+    FORMAT = "format"
 
 
 class GrpoOptions(Section):
@@ -336,7 +337,7 @@ class TrainConfig(Section):
     stop_when: list[Symptom] = []
     """End the run with the status `stopped` at the first of these symptoms, which are reported in any case.
     no_gradient: nothing to learn in 5 steps; entropy, mismatch: far from their earlier values; success: less than half
-    its best. See docs/troubleshooting.md."""
+    its best; format: more turns that cannot be parsed, or fewer calls. See docs/troubleshooting.md."""
     processes: PositiveInt = 1
     """Number of trainer processes; a launch with another number is refused."""
     strategy: Literal["single", "ddp", "fsdp2"] = "single"

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from agentfactory.rollout.metrics import Metric
 from agentfactory.rollout.token_row import Row
-from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout.trajectory import Group, Trajectory
 
 METRICS = [
     Metric("step", "", "training step, from 1; 0 is before the first step"),
@@ -85,7 +85,7 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
         "reward": fmean(rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "turns": fmean(chain.turns for chain in chains),
-        "groups/equal_rewards": fmean(_all_equal(group) for group in groups),
+        "groups/equal_rewards": _equal_rewards(groups),
     }
     for name in sorted({name for chain in chains for name in chain.metrics}):
         mean = fmean(chain.metrics[name] for chain in chains if name in chain.metrics)
@@ -109,6 +109,14 @@ def _recomputed(row: Row) -> int:
     return sum(old.end for old, new in changes if not new.mixed)
 
 
-def _all_equal(group: Group) -> bool:
-    rewards = {(t.reward, *(t.turn_rewards or ())) for t in group.trajectories if t.reward is not None}
+def _equal_rewards(groups: list[Group]) -> float:
+    """Return the share of groups whose rewards are all equal. Chains that are alone in their groups are compared with
+    each other, as their advantages are."""
+    if all(len(group.trajectories) == 1 for group in groups):
+        return float(_all_equal([group.trajectories[0] for group in groups]))
+    return fmean(_all_equal(group.trajectories) for group in groups)
+
+
+def _all_equal(chains: list[Trajectory]) -> bool:
+    rewards = {(chain.reward, *(chain.turn_rewards or ())) for chain in chains if chain.reward is not None}
     return len(rewards) < 2

@@ -14,14 +14,19 @@ from agentfactory.commands.served_weights import trained_in
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.evaluate import Evaluation
+from agentfactory.rollout.evaluation.first_look import Look, Offer
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
 from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.text.parsers import load_parser
 from agentfactory.tools.errors import SettingError
 from tests.chat_server import model_behind, serve_chat
 from tests.project import Command
 
 pytestmark = pytest.mark.processes
+
+LOOK = Look(Offer(RolloutConfig(), [], load_parser("hermes")))
 
 
 @pytest.fixture
@@ -61,6 +66,9 @@ def test_a_checkpoint_evaluates_to_what_training_logged(
     told = f"{found['eval/sampled/reward']:.4f} │ {low:.4f} to {high:.4f}"
     assert re.search(rf"reward +│ +{re.escape(told)} +│ +10", result.stdout), result.stdout
     assert "greedy, all tasks" in result.stdout
+    assert re.search(
+        r"what the chains did:\n  \d+ chains of 10 tasks\n  calls: \d+ of \d+ chains called a tool", result.stdout
+    )
 
 
 def test_any_chat_endpoint_is_a_baseline(
@@ -134,7 +142,7 @@ def test_names_of_any_kind_stand_in_the_tables_as_they_are() -> None:
     sources = ("gsm8k[test]", "a[/train]", ":smile:", f"hub/{'organisation' * 8}")
     figures = {"success": estimate, "reward/x[bold]": estimate, long: estimate}
     estimates = {"sampled": {source: figures for source in sources}}
-    told = tables(Evaluation({}, estimates, Counter(), 8))
+    told = tables(Evaluation({}, estimates, Counter(), 8, LOOK))
     for source, table in zip(sources, told, strict=True):
         title, *lines = table.splitlines()
         assert title == f"sampled, source {source}"
@@ -176,6 +184,7 @@ def test_sources_and_failed_chains_are_told() -> None:
         {"sampled": {"": figures, "aime": figures}},
         Counter({"timeout: too long": 3, "inference_error: gone": 1}),
         20,
+        LOOK,
     )
     whole, source, failed = tables(found)
     assert max(map(len, whole.splitlines())) <= 80

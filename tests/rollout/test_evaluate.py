@@ -146,8 +146,9 @@ async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
         }
     )
     async with open_runner(recipe, tmp_path, warm_server) as runner:
-        figures, failures = await evaluate(runner, recipe, [{"question": "go"}], "policy", tmp_path, "000000")
+        figures, failures, look = await evaluate(runner, recipe, [{"question": "go"}], "policy", tmp_path, "000000")
     assert figures == {"sampled/failed": 1.0, "greedy/failed": 1.0}
+    assert (look.chains, look.rewards) == (1, [])
     assert list(failures) == ["sampled", "greedy"]
     for mode, failure in failures.items():
         assert failure.startswith(f"held-out tasks, {mode}: 1 of 1 chains ended as reward_error, such as: ")

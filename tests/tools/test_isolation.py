@@ -1,7 +1,6 @@
 """Tests of chains' isolation: a thousand chains over sixteen instances, with cancellations, over every backend."""
 
 import asyncio
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
-from agentfactory.tools.mcp_servers import recipe_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
@@ -363,28 +360,17 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
 
 
 @pytest.mark.processes
-async def test_chains_that_mostly_wait_for_processes_are_reported(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once per window of chains, with the setting to change; not if the chains' own work takes longer."""
-    monkeypatch.setattr(recipe_server, "RECENT_CHAINS", 4)
-
-    async def live(toolset: Toolset, number: int, seconds: float) -> None:
-        async with toolset.chain(f"{seconds} {number}", {}):
-            await asyncio.sleep(seconds)
-
-    for seconds, reported in ((1.0, False), (0.0, True)):
-        caplog.clear()
-        notebook = {"command": "python", "args": ["-S", "notebook.py"], "pool": {"warm": 0}}
-        async with open_toolset(recipe_of(pad=notebook), folder) as toolset:
-            for number in range(4):
-                await live(toolset, number, seconds)
-            await toolset.closed()
-        notices = [str(notice) for record in caplog.records if (notice := notice_of(record))]
-        assert len(notices) == reported
-        if reported:
-            assert re.fullmatch(
-                r"chains spend \d+% of their time waiting for a process of tool server pad \(0\.\d s each\): each "
-                r"chain starts a process of its own; fix: mcp_servers\.pad\.isolation: shared if it keeps no state .*",
-                notices[0],
-            )
+async def test_the_setting_to_change_for_waits_follows_from_the_isolation(folder: Path) -> None:
+    """For a program with a process per chain; nothing for servers that all chains share."""
+    notebook = {"command": "python", "args": ["-S", "notebook.py"]}
+    again = {**notebook, "pool": {"max_uses": 4}, "prefix": "a_"}
+    shared = {**notebook, "isolation": "shared", "prefix": "s_"}
+    async with open_toolset(recipe_of(pad=notebook, again=again, all=shared), folder) as toolset:
+        why = toolset.why_chains_wait
+    assert why == {
+        "pad": (
+            "each chain starts a process of its own",
+            "mcp_servers.pad.isolation: shared if it keeps no state (try it: agentfactory tools check RECIPE)",
+        ),
+        "again": ("all its processes are in use", "raise mcp_servers.again.pool.capacity"),
+    }

@@ -3,13 +3,16 @@
 import json
 import math
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.config import Symptom
 from agentfactory.trainers.loop.health import Finding, Health
+from agentfactory.trainers.metrics import group_metrics
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def test_runs_that_collapsed_are_told_within_five_steps(seed: int) -> None:
     told = findings(*lines)
     assert told[0][0] <= next(broken) + 5
     assert "the format has been lost" in told[0][1].text
-    assert {found.symptom for _, found in told} >= {Symptom.MISMATCH}
+    assert {found.symptom for _, found in told} >= {Symptom.MISMATCH, Symptom.FORMAT}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -79,6 +82,39 @@ def test_groups_that_teach_nothing_are_told_after_five_steps() -> None:
     # four in a row may be chance, and if every chain succeeds nothing is left to learn
     assert findings(*(step(n, **(dead if n % 5 else {})) for n in range(1, 60))) == []
     assert findings(*(step(n, **dead, success=1.0) for n in range(1, 60))) == []
+
+
+def test_a_format_that_gets_lost_is_told_with_both_shares() -> None:
+    lost = [step(n, **({"trajectory/tool_errors/malformed_call": 1.0} if n > 20 else {})) for n in range(1, 40)]
+    ((number, found),) = findings(*lost)
+    assert (number, found.symptom) == (24, Symptom.FORMAT)
+    assert found.text.startswith(
+        "step 24: the turns that could be parsed fell from 100% to 80%; the format has been lost"
+    )
+    # a model that learns the format, and one that keeps its share of malformed turns
+    for malformed in (lambda n: 4.0 - 0.1 * n, lambda n: random.Random(n).uniform(0.8, 1.2)):
+        lines = [step(n, **{"trajectory/tool_errors/malformed_call": malformed(n)}) for n in range(1, 40)]
+        assert [f for _, f in findings(*lines) if f.symptom is Symptom.FORMAT] == []
+
+
+def test_calls_that_vanish_are_told_unless_the_agent_gets_better() -> None:
+    def run(success: float) -> list[Finding]:
+        few = {"trajectory/tool_calls": 0.4, "success": success}
+        lines = [step(n, **(few if n > 20 else {"trajectory/tool_calls": 3.0, "success": 0.6})) for n in range(1, 40)]
+        return [found for _, found in findings(*lines) if found.symptom is Symptom.FORMAT]
+
+    (found,) = run(0.35)
+    assert "the calls of a chain fell from 3.0 to 1.1, and success from 0.60 to 0.41" in found.text
+    assert run(0.6) == run(0.9) == []
+
+
+def test_chains_alone_in_their_groups_are_compared_with_each_other() -> None:
+    def group(reward: float) -> Group:
+        return Group("g", {}, [Trajectory("g.0", [], [], Outcome.COMPLETED, reward)])
+
+    differ = group_metrics([group(0.0), group(1.0)], Counter())
+    assert differ["groups/equal_rewards"] == 0.0
+    assert group_metrics([group(1.0), group(1.0)], Counter())["groups/equal_rewards"] == 1.0
 
 
 def test_a_run_that_never_had_a_reward_is_told() -> None:
@@ -115,7 +151,8 @@ def test_a_mismatch_that_lasts_is_told() -> None:
 def test_success_that_halves_is_told_with_the_best() -> None:
     lost = {"success": 0.1, "trajectory/tool_errors/malformed_call": 4.0}
     lines = [step(n, **(lost if n > 30 else {"success": 0.5})) for n in range(1, 40)]
-    ((number, found),) = findings(*lines)
+    (_, lost_format), (number, found) = findings(*lines)
+    assert lost_format.symptom is Symptom.FORMAT
     assert (number, found.symptom) == (33, Symptom.SUCCESS)
     assert "success was 0.20 over the last 4 steps, and 0.50 up to step" in found.text
     assert "the calls of 4.0 of 5.0 turns a chain cannot be read" in found.text

@@ -16,6 +16,7 @@ from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
 from agentfactory.rollout.data import Place, Task
+from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
 from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
 from agentfactory.rollout.gateway.client_agents import ClientAgent
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
@@ -94,19 +95,26 @@ async def evaluate(
     folder: Path,
     name: str,
     cache_salt: str | None = None,
-) -> tuple[dict[str, float], dict[str, str]]:
+) -> tuple[dict[str, float], dict[str, str], Look]:
     """Run `recipe.eval` on `tasks` with the weights called `model`, and save trajectories to `folder`. For `cache_salt`
     see Sampling.
 
-    Return two values. The first has means over the chains that did not fail, under `sampled/...` and `greedy/...`:
+    Return three values. The first has means over the chains that did not fail, under `sampled/...` and `greedy/...`:
     `reward`, every metric of the trajectories, `failed` (the share of failed chains), and with several samples per task
     also avg@k and pass@k. The second has a description of the failures for each mode in which no chain has a reward.
+    The third is the look of the sampled chains.
     """
     played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
     failures = {
         mode: _failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0
     }
-    return _means(recipe, played), failures
+    return _means(recipe, played), failures, look_at(played["sampled"], offer_of(runner))
+
+
+def offer_of(runner: Runner) -> Offer:
+    """Return what the chains of a runner get."""
+    setup = runner.setup
+    return Offer(setup.config, setup.specs, setup.dialogue.parser, runner.toolset.why_chains_wait)
 
 
 def _failure(mode: str, groups: list[Group]) -> str:
@@ -178,6 +186,8 @@ class Evaluation:
     """Cause of failure -> number of chains."""
     chains: int
     """Number of chains in both modes."""
+    look: Look
+    """The look of the sampled chains."""
 
     def figures(self) -> dict[str, float]:
         """Return all results by name: the means, the bounds of intervals as `<mode>/<figure>/low` and `/high`, and the
@@ -218,20 +228,21 @@ def run_eval(
     Save each group to `folder` when it has ended, and pass all metrics to `log` as `eval/...`.
     """
 
-    async def run() -> dict[str, list[Group]]:
+    async def run() -> tuple[dict[str, list[Group]], Look]:
         async with opened as runner:
             await runner.check(tasks, "eval.data")
             played = await _play(runner.watched(len(tasks)), recipe, tasks, model, folder, "final")
             runner.setup.tool_errors.report()
-            return played
+            return played, look_at(played["sampled"], offer_of(runner))
 
-    played = run_interruptibly(run())
+    played, look = run_interruptibly(run())
     chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
     found = Evaluation(
         _means(recipe, played),
         {mode: _estimates(recipe, mode, groups) for mode, groups in played.items()},
         Counter(f"{chain.outcome}: {chain.error}" for chain in chains if chain.reward is None),
         len(chains),
+        look,
     )
     log({f"eval/{key}": value for key, value in found.figures().items()})
     return found
@@ -252,9 +263,11 @@ def run_rollout(
     log: Callable[[dict[str, Any]], None],
     model: str = "policy",
     images: Path | None = None,
-) -> dict[str, float]:
+    sizes: Sequence[int] | None = None,
+) -> tuple[dict[str, float], Look]:
     """Run a group of sampled chains on each of `tasks`, and save the groups for `train.from_trajectories`. Return the
-    mean metrics. Blocking. For `images` see open_runner."""
+    mean metrics, and the look of the chains. Blocking. `sizes` are the groups' numbers of chains; None: each has
+    rollout.group_size. For `images` see open_runner."""
     path = folder / "rollout.jsonl"
 
     async def run_chain(runner: ChainRunner, group_id: str, index: int, task: Task, retry: bool = False) -> Trajectory:
@@ -267,19 +280,21 @@ def run_rollout(
 
     async def run_group(runner: ChainRunner, number: int) -> Group:
         group_id, task = Place(number).group_id, await runner.take(tasks[number], row=number + 1)
-        chains = [run_chain(runner, group_id, index, task) for index in range(recipe.rollout.group_size)]
+        size = recipe.rollout.group_size if sizes is None else sizes[number]
+        chains = [run_chain(runner, group_id, index, task) for index in range(size)]
         group = await runner.run_group(group_id, task, chains)
         append_group(path, group)
         return group
 
-    async def run() -> list[Group]:
+    async def run() -> tuple[list[Group], Look]:
         async with open_runner(recipe, base, urls, images=images) as runner:
             await runner.check(tasks)
             watched = runner.watched(len(tasks))
             groups = await asyncio.gather(*(run_group(watched, number) for number in range(len(tasks))))
             runner.setup.tool_errors.report()
-            return list(groups)
+            return list(groups), look_at(groups, offer_of(runner))
 
-    metrics = mean_figures(run_interruptibly(run()))
+    groups, look = run_interruptibly(run())
+    metrics = mean_figures(groups)
     log({f"rollout/{key}": value for key, value in metrics.items()})
-    return metrics
+    return metrics, look

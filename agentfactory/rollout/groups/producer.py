@@ -17,7 +17,7 @@ from agentfactory.rollout.groups.open_group import OpenGroup, State
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published
-from agentfactory.rollout.trajectory import Outcome
+from agentfactory.rollout.trajectory import Group, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class GroupProducer:
     """A producer of batches, until the total of `admission` is delivered.
 
     `deliver` receives the groups of each batch, and the counts since the last batch. Every group is first appended to
-    `trajectories`, including its failed and cancelled chains. `resumed` is the state that an earlier run left in that
-    file. Only positions of `share` are run.
+    `trajectories`, including its failed and cancelled chains; `note` receives each complete group. `resumed` is the
+    state that an earlier run left in that file. Only positions of `share` are run.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class GroupProducer:
         deliver: Callable[[list[Delivered], dict[str, float]], Awaitable[None]],
         resumed: Resumed | None = None,
         share: Share = WHOLE,
+        note: Callable[[Group], None] = lambda group: None,
     ):
         self.config = config
         self.runner = runner
@@ -55,6 +56,7 @@ class GroupProducer:
         self.published = published
         self.trajectories = trajectories
         self.deliver = deliver
+        self.note = note
         self._wake = asyncio.Event()
         self._share = share
         self._next_position = share.number
@@ -152,6 +154,7 @@ class GroupProducer:
             await self._score_group(group)
         self._save(group)
         group.move(State.COMPLETE)
+        self.note(group.as_group())
         found = self.filter.judge(group.chains)
         if reason := self.filter.no_hope():
             raise RolloutStoppedError(f"{reason}; see outcomes, rewards and errors in {self.trajectories}")

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,11 @@ from typing import Any
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
-from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner
+from agentfactory.rollout.evaluation.advice import PAGE, advise
+from agentfactory.rollout.evaluation.alarms import Alarms
+from agentfactory.rollout.evaluation.evaluate import evaluate, offer_of, open_runner
+from agentfactory.rollout.evaluation.first_look import Look, look_at
+from agentfactory.rollout.evaluation.look_text import Schedule, describe
 from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
@@ -24,9 +28,10 @@ from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.text.templates import RenderError
+from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, connect, encode, encode_delivered, receive
-from agentfactory.tools.calls.run_notices import notice_of, notify
+from agentfactory.tools.calls.run_notices import inform, notice_of, notify
 from agentfactory.tools.files.disk import append
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes import parent_watch
@@ -103,6 +108,7 @@ class Worker:
                 partial(self._deliver, runner),
                 self._resume(version),
                 self.share,
+                self._watch(runner, first=version == 0),
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(producer.run())
@@ -150,6 +156,34 @@ class Worker:
         )
         return resumed
 
+    def _watch(self, runner: ChainRunner, first: bool) -> Callable[[Group], None]:
+        """Return a function that receives each complete group, and gives alarms. If the run begins (`first`) without
+        held-out tasks, it also shows the look of the first batch."""
+        batch = self.share.part(self.batch_size)
+        offer = offer_of(runner)
+        alarms = Alarms(offer, batch)
+        begun: list[Group] | None = [] if first and not self.held_out and self.share.number == 0 else None
+
+        def note(group: Group) -> None:
+            if begun is not None and len(begun) < batch:
+                begun.append(group)
+                if len(begun) == batch:
+                    self._show(runner, look_at(begun, offer))
+            for advice in alarms.note(group):
+                notify(logger, advice.topic, str(advice), times=0, see=PAGE)
+
+        return note
+
+    def _show(self, runner: ChainRunner, look: Look) -> None:
+        """Show the first look at the model, which was taken while the first batches ran."""
+        rollout, step = self.recipe.rollout, self.batch_size * self.recipe.rollout.group_size
+        most = runner.places.limit * self.share.of
+        running = step * (rollout.max_staleness + 1)
+        schedule = Schedule(step, self.total // self.batch_size, min(most, running), most)
+        inform(logger, "\n  ".join(["first look at the model:", *describe(look, schedule)]), see=PAGE)
+        for advice in advise(look):
+            notify(logger, advice.topic, f"first look: {advice}", times=0, see=PAGE)
+
     def _note_acknowledged(self, groups: list[str]) -> None:
         append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
 
@@ -176,9 +210,11 @@ class Worker:
 
     async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
-        metrics, failures = await evaluate(
+        metrics, failures, look = await evaluate(
             runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
         )
+        if published.version == 0:
+            self._show(runner, look)
         for mode, failure in failures.items():
             notify(logger, f"held-out tasks, {mode}", failure)
         await self._send("evaluation", figures=metrics)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 from mcp_types import Tool
@@ -27,10 +27,6 @@ children."""
 _SPARES = 2
 """Processes started ahead for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
-_SHORT_WAIT = 0.01
-"""Mean wait, in seconds, below which chains are not said to wait."""
-RECENT_CHAINS = 64
-"""Number of chains over which the share of the time that they wait for an instance is computed."""
 
 
 class ToolServer:
@@ -74,7 +70,6 @@ class ToolServer:
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
         self._listed: dict[str, Tool] | None = None  # the tools that the run began with
-        self._waits: deque[tuple[float, float]] = deque(maxlen=RECENT_CHAINS)
 
     @property
     def environment_class(self) -> type[Environment] | None:
@@ -131,24 +126,17 @@ class ToolServer:
             lease.value.belong_to(chain)
         return lease.value, lease
 
-    def note_wait(self, wait: float, chain: float) -> None:
-        """Record that a chain of `chain` seconds waited `wait` of them for its process. Warn if the last chains waited
-        for more than half of their time."""
+    @property
+    def why_chains_wait(self) -> tuple[str, str] | None:
+        """The reason why chains wait for a process of this server, and the setting to change; None if they need none of
+        their own."""
         if not self.isolated or self._pool is None or self.config.url is not None:
-            return
-        self._waits.append((wait, chain))
-        waited, lasted = (sum(column) for column in zip(*self._waits, strict=True))
-        mean, field = waited / len(self._waits), f"mcp_servers.{self.name}"
-        if len(self._waits) < RECENT_CHAINS or waited <= lasted / 2 or mean < _SHORT_WAIT:
-            return
-        self._waits.clear()
+            return None
+        field = f"mcp_servers.{self.name}"
         if self._pool.replaces:
-            cause = "each chain starts a process of its own"
             fix = f"{field}.isolation: shared if it keeps no state (try it: agentfactory tools check RECIPE)"
-        else:
-            cause, fix = "all its processes are in use", f"raise {field}.pool.capacity"
-        text = f"chains spend {waited / lasted:.0%} of their time waiting for a process of tool server {self.name}"
-        notify(logger, f"waits for {self.name}", f"{text} ({mean:.1f} s each): {cause}; fix: {fix}", times=0)
+            return "each chain starts a process of its own", fix
+        return "all its processes are in use", f"raise {field}.pool.capacity"
 
     @property
     def isolation_text(self) -> str:

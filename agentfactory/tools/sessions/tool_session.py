@@ -101,7 +101,6 @@ class ToolSession:
         self._servers = servers
         self._routes = routes
         self._shares: dict[str, _Share] = {}
-        self._began = time.monotonic()
 
     @property
     def kept(self) -> list[str]:
@@ -218,9 +217,6 @@ class ToolSession:
 
     async def close(self) -> None:
         """Release everything; log environments that fail to close. Called by `Toolset.chain`."""
-        lasted = time.monotonic() - self._began
-        for name, start, end in self.waits:
-            self._shares[name].server.note_wait(end - start, lasted)
         await asyncio.gather(*(self._let_go(share) for share in self._shares.values()))
 
     async def _reset(self, share: _Share, task: dict[str, Any]) -> Content:

@@ -133,6 +133,11 @@ class Toolset:
         return [server.isolation_text for server in self._servers if server.config.module is None]
 
     @property
+    def why_chains_wait(self) -> dict[str, tuple[str, str]]:
+        """Server with a process per chain -> the reason why chains wait for one, and the setting to change."""
+        return {server.name: why for server in self._servers if (why := server.why_chains_wait) is not None}
+
+    @property
     def judges(self) -> bool:
         """True if an environment gives a reward."""
         return any("reward" in server.hidden for server in self._servers)

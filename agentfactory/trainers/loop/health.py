@@ -29,6 +29,9 @@ UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 """Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
 while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
 tasks."""
+FORMAT_FALL, CALLS_FALL = 0.15, 0.5
+"""Symptom: the share of turns that could be parsed, averaged over SUCCESS_STEPS, is this much below its best; or the
+calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
 
@@ -52,6 +55,10 @@ class Health:
     _best_step: int = 0
     _best_entropy: float | None = None
     """Entropy when success was best; before that, of the first step."""
+    _best_parsed: float = 0.0
+    """Highest share of turns that could be parsed, averaged over SUCCESS_STEPS."""
+    _best_calls: float = 0.0
+    """Most calls of a chain, averaged over SUCCESS_STEPS."""
     _before: float = 0.0
     """Success of the initial weights on held-out tasks."""
     _run: dict[str, int] = field(default_factory=dict)
@@ -64,7 +71,7 @@ class Health:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
             return []
-        self._steps.append(figures)
+        self._steps.append({**figures, **_parsed(figures)})
         found: list[Finding] = []
         for symptom, look in self._looks().items():
             text = look(figures)
@@ -85,6 +92,7 @@ class Health:
             Symptom.MISMATCH: self._mismatch,
             Symptom.SUCCESS: self._success,
             Symptom.UNSTABLE: self._unstable,
+            Symptom.FORMAT: self._format,
         }
 
     def _no_gradient(self, figures: Figures) -> str | None:
@@ -152,6 +160,23 @@ class Health:
         grew = f"entropy grew from {entropy_then:.2g} to {entropy:.2g} nats"
         return f"success fell from {best:.2f} to {level:.2f} while {grew}"
 
+    def _format(self, figures: Figures) -> str | None:
+        # checked after _success, which notes the best
+        parsed, calls = self._recent(_PARSED), self._recent("trajectory/tool_calls")
+        if parsed is not None:
+            self._best_parsed = max(self._best_parsed, parsed)
+            if parsed < self._best_parsed - FORMAT_FALL:
+                return f"the turns that could be parsed fell from {self._best_parsed:.0%} to {parsed:.0%}"
+        level = self._recent(_goal(figures))
+        if calls is None or level is None:
+            return None
+        self._best_calls = max(self._best_calls, calls)
+        # an agent that gets better may need fewer calls
+        if calls >= CALLS_FALL * self._best_calls or level > self._best - UNSTABLE_LEAST:
+            return None
+        goal = f"{_goal(figures)} from {self._best:.2f} to {level:.2f}"
+        return f"the calls of a chain fell from {self._best_calls:.1f} to {calls:.1f}, and {goal}"
+
     def _recent(self, name: str) -> float | None:
         """Return the mean of a metric over the last SUCCESS_STEPS steps; None if there are fewer."""
         values = [step[name] for step in list(self._steps)[-SUCCESS_STEPS:] if name in step]
@@ -175,6 +200,15 @@ class Health:
         return self._run[sign]
 
 
+_PARSED = "parsed"
+
+
+def _parsed(figures: Figures) -> dict[str, float]:
+    """Return the share of the turns that could be parsed; nothing if it is unknown."""
+    turns, malformed = figures.get("turns"), figures.get("trajectory/tool_errors/malformed_call")
+    return {_PARSED: 1 - malformed / turns} if turns and malformed is not None else {}
+
+
 def _goal(figures: Figures) -> str:
     return "success" if "success" in figures else "reward"
 
@@ -191,5 +225,6 @@ def _cause(symptom: Symptom, figures: Figures) -> str:
     if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
         return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
     if symptom is Symptom.NO_GRADIENT:
-        return "read trajectories: what do all chains of a task do?"
+        rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
+        return f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
     return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"

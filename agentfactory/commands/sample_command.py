@@ -1,0 +1,79 @@
+"""The first look of `agentfactory doctor RECIPE --sample N`: N chains of the training data, sampled before training."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import indent
+
+from agentfactory.commands.server_commands import acting, schedule_of
+from agentfactory.doctor.finding import Finding, ok, problem, warning
+from agentfactory.launching.child_processes import ChildFailed, Children
+from agentfactory.launching.launcher import Say
+from agentfactory.launching.prepare import run_prepare
+from agentfactory.launching.progress import follow_groups, tell_warnings
+from agentfactory.launching.run_folder import RunFolder, RunFolderError
+from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
+
+_SUBJECT = "first look"
+
+
+def sample(recipe: str, overrides: Sequence[str], chains: int, say: Say) -> Iterator[Finding]:
+    """Sample `chains` chains on the first tasks of training, in groups of rollout.group_size, and yield what was seen:
+    the look, and advice as warnings. Nothing is left in the recipe's `output`."""
+    folder = Path(tempfile.mkdtemp(prefix="agentfactory-look-"))
+    try:
+        kept = load_recipe(recipe, overrides, "train", [])
+        aside = load_recipe(recipe, [*overrides, f"output={folder}"], "train", [])
+        yield from _look(kept, aside, chains, say)
+    except ChildFailed as error:
+        yield problem(_SUBJECT, str(error), "correct the cause; the log is kept")
+        return
+    except (SettingError, RunFolderError, ToolInfrastructureError) as error:
+        text, _, fix = str(error).partition("; fix: ")
+        yield problem(_SUBJECT, text, fix or "correct the cause")
+    shutil.rmtree(folder)
+
+
+def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int, say: Say) -> Iterator[Finding]:
+    """Sample with `aside`, the recipe with an output that will be deleted; `kept` has its own output."""
+    stages = stages_of(aside)
+    number = next((n for n in reversed(range(len(stages))) if runs_chains(stages[n], "train")), None)
+    if number is None or stages[number].data is None:
+        fix = "leave out --sample; `agentfactory eval` samples held-out tasks"
+        yield problem(_SUBJECT, "training runs no chains (train.algorithm, train.from_trajectories)", fix)
+        return
+    if (prepared := kept.output / "prepared").exists():
+        (aside.output / "prepared").symlink_to(prepared)
+    with Children() as children:
+        run_prepare(aside, children, say)
+    stage, checkpoint = stages[number], None
+    if number:
+        checkpoint = RunFolder(stages_of(kept)[number - 1].output).last_checkpoint()
+        stage = stage.with_model(stages[0].model.path)
+    with acting("look", stage, checkpoint, say) as (served, folder, urls):
+        # these import transformers
+        from agentfactory.rollout.data import TaskOrder, load_tasks
+        from agentfactory.rollout.evaluation.advice import advise
+        from agentfactory.rollout.evaluation.evaluate import run_rollout
+        from agentfactory.rollout.evaluation.look_text import describe
+
+        used = served.recipe
+        assert used.data is not None
+        order = TaskOrder(load_tasks(used.data), used.seed, used.data.shuffle)
+        size = used.rollout.group_size
+        sizes = [min(size, chains - first) for first in range(0, chains, size)]
+        tasks = [order[position] for position in range(len(sizes))]
+        say(f"sampling {chains} chains in {len(tasks)} groups with {served.label}")
+        with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
+            _, look = run_rollout(
+                used, tasks, folder.path, urls, folder.trajectories, folder.log, served.name, folder.images, sizes
+            )
+    first, *lines = describe(look, schedule_of(used, chains))
+    yield ok(_SUBJECT, "\n".join([f"{first} with {served.label}", *(indent(line, " " * 9) for line in lines)]))
+    for advice in advise(look):
+        yield warning(advice.topic, advice.text, advice.fix)

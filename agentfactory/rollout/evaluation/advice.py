@@ -1,0 +1,123 @@
+"""Advice on what a look at finished chains has shown, with the setting to change."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from agentfactory.rollout.evaluation.first_look import Look, plural
+from agentfactory.rollout.groups.group_filter import Worth
+from agentfactory.rollout.text.parsers import load_parser
+
+PAGE = "docs/first-look.md"
+MANY, MOST = 0.25, 0.5
+"""Shares of chains beyond which there is advice: with a turn that was cut; without a readable call."""
+WAITS, SHORT_WAIT = 0.5, 0.01
+"""Share of a chain's time, and seconds, of a wait for a tool server's process beyond which there is advice."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing that keeps a recipe from training well. `topic` identifies it."""
+
+    topic: str
+    text: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; fix: {self.fix}"
+
+
+def advise(look: Look) -> list[Advice]:
+    """Return advice on what was seen, the most important first."""
+    found: list[Advice] = []
+    for judge in _JUDGES:
+        found += judge(look)
+    return found
+
+
+def missing_calls(look: Look) -> Iterator[Advice]:
+    """Advise if no chain called a tool although tools are offered, if most answered without a call, or if another
+    format reads more than the recipe's."""
+    if not look.offer.specs or not look.chains:
+        return
+    if look.called == 0:
+        text = f"no chain of {look.chains} in {plural(look.groups, 'group')} called a tool, though {look.offer.tools}"
+    elif look.without_call > MOST * look.chains:
+        text = f"{look.without_call} of {look.chains} chains answered without a call, though {look.offer.tools}"
+    else:
+        text = ""
+    whys, fix = [], ""
+    if (other := look.other_format) is not None and other[1] > look.read:
+        name, count = other
+        share = f"{count} of {look.first_turns} first turns ({count / look.first_turns:.0%})"
+        whys.append(f"{name} reads a call in {share}, {look.offer.format} in {look.read}")
+        fix = _fix_format(name)
+    if look.named > look.read:
+        turns = "first turns name" if look.named > 1 else "first turn names"
+        whys.append(f"{look.named} {'more ' if whys else ''}{turns} a tool, but no format reads a call there")
+        fix = fix or "read them, and show the form of a call in rollout.system_prompt, or begin with an sft stage"
+    fix = fix or "say in rollout.system_prompt when to use the tools, or begin with an sft stage on chains that do"
+    if text or whys:
+        yield Advice("tool calls", "; ".join(part for part in (text, *whys) if part), fix)
+
+
+def _fix_format(name: str) -> str:
+    if load_parser(name).native:
+        return (
+            f"a model.chat_template that writes calls as {name} does, or an sft stage on chains in the recipe's format"
+        )
+    return f"rollout.parser={name}, or an sft stage on chains in the recipe's format"
+
+
+def malformed_calls(look: Look) -> Iterator[Advice]:
+    """Advise if most chains have a call that cannot be parsed."""
+    if look.malformed > MOST * look.chains:
+        text = f"{look.malformed} of {look.chains} chains had a call that {look.offer.format} could not read"
+        yield Advice(
+            "malformed calls", text, "another rollout.parser, or begin with an sft stage on well-formed chains"
+        )
+
+
+def equal_rewards(look: Look) -> Iterator[Advice]:
+    """Advise if all rewards are equal, or those of each group."""
+    several, teach = look.worths.total(), look.worths[Worth.TEACHES]
+    if len(look.rewards) < 2:
+        return
+    if len(set(look.rewards)) == 1:
+        [reward] = set(look.rewards)
+        text = f"the rewards of all {len(look.rewards)} chains in {plural(look.groups, 'group')} are {reward:g}"
+        fix = "easier rows of data, a reward that gives partial credit (rewards), or an sft stage first"
+        if reward > 0:
+            fix = "harder rows of data, or a reward that tells good chains from better ones (rewards)"
+        yield Advice("equal rewards", f"{text}: no group would teach", fix)
+    elif several > 1 and teach == 0:
+        text = f"in each of {several} groups all chains have the same reward: no group would teach"
+        fix = "rows of data that the model solves sometimes, a finer reward (rewards), or a larger rollout.group_size"
+        yield Advice("equal rewards", text, fix)
+
+
+def cut_turns(look: Look) -> Iterator[Advice]:
+    """Advise if turns of many chains were cut."""
+    most = look.offer.config.max_tokens
+    if look.cut >= MANY * look.chains and look.cut:
+        text = f"rollout.max_tokens={most} cut a turn of {look.cut} of {look.chains} chains"
+        yield Advice(
+            "cut turns", text, f"rollout.max_tokens={2 * most}, or ask for short answers in rollout.system_prompt"
+        )
+
+
+def slow_starts(look: Look) -> Iterator[Advice]:
+    """Advise if chains mostly wait for the processes of a tool server."""
+    for name, (cause, fix) in look.offer.why_wait.items():
+        wait = look.waits.get(name, 0.0)
+        if wait > WAITS * look.seconds and wait >= SHORT_WAIT:
+            share = f"chains spend {wait / look.seconds:.0%} of their time waiting for a process of tool server {name}"
+            yield Advice(f"waits for {name}", f"{share} ({wait:.1f} s each): {cause}", fix)
+
+
+_JUDGES: tuple[Callable[[Look], Iterator[Advice]], ...] = (
+    missing_calls,
+    malformed_calls,
+    equal_rewards,
+    cut_turns,
+    slow_starts,
+)

@@ -1,0 +1,208 @@
+"""A look at what a model does with a recipe, computed from finished chains: calls, endings, rewards, size and time.
+
+`agentfactory doctor --sample`, `eval`, `rollout` and the beginning of `train` show it (`look_text`) with advice
+(`advice`), which the alarms of a running training also give (`alarms`).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read
+from agentfactory.rollout.groups.group_filter import Worth, worth
+from agentfactory.rollout.text.parsers import Parser
+from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.trajectory import Activity, Group, Outcome, Trajectory
+from agentfactory.tools.messages import CallError, Message, ToolSpec, text_of
+
+SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240
+READ_TEXTS = 256
+"""Maximum number of first turns that all formats read."""
+_MISUSES = (CallError.UNKNOWN_TOOL, CallError.INVALID_ARGUMENTS)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the chains of a recipe get: the tools, the format for calls, and the settings of `rollout:`."""
+
+    config: RolloutConfig
+    specs: Sequence[ToolSpec]
+    parser: Parser
+    why_wait: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Tool server -> why chains wait for a process of it, and the setting to change."""
+
+    @property
+    def tools(self) -> str:
+        """The names of the tools, at most four."""
+        names = [spec.name for spec in self.specs]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} offered"
+
+    @property
+    def format(self) -> str:
+        """The name of the format, as `rollout.parser` says it."""
+        name = format_name(self.parser) or (self.config.parser if self.config.parser != "auto" else "the endpoint")
+        return name if name == self.config.parser else f"{name} (rollout.parser={self.config.parser})"
+
+
+@dataclass
+class Look:
+    """The figures of finished chains."""
+
+    offer: Offer
+    chains: int = 0
+    groups: int = 0
+    called: int = 0
+    """Chains that called a tool, in the recipe's format."""
+    malformed: int = 0
+    """Chains with a turn whose call could not be parsed."""
+    cut: int = 0
+    """Chains with a turn that was cut at rollout.max_tokens."""
+    without_call: int = 0
+    """Chains that answered and called no tool."""
+    misuses: Counter[str] = field(default_factory=Counter)
+    """Kind of wrong call -> calls."""
+    endings: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(outcome, error) -> chains."""
+    rewards: list[float] = field(default_factory=list)
+    worths: Counter[Worth] = field(default_factory=Counter)
+    """Training signal -> groups of several chains."""
+    tokens: float | None = None
+    """Sampled tokens of a chain, mean; None if unknown."""
+    row_tokens: float = 0.0
+    """Tokens of all rows of a chain, mean."""
+    seconds: float = 0.0
+    """Duration of a chain, mean."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """Tool server -> seconds that a chain waits for an instance of it, mean."""
+    first_turns: int = 0
+    read: int = 0
+    """First turns in which the recipe's format reads a call."""
+    unread: list[str] = field(default_factory=list)
+    """The other first turns, without their reasoning."""
+    shown: list[str] = field(default_factory=list)
+    """First turns as text, with their reward or outcome, one of each group as far as there are enough groups."""
+
+    @cached_property
+    def formats(self) -> Counter[str]:
+        """Other format -> first turns in which it reads a call, and the recipe's does not; the best one first."""
+        if not self.offer.specs:
+            return Counter()
+        found = formats_that_read(self.unread[:READ_TEXTS], self.offer.specs)
+        found.pop(format_name(self.offer.parser) or "", None)
+        return found
+
+    @property
+    def other_format(self) -> tuple[str, int] | None:
+        """The other format that reads the most first turns, and their number; None if none does."""
+        return next(iter(self.formats.items()), None)
+
+    @cached_property
+    def named(self) -> int:
+        """First turns that name an offered tool, and in which neither the recipe's nor the best other format reads a
+        call."""
+        if not self.offer.specs:
+            return 0
+        # many tools are called by a common word, so it must stand as code does
+        name = f"(?:{'|'.join(re.escape(spec.name) for spec in self.offer.specs)})"
+        names = re.compile(rf"""["'`<]{name}\b|\b{name}["'`>(]""")
+        naming = sum(names.search(text) is not None for text in self.unread[:READ_TEXTS])
+        return max(0, naming - (self.other_format[1] if self.other_format else 0))
+
+
+def look_at(groups: Sequence[Group], offer: Offer) -> Look:
+    """Compute the look of finished chains."""
+    chains = [chain for group in groups for chain in group.trajectories]
+    several = [group.trajectories for group in groups if len(group.trajectories) > 1]
+    look = Look(
+        offer,
+        chains=len(chains),
+        groups=len(groups),
+        called=sum(chain.metrics.get("tool_calls", 0) > 0 for chain in chains),
+        malformed=sum(bool(chain.malformed_turns) for chain in chains),
+        cut=sum(chain.metrics.get("truncated_turns", 0) > 0 for chain in chains),
+        without_call=sum(
+            chain.outcome is Outcome.COMPLETED and not chain.metrics.get("tool_calls") for chain in chains
+        ),
+        endings=Counter((chain.outcome.value, chain.error or "") for chain in chains),
+        rewards=[chain.reward for chain in chains if chain.reward is not None],
+        worths=Counter(worth(several_of, offer.config) for several_of in several),
+    )
+    for kind in _MISUSES:
+        look.misuses[kind] += int(sum(chain.metrics.get(f"tool_errors/{kind}", 0) for chain in chains))
+    if chains:
+        _note_sizes(look, chains)
+        _note_first_turns(look, groups)
+    return look
+
+
+def _note_sizes(look: Look, chains: Sequence[Trajectory]) -> None:
+    sampled = [chain.metrics["sampled_tokens"] for chain in chains if "sampled_tokens" in chain.metrics]
+    look.tokens = fmean(sampled) if sampled else None
+    look.row_tokens = fmean(chain.metrics.get("row_tokens", 0.0) for chain in chains)
+    look.seconds = fmean(chain.seconds for chain in chains)
+    for chain in chains:
+        for stretch in chain.timeline:
+            if stretch.activity is Activity.WAIT and stretch.turn is None:
+                waited = (stretch.end - stretch.start) / len(chains)
+                look.waits[stretch.name] = look.waits.get(stretch.name, 0.0) + waited
+
+
+def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
+    offer = look.offer
+    # one of each group, then the second of each group, and so on
+    ranked = sorted(
+        (
+            (place, number, chain)
+            for number, group in enumerate(groups)
+            for place, chain in enumerate(group.trajectories)
+        ),
+        key=lambda ranked: ranked[:2],
+    )
+    for _, _, chain in ranked:
+        if (message := _first_turn(chain)) is None:
+            continue
+        look.first_turns += 1
+        text = split_reasoning(text_of(message.get("content") or ""), opened=False)[2]
+        if message.get("tool_calls") or (not offer.parser.native and offer.parser.parse(text, offer.specs).calls):
+            look.read += 1
+        else:
+            look.unread.append(text)
+        if len(look.shown) < SHOWN_TURNS:
+            verdict = str(chain.outcome) if chain.reward is None else f"reward {chain.reward:g}"
+            look.shown.append(f"({verdict}) {_shown(message)}")
+
+
+def _first_turn(chain: Trajectory) -> Message | None:
+    """Return the first turn that the model took; a task may begin with earlier assistant messages."""
+    said = [message for message in chain.messages if message["role"] == "assistant"]
+    return said[-chain.turns] if 0 < chain.turns <= len(said) else None
+
+
+def _shown(message: Message) -> str:
+    """Return a turn on one line, shortened in its middle."""
+    parts = [str(message.get("reasoning_content") or ""), text_of(message.get("content") or "")]
+    parts += [f"[calls {_written(call['function'])}]" for call in message.get("tool_calls") or []]
+    text = " ".join(part for part in parts if part).replace("\n", "\\n")
+    if len(text) <= SHOWN_CHARACTERS:
+        return text or "(empty)"
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]} [...] {text[-half:]}"
+
+
+def _written(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    return (
+        f"{function['name']} {arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}"
+    )
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,234 @@
+"""The look at finished chains: figures, the formats that read what a model writes, words, advice, and alarms."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.evaluation.advice import advise
+from agentfactory.rollout.evaluation.alarms import CHAINS, EQUAL_BATCHES, Alarms
+from agentfactory.rollout.evaluation.evaluate import offer_of
+from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
+from agentfactory.rollout.evaluation.look_text import Schedule, describe
+from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read
+from agentfactory.rollout.text.parsers import PARSERS, load_parser
+from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch, Trajectory
+from agentfactory.tools.messages import ToolSpec
+from tests.scripted_chains import scripted_chains
+
+CALCULATE = ToolSpec(
+    "calculate",
+    "Compute.",
+    {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+)
+RUN = ToolSpec("run", "Run code.", {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]})
+BARE = '{"name": "calculate", "arguments": {"expression": "1 + 2"}}'
+
+
+def offer(parser: str = "hermes", specs: Sequence[ToolSpec] = (CALCULATE,), **fields: Any) -> Offer:
+    return Offer(RolloutConfig(**{"parser": parser, "group_size": 4, **fields}), specs, load_parser(parser))
+
+
+def chain(text: str, reward: float | None = 0.0, outcome: str = "completed", **metrics: float) -> Trajectory:
+    """A chain of one turn, or of a turn with a call and an answer if `tool_calls` is given."""
+    calls = [{"id": "call_0", "type": "function", "function": {"name": "calculate", "arguments": "{}"}}]
+    said: list[dict[str, Any]] = [{"role": "assistant", "content": text}]
+    if metrics.get("tool_calls"):
+        said = [{"role": "assistant", "content": text, "tool_calls": calls}, {"role": "assistant", "content": "3"}]
+    opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "of the task"}]
+    made = Trajectory("c", [*opening, *said], [], Outcome(outcome), reward, {"sampled_tokens": 20, **metrics})
+    made.turns, made.seconds = len(said), 2.0
+    return made
+
+
+def groups(*chains: Trajectory, size: int = 4) -> list[Group]:
+    parts = [list(chains[first : first + size]) for first in range(0, len(chains), size)]
+    return [Group(f"g{number}", {}, part) for number, part in enumerate(parts)]
+
+
+def told(look: Look) -> dict[str, str]:
+    return {advice.topic: str(advice) for advice in advise(look)}
+
+
+def test_calls_in_another_format_are_found_and_named_with_their_share() -> None:
+    look = look_at(groups(*[chain(BARE)] * 6, chain("It is 3."), chain('I use "calculate" now.')), offer())
+    assert (look.chains, look.called, look.first_turns, look.read) == (8, 0, 8, 0)
+    name, read = look.other_format or ("", 0)
+    assert read == 6
+    assert load_parser(name).parse(BARE, [CALCULATE]).calls == [("calculate", {"expression": "1 + 2"})]
+    assert look.named == 1
+    advice = told(look)["tool calls"]
+    assert advice.startswith("no chain of 8 in 2 groups called a tool, though calculate is offered; ")
+    assert f"{name} reads a call in 6 of 8 first turns (75%), hermes in 0; " in advice
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name != "code_block"])
+def test_every_format_is_recognised_by_what_it_writes(name: str) -> None:
+    text = load_parser(name).write([("calculate", {"expression": "1 + 2"})], [CALCULATE])
+    found = formats_that_read([text, "an answer"], [CALCULATE])
+    assert found[name] == 1
+    assert format_name(load_parser(name)) == name
+
+
+def test_a_format_in_plain_text_comes_before_one_that_needs_another_template() -> None:
+    text = "<calculate>1 + 2</calculate>"
+    assert next(iter(formats_that_read([text], [CALCULATE]))) == "tags"
+    # a program is a call only if a tool runs code
+    program = "```python\nprint(1)\n```"
+    assert formats_that_read([program], [CALCULATE]) == {}
+    assert formats_that_read([program], [RUN]) == {"code_block": 1}
+
+
+def test_json_that_calls_no_offered_tool_is_no_call() -> None:
+    look = look_at(
+        groups(chain('{"name": "Ada", "arguments": {"born": 1815}}', 1.0), chain(BARE, tool_calls=1)), offer()
+    )
+    assert look.formats == {}
+    assert look.named == 0
+    # nor is a word that happens to be a tool's name
+    assert look_at(groups(chain("Let me calculate it.")), offer()).named == 0
+
+
+def test_the_words_say_what_happened() -> None:
+    chains = [
+        chain("", 1.0, tool_calls=1),
+        chain("so <tool_call>", outcome="max_turns", **{"tool_errors/unknown_tool": 2}),
+        chain("a long\nanswer", outcome="max_tokens", truncated_turns=1),
+        chain("", None, "tool_infrastructure"),
+        *[chain("3", 0.5)] * 4,
+    ]
+    chains[1].malformed_turns, chains[3].error = [0], "the server died"
+    chains[0].timeline = [Stretch(Activity.WAIT, 0.0, 8.0, name="pad"), Stretch(Activity.WAIT, 0.0, 9.0, 0, "pad")]
+    lines = describe(look_at(groups(*chains), offer()), Schedule(chains=32, steps=100, at_once=8, most=8))
+    assert lines == [
+        "8 chains of 2 tasks",
+        "calls: 1 of 8 chains called a tool, 1 had a malformed call, 1 had a turn cut at rollout.max_tokens=512, "
+        "2 calls ended as unknown_tool",
+        "first turns: hermes reads a call in 1 of 8",
+        "first turn (reward 1) [calls calculate {}]",
+        "first turn (reward 0.5) 3",
+        "first turn (reward 0) so <tool_call>",
+        "ends: 5 completed, 1 max_turns, 1 max_tokens, 1 tool_infrastructure; 1 of 8 chains ended as "
+        "tool_infrastructure, such as: the server died",
+        "rewards: mean 0.429, from 0 to 1; 1 of 2 groups would teach (their rewards differ)",
+        "a chain: 20 tokens sampled, 2.0 s, 1.0 s of it waiting for pad",
+        "time: a step samples its 32 chains in about 8.0 s, and the run its 100 steps in about 13 min; updates and "
+        "syncs come on top",
+    ]
+    assert describe(look_at([], offer())) == ["0 chains of 0 tasks"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step"),
+    [
+        (Schedule(chains=512, steps=1, at_once=256, most=256), "about 4.0 s"),
+        # fewer ran than may: more at a time may be as fast, or share the server's speed
+        (Schedule(chains=512, steps=1, at_once=8, most=256), "4.0 s to 2 min"),
+        (Schedule(chains=4, steps=1, at_once=4, most=256), "about 2.0 s"),
+    ],
+)
+def test_a_steps_time_follows_from_the_chains_at_a_time(schedule: Schedule, step: str) -> None:
+    (line,) = [text for text in describe(look_at(groups(chain("3")), offer()), schedule) if text.startswith("time")]
+    assert f" in {step}, and the run" in line
+
+
+def test_advice_on_rewards_that_are_all_equal() -> None:
+    nothing = told(look_at(groups(*[chain("3", 0.0)] * 8), offer()))["equal rewards"]
+    assert nothing.startswith("the rewards of all 8 chains in 2 groups are 0: no group would teach; fix: easier rows")
+    assert "harder rows" in told(look_at(groups(*[chain("3", 1.0)] * 8), offer()))["equal rewards"]
+    by_group = told(look_at(groups(*[chain("3", 1.0)] * 4, *[chain("3", 0.0)] * 4), offer()))["equal rewards"]
+    assert by_group.startswith("in each of 2 groups all chains have the same reward")
+    # one chain a task says nothing of groups
+    alone = groups(*[chain("3", 1.0), chain("3", 0.0)], size=1)
+    assert "equal rewards" not in told(look_at(alone, offer()))
+    assert "is not known, because each task has one chain" in "\n".join(describe(look_at(alone, offer())))
+
+
+def test_advice_on_cut_turns_and_on_answers_without_a_call() -> None:
+    called = [chain("", 1.0, tool_calls=1), chain("", 0.0, tool_calls=1)]
+    fine = look_at(groups(*called * 4), offer())
+    assert told(fine) == {}
+    cut = look_at(groups(*called, chain("", tool_calls=1, truncated_turns=2)), offer(max_tokens=100))
+    assert told(cut)["cut turns"].startswith(
+        "rollout.max_tokens=100 cut a turn of 1 of 3 chains; fix: rollout.max_tokens=200"
+    )
+    some = look_at(groups(*called, *[chain("3")] * 3), offer())
+    assert told(some)["tool calls"].startswith(
+        "3 of 5 chains answered without a call, though calculate is offered; fix: say"
+    )
+    assert "tool calls" not in told(look_at(groups(*[chain("3")] * 4), offer(specs=())))
+
+
+def test_the_first_turn_of_a_text_format_is_read_again() -> None:
+    texts = ["Action: calculate\nAction Input: 1 + 2", "Final Answer: 3"]
+    look = look_at(groups(*map(chain, texts)), offer("react"))
+    assert (look.read, look.first_turns, look.formats) == (1, 2, {})
+
+
+async def test_chains_as_they_run(tmp_path: Path) -> None:
+    """With real chains: a call, a malformed one, and JSON that the template's format does not read."""
+    call = '<tool_call>\n{"name": "note", "arguments": {"text": "x"}}\n</tool_call>'
+    bare = '{"name": "note", "arguments": {"text": "x"}}'
+    async with scripted_chains(tmp_path, [call, "done", "<tool_call>\n{", "done", bare]) as scripted:
+        runner = scripted.runner
+        chains = [await runner.run(f"g.{n}", {"question": "go"}, Sampling("policy", 1.0, seed="s")) for n in range(3)]
+        look = look_at([Group("g", {}, chains)], offer_of(runner))
+    assert (look.called, look.malformed, look.without_call, look.read) == (1, 1, 2, 1)
+    assert look.offer.format == "hermes (rollout.parser=auto)"
+    assert (look.other_format or ("", 0))[1] == 1
+    assert look.shown[0] == '(reward 2) [calls note {"text": "x"}]'
+    assert re.search(
+        r"^a chain: \d+ tokens sampled, \d+ with prompts and results, \d\.\d s$", "\n".join(describe(look)), re.M
+    )
+
+
+# ---- alarms
+
+
+def test_no_call_in_many_groups_is_told_once() -> None:
+    alarms = Alarms(offer(), batch_size=2)
+    silent = groups(*[chain(BARE)] * 4 * 40)
+    given = [(number, one) for number, group in enumerate(silent, 1) for one in alarms.note(group)]
+    ((number, one),) = given
+    assert number * 4 == CHAINS
+    assert str(one).startswith("no chain of 64 in 16 groups called a tool, though calculate is offered; ")
+    # a call begins the count again
+    alarms, calling = Alarms(offer(), 2), groups(*[chain("")] * 3, chain("", tool_calls=1))
+    assert [one for group in [*silent[:15], *calling] * 4 for one in alarms.note(group)] == []
+    assert [one for group in silent for one in Alarms(offer(specs=()), 2).note(group)] == []
+
+
+def test_equal_rewards_are_told_where_no_step_would_show_them() -> None:
+    equal = groups(*[chain("", 0.0, tool_calls=1)] * 4 * 40)
+    for treatment, expected in (("refill", [10]), ("drop", [10]), ("keep", [])):
+        alarms = Alarms(offer(equal_rewards=treatment), batch_size=2)
+        numbers = [number for number, group in enumerate(equal, 1) for _ in alarms.note(group)]
+        assert numbers == expected == [EQUAL_BATCHES * 2][: len(expected)]
+    solved = groups(*[chain("", 1.0, tool_calls=1, success=1.0)] * 4 * 40)
+    alarms = Alarms(offer(equal_rewards="refill"), batch_size=2)
+    assert [one for group in solved for one in alarms.note(group)] == []
+
+
+def test_waits_for_processes_are_told_with_the_setting() -> None:
+    def waiting(seconds: float) -> list[Group]:
+        chains = [chain("", tool_calls=1) for _ in range(CHAINS)]
+        for one in chains:
+            one.timeline = [Stretch(Activity.WAIT, 0.0, seconds, name="pad")]
+        return groups(*chains)
+
+    why = {"pad": ("each chain starts a process of its own", "mcp_servers.pad.isolation: shared")}
+    used = offer()
+    used = Offer(used.config, used.specs, used.parser, why)
+    for seconds, number in ((1.5, 1), (0.9, 0)):
+        alarms = Alarms(used, 2)
+        given = [one for group in waiting(seconds) * 2 for one in alarms.note(group)]
+        assert len(given) == number
+        for one in given:
+            assert str(one) == (
+                "chains spend 75% of their time waiting for a process of tool server pad (1.5 s each): each chain "
+                "starts a process of its own; fix: mcp_servers.pad.isolation: shared"
+            )

@@ -1,0 +1,67 @@
+"""Alarms of a real training made for them: a model that never calls its tools, equal rewards, slow tool processes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+from tests.project import Command
+
+pytestmark = [pytest.mark.extended, pytest.mark.processes]
+
+
+@pytest.fixture
+def recipe(project: Path, warm_start: Path) -> str:
+    """The quickstart's model on another task, whose turns are cut before a call; each chain starts a slow process."""
+    shutil.copy(REPOSITORY / "tests" / "tools" / "notebook.py", project / "notebook.py")
+    (project / "slow.py").write_text(
+        "import runpy, time\ntime.sleep(0.7)\nrunpy.run_path('notebook.py', run_name='__main__')\n"
+    )
+    recipe = {
+        "model": {"path": str(warm_start), "dtype": "float32"},
+        "data": {"path": "tasks.jsonl"},
+        "rewards": ["my_tools.py:exact"],
+        "mcp_servers": {"pad": {"command": "python", "args": ["-S", "slow.py"], "deny": ["burn"], "pool": {"warm": 0}}},
+        "rollout": {"group_size": 4, "max_tokens": 2, "max_total_tokens": 512, "concurrency": 8},
+        "server": {"engine": "embedded", "max_model_len": 512},
+        "train": {"steps": 9, "batch_size": 2, "learning_rate": 1e-5},
+    }
+    (project / "alarming.yaml").write_text(yaml.safe_dump(recipe))
+    return "alarming.yaml"
+
+
+def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) -> None:
+    result = agentfactory("train", recipe, "output=run")
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = result.stdout
+    # the look of the first batch, because there are no held-out tasks
+    assert "first look at the model:\n  8 chains of 2 tasks\n  calls: 0 of 8 chains called a tool" in said
+    assert "\n  rewards: all 0; 0 of 2 groups would teach (their rewards differ)\n" in said
+    assert said.count("first look at the model:") == 1
+    shown, at_end = said.split("warnings of this run:")
+    for start, in_the_end in (
+        (
+            "first look: no chain of 8 in 2 groups called a tool, though ",
+            "no chain of 64 in 16 groups called a tool, though ",
+        ),
+        ("first look: rollout.max_tokens=2 cut a turn of 8 of 8 chains; fix: rollout.max_tokens=4", ""),
+        ("first look: the rewards of all 8 chains in 2 groups are 0: no group would teach; fix: easier rows", ""),
+        ("step 5: nothing was learned in 5 steps: ", "fix: easier rows of data, a finer reward (rewards)"),
+        ("chains spend ", "of their time waiting for a process of tool server pad ("),
+    ):
+        assert shown.count(f"warning: {start}") == 1, start
+        assert (in_the_end or start) in at_end
+    assert "fix: mcp_servers.pad.isolation: shared if it keeps no state" in at_end
+
+
+def test_groups_that_are_left_out_are_told_before_the_run_gives_up(recipe: str, agentfactory: Command) -> None:
+    """No step ends, so that no metrics show them."""
+    fast = ["mcp_servers.pad.isolation=shared", "rollout.equal_rewards=refill", "rollout.concurrency=32"]
+    result = agentfactory("train", recipe, "output=run", *fast)
+    assert result.returncode == 1
+    assert (
+        "warning: the rewards of all 40 chains in 10 groups are 0: no group would teach; fix: easier" in result.stdout
+    )
+    assert "256 groups in a row had chains of equal rewards" in result.stderr
