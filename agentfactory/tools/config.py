@@ -326,3 +326,8 @@ class ToolsRecipe(Section):
     """Further MCP servers, by name."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on a chain's use of tools."""
+
+    def longest_call(self) -> tuple[float, str]:
+        """Return the longest time limit in seconds of a call of user code in this process, and its setting."""
+        servers = self.mcp_servers.values() or [McpServerConfig(module="")]
+        return max(*(server.timeout_seconds for server in servers), 0.0), "timeout_seconds"

@@ -35,12 +35,14 @@ def exited_by(error: SystemExit) -> str | None:
     return f"user code called sys.exit({error.code!r}) ({where}); fix: raise an exception instead"
 
 
-def ended_by(status: int) -> str:
+def ended_by(status: int, doing: str = "") -> str:
     """Describe the unexpected end of a process that runs user code, with a fix. `status` is its exit status, or minus
-    the signal that ended it."""
+    the signal that ended it; `doing` is the user code that it executed, if it is known."""
+    during = f" while {doing}" if doing else ""
     if status >= 0:
-        return f"ended with status {status}, as by os._exit in user code; fix: {_FIX}"
+        return f"ended with status {status}{during}, as by os._exit in user code; fix: {_FIX}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else "unknown"
+    cause, fix = "a crash in user code", _FIX
     if -status == signal.SIGKILL:
-        return f"was killed by signal 9 ({name}), as by the kernel when memory runs out; fix: free memory, or {_FIX}"
-    return f"was killed by signal {-status} ({name}), as by a crash in user code; fix: {_FIX}"
+        cause, fix = "the kernel when memory runs out", f"free memory, or {_FIX}"
+    return f"was killed by signal {-status} ({name}){during}, as by {cause}; fix: {fix}"

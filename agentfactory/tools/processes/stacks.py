@@ -3,43 +3,103 @@
 import contextlib
 import ctypes
 import faulthandler
+import io
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.tools.user_code.places import Place, described, parsed_dump
+from agentfactory.tools.user_code.watch import BEAT_SECONDS
 
-_SECONDS_OF_A_DUMP = 0.2
+_DUMP_SECONDS = 0.2
+_POLL_SECONDS = 0.02
 _MEASURED_SECONDS = 0.3
 _MOST_THREADS = 40
 
 
 def show_stacks(writer: int) -> None:
-    """Let the other end of the pipe `writer` ask for the stacks of this process, by `user_place`."""
+    """Let the process at the other end of the pipe `writer` ask for the stacks of this one; see Inside."""
     if hasattr(signal, "SIGRTMIN"):
         faulthandler.register(_asked_by(), file=writer, all_threads=False)
 
 
-def user_place(pid: int, read: Callable[[], str], main_only: bool = False) -> str | None:
-    """Return the place in user code at which a process is: that of its busiest thread with user code. None if there is
-    none, or if the process shows no stacks. `read` returns what has arrived on its pipe.
+class Inside:
+    """What another process, which has called `show_stacks` and `watch.supervise` with the other end of the pipe
+    `reader`, tells of itself."""
 
-    `main_only`: look at the main thread alone.
-    """
-    if not _shows_stacks(pid):
+    def __init__(self, pid: int, reader: int) -> None:
+        self.pid = pid
+        self._pipe = io.FileIO(reader)
+        self._lines: list[str] = []
+        self._stacks = ""
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self._pipe.close()
+
+    def lines(self) -> list[str]:
+        """Return the lines that `watch.tell` has sent since the last call."""
+        self._read()
+        lines, self._lines = self._lines, []
+        return lines
+
+    def beats(self) -> bool:
+        """Wait for a beat of the process; return False if none comes, because its code holds Python's lock."""
+        self._read()
+        before = len(self._lines)
+        until = time.monotonic() + 1.5 * BEAT_SECONDS
+        while time.monotonic() < until:
+            self._read()
+            if len(self._lines) > before:
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def place(self, main_only: bool = False) -> str | None:
+        """Return the place in user code at which the process is: that of its busiest thread with user code, or with
+        `main_only` of its main thread. None if there is none, or if it shows no stacks."""
+        if not _shows_stacks(self.pid) or is_stopped(self.pid):
+            return None
+        threads = [self.pid]
+        if not main_only:
+            spent = _times(self.pid)
+            time.sleep(_MEASURED_SECONDS)
+            more = {thread: ticks - spent.get(thread, ticks) for thread, ticks in _times(self.pid).items()}
+            threads = sorted(more, key=lambda thread: (-more[thread], thread))[:_MOST_THREADS]
+        for thread in threads:
+            if (found := described(self._stack(thread))) is not None:
+                return found
         return None
-    spent = _times(pid)
-    time.sleep(_MEASURED_SECONDS)
-    more = {thread: time - spent.get(thread, time) for thread, time in _times(pid).items()}
-    order = [pid] if main_only else sorted(more, key=lambda thread: (-more[thread], thread))[:_MOST_THREADS]
-    for thread in order:
-        found = described(_stack(pid, thread, read))
-        if found is not None:
-            return found
-    return None
+
+    def _stack(self, thread: int) -> list[Place]:
+        """Return the stack of one thread, the outermost place first; empty if it does not answer."""
+        self._read()
+        self._stacks = ""
+        tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+        if tgkill is None:  # the C library is not glibc
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, _asked_by())
+        elif tgkill(self.pid, thread, _asked_by()) != 0:
+            return []
+        until, length = time.monotonic() + _DUMP_SECONDS, 0
+        while time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            self._read()
+            if 0 < length == len(self._stacks):
+                break
+            length = len(self._stacks)
+        return parsed_dump(self._stacks)
+
+    def _read(self) -> None:
+        text = ""
+        # None: the pipe is empty; b"": the process has ended
+        while piece := self._pipe.read(1 << 16):
+            text += piece.decode(errors="replace")
+        self._lines += re.findall(r"^@(.*)$", text, re.MULTILINE)
+        # a line may come in the middle of a stack
+        self._stacks += re.sub(r"\n@.*\n", "", text)
 
 
 def is_stopped(pid: int) -> bool:
@@ -59,25 +119,6 @@ def _shows_stacks(pid: int) -> bool:
     except OSError:
         return False
     return caught is not None and bool(int(caught[1], 16) >> (_asked_by() - 1) & 1)
-
-
-def _stack(pid: int, thread: int, read: Callable[[], str]) -> list[Place]:
-    """Return the stack of one thread, the outermost place first; empty if it does not answer."""
-    read()
-    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
-    if tgkill is None:  # the C library is another than glibc
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, _asked_by())
-    elif tgkill(pid, thread, _asked_by()) != 0:
-        return []
-    text, until = "", time.monotonic() + _SECONDS_OF_A_DUMP
-    while time.monotonic() < until:
-        time.sleep(0.02)
-        new = read()
-        if text and not new:
-            break
-        text += new
-    return parsed_dump(text)
 
 
 def _times(pid: int) -> dict[int, int]:

@@ -1,18 +1,16 @@
 """A command in a child process, which its parent supervises: user code that ends the process, or holds Python's lock,
 does not end or stop the command without a word."""
 
-import contextlib
 import ctypes
 import faulthandler
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 
 from agentfactory.tools.processes.endings import HOLDS_LOCK, ended_by
-from agentfactory.tools.processes.stacks import is_stopped, show_stacks, user_place
+from agentfactory.tools.processes.stacks import Inside, is_stopped, show_stacks
 from agentfactory.tools.user_code import watch
 from agentfactory.tools.user_code.watch import QUIET_SECONDS, growing
 
@@ -63,10 +61,9 @@ def supervised(command: Callable[[], int]) -> int:
     supervisor = _Supervisor(child, reader)
     status = supervisor.wait()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    supervisor.read()
-    os.close(reader)
+    supervisor.hear()
     if supervisor.returned is None:
-        raise DiedFromInside(ended_by(status))
+        raise DiedFromInside(ended_by(status, supervisor.doing))
     # after its last word, the child may still get a signal, or end otherwise
     return supervisor.returned
 
@@ -77,8 +74,10 @@ class _Supervisor:
     def __init__(self, child: int, reader: int) -> None:
         self.returned: int | None = None
         """The status that the command has returned."""
+        self.doing = ""
+        """The user code that the child executes, such as `importing tools.py`, if it is known."""
         self._child = child
-        self._reader = reader
+        self._inside = Inside(child, reader)
         self._limit: tuple[float, str] | None = None
         self._reacts = False
         self._silent = 0.0
@@ -107,34 +106,29 @@ class _Supervisor:
                 self._look(min(now - looked, 2 * _TICK_SECONDS), now)
                 looked = now
 
-    def read(self) -> str:
-        """Read what the child has sent, and take its lines. Return the rest: stacks."""
-        text = ""
-        with contextlib.suppress(BlockingIOError):
-            while piece := os.read(self._reader, 1 << 16):
-                text += piece.decode(errors="replace")
-        for line in re.findall(r"^@(.*)$", text, re.MULTILINE):
-            self._take(*line.partition(" ")[::2])
-        return re.sub(r"^@.*\n", "", text, flags=re.MULTILINE)
-
-    def _take(self, kind: str, value: str) -> None:
-        self._silent = 0.0
-        match kind:
-            case "limit":
-                seconds, _, setting = value.partition(" ")
-                self._limit = (float(seconds), setting) if value else None
-            case "reacts":
-                self._reacts = True
-            case "returned":
-                self.returned = int(value)
-            case "stuck":
-                self._end(f"was killed: {value}; fix: {HOLDS_LOCK}")
+    def hear(self) -> None:
+        """Take the lines that the child has sent."""
+        for line in self._inside.lines():
+            kind, _, value = line.partition(" ")
+            self._silent = 0.0
+            match kind:
+                case "limit":
+                    seconds, _, setting = value.partition(" ")
+                    self._limit = (float(seconds), setting) if value else None
+                case "doing":
+                    self.doing = value
+                case "reacts":
+                    self._reacts = True
+                case "returned":
+                    self.returned = int(value)
+                case "stuck":
+                    self._end(f"was killed: {value}; fix: {HOLDS_LOCK}")
 
     def _pass_on(self, found: signal.struct_siginfo, now: float, forwarded: dict[int, float]) -> None:
         self._first = now if self._first is None else self._first
         if now - self._first >= _REACT_SECONDS and not self._reacts:
             name = signal.Signals(found.si_signo).name
-            where = user_place(self._child, self.read)
+            where = self._inside.place()
             code = "user code that holds Python's lock reacts to no signal, such as a slow regular expression"
             self._end(f"still ran {now - self._first:.0f} s after a signal, and {name} killed it; {where or code}")
         # a terminal sends Ctrl-C to the child too; such signals come from the kernel
@@ -144,27 +138,27 @@ class _Supervisor:
 
     def _look(self, seconds: float, now: float) -> None:
         self._silent += seconds
-        self.read()
+        self.hear()
         if is_stopped(self._child):
             self._silent = 0.0
             return
         if self._first is not None and now - self._first >= _REACT_SECONDS and not self._reacts:
             holds = self._silent > _REACT_SECONDS / 2
-            if (where := user_place(self._child, self.read, main_only=not holds)) is not None:
+            if (where := self._inside.place(main_only=not holds)) is not None:
                 self._end(f"was killed, because user code did not react to a signal: {where}; fix: {HOLDS_LOCK}")
         if self.returned is not None:
             self._look_at_leaving(seconds)
             return
         if self._limit is not None and self._silent > max(self._limit[0], QUIET_SECONDS):
-            where = user_place(self._child, self.read) or "user code"
+            where = self._inside.place() or "user code"
             # it may have come back while this process looked
-            self.read()
+            self.hear()
             if self._silent:
                 held = f"{where}, held Python's lock for longer than {self._limit[1]}"
                 self._end(f"was killed, because nothing else in it could run: {held}; fix: {HOLDS_LOCK}")
         if self._silent >= self._due:
-            where = user_place(self._child, self.read)
-            self.read()
+            where = self._inside.place()
+            self.hear()
             if where is not None and self._silent:
                 _say(
                     f"{where}, has held Python's lock for {self._silent:.0f} s, and nothing else in this process can "
@@ -178,7 +172,7 @@ class _Supervisor:
         """Tell the user of user code that keeps a command from ending, and kill it in the end."""
         before, self._leaving = self._leaving, self._leaving + seconds
         if before < QUIET_SECONDS <= self._leaving:
-            where = user_place(self._child, self.read)
+            where = self._inside.place()
             _say(f"the command is done, and its process has not ended: {where or 'it is shutting down'}")
         if self._leaving >= _LEAVE_SECONDS:
             _say(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")

@@ -2,7 +2,8 @@
 
 import re
 import sysconfig
-from collections.abc import Iterable
+from asyncio import events
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -54,10 +55,22 @@ def place_of_line(frame: FrameType, line: int) -> Place:
     return Place(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
-def described(stack: Iterable[Place]) -> str | None:
-    """Describe the user's code in a stack, the outermost place first: where it is, and the first function of it that we
-    have called. None if the stack has none."""
-    users = [place for place in stack if is_users(place.file)]
+def of_users(stack: Sequence[Place]) -> list[int]:
+    """Return the indices of the user's code in a stack, the outermost place first: of what our code, or an event loop,
+    has called last. A script that calls us is not what we have called."""
+    found: list[int] = []
+    for index, place in enumerate(stack):
+        if is_ours(place.file) or place.file == events.__file__:
+            found = []
+        elif is_users(place.file):
+            found.append(index)
+    return found
+
+
+def described(stack: Sequence[Place]) -> str | None:
+    """Describe the user's code in a stack, the outermost place first: where it is, and the function that was called
+    first. None if there is none."""
+    users = [stack[index] for index in of_users(stack)]
     if not users:
         return None
     called, at = users[0], users[-1]

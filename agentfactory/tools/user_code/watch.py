@@ -6,7 +6,6 @@ supervising process sees that by the beats that are missing (`agentfactory.tools
 
 import asyncio
 import inspect
-import logging
 import os
 import sys
 import threading
@@ -17,10 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.user_code.places import described, frames_of, is_users, place_of
+from agentfactory.tools.user_code.places import described, frames_of, of_users, place_of
 
-logger = logging.getLogger(__name__)
+Warn = Callable[[str, str], None]
+"""(topic, text): warns the user."""
 
 QUIET_SECONDS = 10.0
 """Seconds after which the user is told what has not ended. Each further time comes after three times as long."""
@@ -52,8 +51,7 @@ class _Activity:
         if seconds < (self.due or QUIET_SECONDS):
             return None
         self.due = growing(seconds)
-        stack = map(place_of, frames_of(sys._current_frames().get(self.thread)))
-        at = described(stack)
+        at = described([place_of(frame) for frame in frames_of(sys._current_frames().get(self.thread))])
         return f"still {self.what}, {seconds:.0f} s so far" + (f" (in {at})" if at else "")
 
 
@@ -63,6 +61,8 @@ class _Loop:
 
     loop: asyncio.AbstractEventLoop
     thread: int
+    warn: Warn
+    users: int = 0
     asked: bool = False
     looked: float = 0.0
     held: FrameType | None = None
@@ -83,8 +83,9 @@ class _Loop:
             return None
         # the same callback since the last look, because the loop answers after each round of callbacks
         stack = frames_of(sys._current_frames().get(self.thread))
-        users = [frame for frame in stack if is_users(frame.f_code.co_filename)]
-        before, self.held = self.held, users[0] if users else None
+        places = [place_of(frame) for frame in stack]
+        users = of_users(places)
+        before, self.held = self.held, stack[users[0]] if users else None
         if before is not self.held:
             self.since = now
         if self.held is None or before is not self.held or not self.asked:
@@ -93,14 +94,14 @@ class _Loop:
             self.minute = now
             self.blocked.clear()
         name = self.held.f_code.co_qualname
-        where = described(map(place_of, stack))
+        where = described(places)
         self.blocked[name] += seconds
         if self.blocked[name] >= BLOCKED_SECONDS:
             fix = "call what blocks by `await asyncio.to_thread(...)`"
             if self.held.f_code.co_flags & inspect.CO_COROUTINE:
                 fix = f"write it as `def`, which runs in a thread, or {fix}"
             text = f"{name} blocks the event loop ({where}), so that all chains wait for it; fix: {fix}"
-            notify(logger, f"{self.held.f_code.co_filename}: {name} blocks the event loop", text)
+            self.warn(f"{self.held.f_code.co_filename}: {name} blocks the event loop", text)
             self.blocked[name] = 0.0
         return where
 
@@ -189,15 +190,17 @@ def tell(*words: object) -> None:
 @contextmanager
 def limited(seconds: float, setting: str) -> Iterator[None]:
     """Let the supervising process end this one, in this context, if user code holds Python's lock or blocks an event
-    loop for `seconds`, the value of `setting`."""
-    before = _watch.limit
+    loop for `seconds`, the value of `setting`. The outermost such limit counts."""
+    if _watch.limit is not None:
+        yield
+        return
     _watch.limit = (seconds, f"{setting}={seconds:g}")
     tell("limit", *_watch.limit)
     try:
         yield
     finally:
-        _watch.limit = before
-        tell("limit", *(before or ()))
+        _watch.limit = None
+        tell("limit")
 
 
 @contextmanager
@@ -206,26 +209,30 @@ def announced(what: str) -> Iterator[None]:
     activity = _Activity(what, threading.get_ident(), time.monotonic())
     _watch.activities.append(activity)
     _watch.start()
+    tell("doing", what)
     try:
         yield
     finally:
         with suppress(ValueError):  # a forked process has another list
             _watch.activities.remove(activity)
+            tell("doing", *(other.what for other in _watch.activities[-1:]))
 
 
 @contextmanager
-def loop_watched() -> Iterator[None]:
-    """Warn, in this context, of users' functions that block the running event loop."""
-    now = time.monotonic()
-    watched = _Loop(asyncio.get_running_loop(), threading.get_ident(), looked=now, minute=now)
-    if any(other.loop is watched.loop for other in _watch.loops):
-        yield
-        return
-    _watch.loops.append(watched)
-    _watch.start()
+def loop_watched(warn: Warn) -> Iterator[None]:
+    """Warn by `warn`, in this context, of users' functions that block the running event loop."""
+    running, now = asyncio.get_running_loop(), time.monotonic()
+    watched = next((other for other in _watch.loops if other.loop is running), None)
+    if watched is None:
+        watched = _Loop(running, threading.get_ident(), warn, looked=now, minute=now)
+        _watch.loops.append(watched)
+        _watch.start()
+    watched.users += 1
     try:
         yield
     finally:
-        watched.held = None
-        with suppress(ValueError):
-            _watch.loops.remove(watched)
+        watched.users -= 1
+        if not watched.users:
+            watched.held = None
+            with suppress(ValueError):  # a forked process has another list
+                _watch.loops.remove(watched)
