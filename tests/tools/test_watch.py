@@ -5,11 +5,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from agentfactory.tools.processes.threads import run_on_loop
 from agentfactory.tools.user_code import watch
 from agentfactory.tools.user_code.loading import load_module
 from agentfactory.tools.user_code.places import Place, described, parsed_dump
@@ -40,11 +40,11 @@ async def yields(seconds):
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(watch, "QUIET_SECONDS", 0.1)
     monkeypatch.setattr(watch._watch, "say", found.append)
-    yield found
+    return found
 
 
 def test_a_slow_import_is_named_with_its_line_at_growing_intervals(tmp_path: Path, said: list[str]) -> None:
@@ -79,7 +79,7 @@ def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> list[
 
     async def run() -> None:
         with loop_watched(lambda topic, text: found.append(text)), loop_watched(lambda topic, text: None):
-            await getattr(module, call)(0.5)
+            await run_on_loop(getattr(module, call)(0.4))
 
     asyncio.run(run())
     assert not watch._watch.loops
@@ -111,12 +111,12 @@ def test_only_users_code_is_blamed() -> None:
 
 
 def test_a_dump_is_read() -> None:
-    dump = (
-        'Stack (most recent call first):\n  File "/a b/tools.py", line 7 in <module>\n  File "/x.py", line ??? in f\n'
-    )
+    lines = ('File "/a b/tools.py", line 7 in <module>', 'File "/x.py", line ??? in f')
+    dump = "\n  ".join(["Stack (most recent call first):", *lines, ""])
     assert parsed_dump(dump) == [Place("/x.py", 0, "f"), Place("/a b/tools.py", 7, "<module>")]
 
 
+@pytest.mark.processes
 def test_a_forked_process_has_its_own_watch() -> None:
     with announced("importing tools.py"):
         child = os.fork()

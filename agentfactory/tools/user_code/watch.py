@@ -14,9 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 
 from agentfactory.tools.user_code.places import described, frames_of, of_users, place_of
+
+_told: set[CodeType] = set()
+"""Users' functions of which the user was warned."""
 
 Warn = Callable[[str, str], None]
 """(topic, text): warns the user."""
@@ -96,13 +99,13 @@ class _Loop:
         name = self.held.f_code.co_qualname
         where = described(places)
         self.blocked[name] += seconds
-        if self.blocked[name] >= BLOCKED_SECONDS:
+        if self.blocked[name] >= BLOCKED_SECONDS and (code := self.held.f_code) not in _told:
+            _told.add(code)
             fix = "call what blocks by `await asyncio.to_thread(...)`"
-            if self.held.f_code.co_flags & inspect.CO_COROUTINE:
+            if code.co_flags & inspect.CO_COROUTINE:
                 fix = f"write it as `def`, which runs in a thread, or {fix}"
             text = f"{name} blocks the event loop ({where}), so that all chains wait for it; fix: {fix}"
-            self.warn(f"{self.held.f_code.co_filename}: {name} blocks the event loop", text)
-            self.blocked[name] = 0.0
+            self.warn(f"{code.co_filename}: {name} blocks the event loop", text)
         return where
 
     def _answer(self) -> None:
@@ -150,7 +153,11 @@ class _Watch:
                     self.say(text)
             for loop in [*self.loops]:
                 where = loop.look(now)
-                if where is not None and self.limit is not None and now - loop.since > self.limit[0]:
+                if (
+                    where is not None
+                    and self.limit is not None
+                    and now - loop.since > max(self.limit[0], QUIET_SECONDS)
+                ):
                     tell("stuck", f"{where} has blocked the event loop for longer than {self.limit[1]}")
             time.sleep(_LOOK_SECONDS)
 
