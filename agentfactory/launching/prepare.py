@@ -41,7 +41,7 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
 
     say(f"preparing {display(folder)}")
     log = recipe.output / "logs" / "prepare.log"
-    with announced(f"running {recipe.prepare} (prepare; log: {display(log)})"):
+    with announced(f"running {Path(recipe.prepare).name} (prepare; log: {display(log)})"):
         children.wait(children.start("prepare function", prepare_command(recipe), log))
     if not folder.exists():
         raise ChildFailed(f"the prepare function ended its process before it was done (log: {log})")
@@ -55,7 +55,7 @@ def prepare(reference: str, folder: Path, seed: int) -> None:
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     function = load_object(reference, Path.cwd())
-    with announced(f"running {reference}"):
+    with announced(f"running {Path(reference).name}"):
         function(aside, seed)
     set_usual_modes(aside)
     aside.rename(folder)

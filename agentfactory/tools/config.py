@@ -329,5 +329,6 @@ class ToolsRecipe(Section):
 
     def longest_call(self) -> tuple[float, str]:
         """Return the longest time limit in seconds of a call of user code in this process, and its setting."""
-        servers = self.mcp_servers.values() or [McpServerConfig(module="")]
-        return max(*(server.timeout_seconds for server in servers), 0.0), "timeout_seconds"
+        usual = McpServerConfig.model_fields["timeout_seconds"].default
+        own = [server.timeout_seconds for server in self.mcp_servers.values()]
+        return max([*own, *([usual] if self.tools else [])], default=usual), "timeout_seconds"
