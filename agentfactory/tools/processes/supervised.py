@@ -42,7 +42,9 @@ def supervised(command: Callable[[], int]) -> int:
     sys.stderr.flush()
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
+    # nohup makes SIGHUP ignored; a blocked signal would arrive nevertheless
+    awaited = {number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN} | {signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     child = os.fork()
     if child == 0:
         os.close(reader)
@@ -59,7 +61,7 @@ def supervised(command: Callable[[], int]) -> int:
         return status
     os.close(writer)
     supervisor = _Supervisor(child, reader)
-    status = supervisor.wait()
+    status = supervisor.wait(awaited)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     supervisor.hear()
     if supervisor.returned is None:
@@ -87,9 +89,9 @@ class _Supervisor:
         self._first: float | None = None
         """Time of the first signal."""
 
-    def wait(self) -> int:
-        """Wait until the child has ended, and forward signals meanwhile. Return its exit status, or minus the signal
-        that ended it. Raises DiedFromInside if it had to be killed."""
+    def wait(self, awaited: set[signal.Signals]) -> int:
+        """Wait until the child has ended, and forward the signals `awaited` meanwhile. Return its exit status, or minus
+        the signal that ended it. Raises DiedFromInside if it had to be killed."""
         forwarded: dict[int, float] = {}
         looked = time.monotonic()
         while True:
@@ -97,7 +99,7 @@ class _Supervisor:
             ended, status = os.waitpid(self._child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
-            found = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, _TICK_SECONDS)
+            found = signal.sigtimedwait(awaited, _TICK_SECONDS)
             now = time.monotonic()
             if found is not None and found.si_signo != signal.SIGCHLD:
                 self._pass_on(found, now, forwarded)
@@ -160,7 +162,7 @@ class _Supervisor:
             where = self._inside.place()
             self.hear()
             if where is not None and self._silent:
-                _say(
+                watch.print_error(
                     f"{where}, has held Python's lock for {self._silent:.0f} s, and nothing else in this process can "
                     f"run; fix: {HOLDS_LOCK}"
                 )
@@ -173,9 +175,9 @@ class _Supervisor:
         before, self._leaving = self._leaving, self._leaving + seconds
         if before < QUIET_SECONDS <= self._leaving:
             where = self._inside.place()
-            _say(f"the command is done, and its process has not ended: {where or 'it is shutting down'}")
+            watch.print_error(f"the command is done, and its process has not ended: {where or 'it is shutting down'}")
         if self._leaving >= _LEAVE_SECONDS:
-            _say(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")
+            watch.print_error(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, why: str) -> None:
@@ -183,7 +185,3 @@ class _Supervisor:
         os.kill(self._child, signal.SIGKILL)
         os.waitpid(self._child, 0)
         raise DiedFromInside(why)
-
-
-def _say(text: str) -> None:
-    print(f"agentfactory: {text}", file=sys.stderr, flush=True)

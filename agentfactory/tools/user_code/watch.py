@@ -105,22 +105,25 @@ class _Loop:
             if code.co_flags & inspect.CO_COROUTINE:
                 fix = f"write it as `def`, which runs in a thread, or {fix}"
             text = f"{name} blocks the event loop ({where}), so that all chains wait for it; fix: {fix}"
-            self.warn(f"{code.co_filename}: {name} blocks the event loop", text)
+            with suppress(RuntimeError):  # the loop, which passes warnings on, has just been closed
+                self.warn(f"{code.co_filename}: {name} blocks the event loop", text)
         return where
 
     def _answer(self) -> None:
         self.asked = False
 
 
-def _print(text: str) -> None:
-    print(f"agentfactory: {text}", file=sys.stderr, flush=True)
+def print_error(text: str) -> None:
+    """Print a line to stderr, unless its reader is gone."""
+    with suppress(OSError, ValueError):
+        print(f"agentfactory: {text}", file=sys.stderr, flush=True)
 
 
 class _Watch:
     """What is watched in this process, and the thread that does it."""
 
     def __init__(self) -> None:
-        self.say: Callable[[str], None] = _print
+        self.say: Callable[[str], None] = print_error
         self.activities: list[_Activity] = []
         self.loops: list[_Loop] = []
         self.supervisor: int | None = None
