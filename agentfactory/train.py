@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from agentfactory.launching.run_results import MostChainsDroppedError
@@ -30,6 +31,8 @@ from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.endings import Signalled, exited_by
+from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 from agentfactory.tools.files.disk import DiskError
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.proxies import spare_loopback
@@ -91,13 +94,33 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
     return recipe, options.resume
 
 
+def _signalled(number: int, frame: FrameType | None) -> NoReturn:
+    raise Signalled(number)
+
+
 def main() -> int:
+    """Run `_main`, and report user code that ends it."""
+    try:
+        return _main()
+    except Signalled as error:
+        return error.status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as error:
+        if (why := exited_by(error)) is None:
+            raise
+        print_error(why)
+        return 1
+
+
+def _main() -> int:
     """Run the command line and return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by a
     symptom of train.stop_when, 4 most chains dropped, 128 + the signal's number if stopped by a signal."""
     parent_watch.follow_parent()
     spare_loopback(os.environ)
     # exit through the interpreter, so that the worker and the progress display are closed in order
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _signalled)
     # imports create no garbage, but the collector would take a fifth of their time
     gc.disable()
     try:
@@ -132,9 +155,6 @@ def main() -> int:
     except (WorkerDiedError, SyncError, TrackingError, DiskError, ValueError, FloatingPointError) as error:
         print_error(error)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     if isinstance(ended_by, Symptom):
         return STOPPED
     return 128 + ended_by if ended_by else 0
@@ -161,5 +181,14 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+def _supervised() -> int:
+    """Run `main` in a process that this one supervises, and return the exit status."""
+    try:
+        return supervised(main)
+    except DiedFromInside as error:
+        print_error(f"the trainer's process {error}")
+        return 1
+
+
 if __name__ == "__main__":
-    leave(main())
+    leave(_supervised())

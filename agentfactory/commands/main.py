@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
-from agentfactory.commands.supervised import DiedFromInside, supervised
 from agentfactory.tools.http.proxies import spare_loopback
+from agentfactory.tools.processes.endings import exited_by
+from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 
 if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -26,8 +27,8 @@ OK, FAILED, REFUSED, STOPPED, MOSTLY_DROPPED, UNCHECKED, INTERRUPTED = 0, 1, 2, 
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
 train.stop_when; done, but most chains were dropped; no fault, but not everything was checked; Ctrl-C or SIGTERM."""
 
-_WITH_USER_CODE = ("rollout", "eval", "chat", "doctor", "tools")
-"""Commands whose own process runs the recipe's tools, rewards and agents; in training, the rollout worker does."""
+_WITHOUT_USER_CODE = ("new", "view", "export", "completion")
+"""Commands that execute no code of a recipe; the process of any other one is supervised."""
 _TRACEBACK_LINES = 16
 """Maximum lines of a traceback to print, so that it fits on a screen with the error."""
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve_tools(given[2:])
     warnings.formatwarning = _formatted
     options = parse(given)
-    if arguments is None and options.command in _WITH_USER_CODE:
+    if arguments is None and options.command not in _WITHOUT_USER_CODE:
         try:
             return supervised(partial(_execute, options))
         except DiedFromInside as error:
@@ -75,6 +76,10 @@ def _execute(options: argparse.Namespace) -> int:
             return status
     except KeyboardInterrupt as error:
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}", INTERRUPTED)
+    except SystemExit as error:
+        if (why := exited_by(error)) is None:
+            raise
+        return _end(f"failed: {why}", FAILED)
     except BrokenPipeError:
         # the reader of our output, such as `head`, has gone: nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

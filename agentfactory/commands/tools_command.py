@@ -414,8 +414,10 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
 
 async def _call(recipe: Recipe, options: argparse.Namespace, images: Path) -> None:
     given = None if options.task is None else _given_row(options.task, images)
+    # there is no chain, and so only the limit of a call
+    only_tools = ToolsRecipe(tools=recipe.tools, mcp_servers=recipe.mcp_servers, limits=recipe.limits)
     try:
-        async with open_toolset(recipe, Path.cwd()) as toolset:
+        async with open_toolset(only_tools, Path.cwd()) as toolset:
             spec = next((spec for spec in toolset.specs if spec.name == options.tool), None)
             call = ToolCall("call_0", options.tool, _parse_arguments(options.arguments, spec))
             task = given

@@ -18,6 +18,7 @@ import psutil
 
 from agentfactory.tools.files.disk import refusal, writing
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.user_code import watch
 
 POLL_SECONDS = 0.1
 _LOOK_SECONDS = 5.0
@@ -92,6 +93,7 @@ class Children:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         # a second signal must not leave anything behind: it shortens the wait for children that are finishing
+        watch.tell("reacts")
         interrupt = signal.signal(signal.SIGINT, self._hurry)
         for number in self._handlers:
             signal.signal(number, self._hurry)

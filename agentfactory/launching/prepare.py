@@ -15,6 +15,7 @@ from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code import import_path
 from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
+from agentfactory.tools.user_code.watch import announced
 
 if TYPE_CHECKING:
     # the child does not need them, and they are slow to import
@@ -40,7 +41,8 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
 
     say(f"preparing {display(folder)}")
     log = recipe.output / "logs" / "prepare.log"
-    children.wait(children.start("prepare function", prepare_command(recipe), log))
+    with announced(f"running {Path(recipe.prepare).name} (prepare; log: {display(log)})"):
+        children.wait(children.start("prepare function", prepare_command(recipe), log))
     if not folder.exists():
         raise ChildFailed(f"the prepare function ended its process before it was done (log: {log})")
 
@@ -52,7 +54,9 @@ def prepare(reference: str, folder: Path, seed: int) -> None:
         # left by an earlier run that was killed
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    load_object(reference, Path.cwd())(aside, seed)
+    function = load_object(reference, Path.cwd())
+    with announced(f"running {Path(reference).name}"):
+        function(aside, seed)
     set_usual_modes(aside)
     aside.rename(folder)
 

@@ -515,6 +515,10 @@ class RolloutRecipe(ToolsRecipe):
             return rewards
         return [{"reward": entry} if isinstance(entry, str) else entry for entry in rewards]
 
+    def longest_call(self) -> tuple[float, str]:
+        """See ToolsRecipe: a reset may take as long as its chain."""
+        return self.rollout.timeout_seconds, "rollout.timeout_seconds"
+
     @property
     def max_loras(self) -> int:
         """Number of adapters that the server must hold: the next one, and all that running turns may still use."""

@@ -332,3 +332,9 @@ class ToolsRecipe(Section):
     """Further MCP servers, by name."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on a chain's use of tools."""
+
+    def longest_call(self) -> tuple[float, str]:
+        """Return the longest time limit in seconds of a call of user code in this process, and its setting."""
+        usual = McpServerConfig.model_fields["timeout_seconds"].default
+        own = [server.timeout_seconds for server in self.mcp_servers.values()]
+        return max([*own, *([usual] if self.tools else [])], default=usual), "timeout_seconds"

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def end(how: str) -> str:
 
 def start(folder: Path, how: str) -> "subprocess.Popen[str]":
     (folder / "ends.py").write_text(TOOLS)
-    (folder / "tools.yaml").write_text("tools: [ends.py:end]\n")
+    (folder / "tools.yaml").write_text("mcp_servers:\n  ends: {module: ends.py:end, timeout_seconds: 3}\n")
     command = [sys.executable, "-m", "agentfactory", "tools", "call", "tools.yaml", "end", f"how={how}"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -77,20 +76,103 @@ def test_signals_reach_the_command_and_it_ends_with_its_parent(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_code_that_holds_the_lock_is_killed_by_a_further_signal_and_with_its_parent(tmp_path: Path) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        (folder := tmp_path / number.name).mkdir()
-        process = start(folder, "hold")
-        pid = folder / "pid"
-        wait_for(lambda pid=pid: pid.exists() and pid.read_text())
+def test_code_that_holds_the_lock_is_killed_after_a_signal_or_its_limit_and_with_its_parent(tmp_path: Path) -> None:
+    expected = {
+        signal.SIGTERM: "was killed, because user code did not react to a signal: ends.py, line 21, in end; fix: ",
+        signal.SIGKILL: "",
+        None: "nothing else in it could run: ends.py, line 21, in end, held Python's lock for longer than "
+        "timeout_seconds=3; fix: end it sooner, such as by a simpler regular expression, or start",
+    }
+    running = {}
+    for number in expected:
+        (folder := tmp_path / (number.name if number else "limit")).mkdir()
+        running[number] = start(folder, "hold"), folder / "pid"
+    for number, (process, pid) in running.items():
+        wait_for(lambda pid=pid: pid.exists() and pid.read_text(), 120)
         inside = int(pid.read_text())
-        process.send_signal(number)
-        if number is signal.SIGTERM:
-            time.sleep(6)
-            assert process.poll() is None
+        if number is not None:
             process.send_signal(number)
-        _, said = process.communicate(timeout=20)
-        if number is signal.SIGTERM:
-            assert process.returncode == 1
-            assert "`agentfactory tools` still ran 6 s after a signal, and SIGTERM killed it; user code" in said
+        _, said = process.communicate(timeout=40)
+        assert process.returncode == (-9 if number is signal.SIGKILL else 1)
+        assert expected[number] in said
         wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))
+
+
+ENDS = """
+import os
+import sys
+import time
+from agentfactory import Environment, reward, tool
+
+if os.environ["AT"] == "import":
+    os._exit(int(os.environ["STATUS"]))
+
+
+class Desk(Environment):
+    @classmethod
+    def check_machine(cls) -> None:
+        if os.environ["AT"] == "machine":
+            sys.exit(int(os.environ["STATUS"]))
+
+    @classmethod
+    def check_data_row(cls, row, has_rewards) -> None:
+        if os.environ["AT"] == "row":
+            os._exit(int(os.environ["STATUS"]))
+
+    def reset(self, **task: object) -> None:
+        pass
+
+    @tool
+    def look(self) -> str:
+        "Look."
+        return "nothing"
+
+    def reward(self) -> float:
+        return 1.0
+"""
+
+RECIPE = """
+model: {path: model}
+tools: [ends.py:Desk]
+data: {path: rows.jsonl}
+train: {steps: 1, batch_size: 1}
+rollout: {group_size: 2}
+server: {engine: embedded}
+"""
+
+
+@pytest.mark.extended
+def test_user_code_that_ends_train_or_serve_before_any_chain_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "rows.jsonl").write_text('{"question": "go"}\n')
+    exits = {
+        "import": "failed: the process of `agentfactory {command}` ended with status {status} while importing ends.py, "
+        "as by os._exit in user code; fix: ",
+        "machine": "failed: user code called sys.exit({status}) (ends.py, line 15, in check_machine); fix: raise",
+        "row": "ended with status {status} while checking the rows of data by Desk.check_data_row, as by os._exit",
+    }
+    cases = [("train", "import", "0"), ("serve", "import", "3"), ("serve", "machine", "0"), ("train", "row", "0")]
+    running = {}
+    for command, at, status in cases:
+        arguments = [sys.executable, "-m", "agentfactory", command, "recipe.yaml"]
+        environment = {**os.environ, "AT": at, "STATUS": status}
+        running[command, at, status] = subprocess.Popen(
+            arguments, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    for (command, at, status), process in running.items():
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1, said
+        assert exits[at].format(command=command, status=status) in said
+
+
+@pytest.mark.extended
+def test_train_py_reports_user_code_that_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    (tmp_path / "recipe.yaml").write_text(f"{RECIPE}output: run\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "go"}\n')
+    command = [sys.executable, "-m", "agentfactory.train", "recipe.yaml", "server.url=http://127.0.0.1:9"]
+    environment = {**os.environ, "AT": "import", "STATUS": "0"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "the trainer's process ended with status 0 while importing ends.py, as by os._exit" in result.stderr

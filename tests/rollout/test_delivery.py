@@ -35,6 +35,8 @@ def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, 
     end._batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
     end._may_be_short, end._delivered, end.started = may_be_short, set(trained), True
     end._groups, end.evaluations, end.log_file = [], deque(), Path("logs/worker.log")
+    end.held_by = lambda: None  # type: ignore[method-assign]
+    end._longest_call = (600.0, "rollout.timeout_seconds")
     end._restore = lambda url: url == "http://a"
     return end
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
+from agentfactory.tools.processes import endings
 from agentfactory.trainers.loop.stopping import Stop, name_of
 
 pytestmark = pytest.mark.processes
@@ -54,8 +55,8 @@ def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
             try:
                 (tmp_path / "said").write_text(loop(tmp_path, accelerator, waits, works))
                 status = 0
-            except SystemExit as error:
-                status = int(error.code or 0)
+            except endings.Signalled as error:
+                status = error.status
             finally:
                 os._exit(status)
         while not (tmp_path / event).exists():

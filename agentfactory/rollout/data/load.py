@@ -17,6 +17,7 @@ from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.messages import Message, ToolSpec
 from agentfactory.tools.user_code.extension import Extension, load_extension
+from agentfactory.tools.user_code.watch import announced
 
 Task = dict[str, Any]
 """A row with `question` or `messages`, and any other fields."""
@@ -76,7 +77,7 @@ def _called(config: DataConfig) -> list[Any]:
     else:
         assert config.source is not None
         source = load_extension("source", config.source, {}, (), config)
-    with source.blamed():
+    with source.blamed(), announced(f"reading the rows of {source.name}"):
         rows = source()
         if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
             raise SettingError(source.field, f"{source.name} returned {short(rows)}", "return or yield rows")

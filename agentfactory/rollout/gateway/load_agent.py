@@ -11,6 +11,7 @@ from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.loading import load_object
+from agentfactory.tools.user_code.watch import announced
 
 
 def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:
@@ -47,7 +48,8 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
             "rollout.agent", f"{reference}: parse has a wrong signature", "write `def parse(self, turn, completion):`"
         )
     try:
-        return found()
+        with announced(f"creating {reference}"):
+            return found()
     except TypeError as error:
         problem = f"{reference} cannot be created without arguments: {error}"
         raise SettingError("rollout.agent", problem, "give its parameters defaults") from error

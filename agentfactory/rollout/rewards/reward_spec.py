@@ -19,6 +19,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
+from agentfactory.tools.user_code.watch import announced
 
 PREBUILT = {
     "exact_match": "agentfactory.rollout.rewards.answers:ExactMatch",
@@ -135,7 +136,8 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
     known = inspect.signature(given).parameters
     _check_options(options, known, label, name)
     try:
-        return given(**options)
+        with announced(f"creating {name} of {label}"):
+            return given(**options)
     except ValidationError as error:
         first = error.errors()[0]
         if isinstance(cause := first.get("ctx", {}).get("error"), SettingError):

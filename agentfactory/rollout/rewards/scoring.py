@@ -29,6 +29,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import EnvironmentReward, text_of
 from agentfactory.tools.processes.threads import call_within
+from agentfactory.tools.user_code.watch import announced
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +110,13 @@ class Rewards:
         """Check every row of `section`; see `check`. The error names the row's number. The rewards' own checks stop
         after OWN_CHECK_SECONDS."""
         until = time.monotonic() + OWN_CHECK_SECONDS
-        for number, task in enumerate(tasks, 1):
-            try:
-                self.check(task, own=time.monotonic() < until)
-            except SettingError as error:
-                problem = f"{error.problem}, in row {number} of {section}"
-                raise SettingError(error.field, problem, error.fix) from error.__cause__
+        with announced(f"checking the rows of {section} by the rewards"):
+            for number, task in enumerate(tasks, 1):
+                try:
+                    self.check(task, own=time.monotonic() < until)
+                except SettingError as error:
+                    problem = f"{error.problem}, in row {number} of {section}"
+                    raise SettingError(error.field, problem, error.fix) from error.__cause__
 
     def check(self, task: Task, own: bool = True) -> None:
         """Raise SettingError if a reward needs a field that `task` lacks, or if a field has a reserved parameter name.

@@ -1,8 +1,9 @@
 """The rollout worker, which rank 0 starts without CUDA: `python -m agentfactory.rollout.workers.rollout_worker
-DESCRIPTOR`."""
+DESCRIPTOR STACKS`."""
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import threading
@@ -35,6 +36,8 @@ from agentfactory.tools.calls.run_notices import inform, notice_of, notify
 from agentfactory.tools.files.disk import append
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.stacks import show_stacks
+from agentfactory.tools.user_code import watch
 from agentfactory.tools.user_code.import_path import append_folders
 
 # the module runs as __main__; under its real name, its notices are forwarded like those of other modules
@@ -284,9 +287,16 @@ EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError
 """Errors caused by the recipe or a dead peer, reported in one line. All others are bugs, reported with their type."""
 
 
-async def main(descriptor: int) -> int:
-    """Connect to rank 0 through its socket and work. On failure, send rank 0 the reason. Return the exit status."""
+async def main(descriptor: int, stacks: int) -> int:
+    """Connect to rank 0 through its socket and work. On failure, send rank 0 the reason. Return the exit status.
+
+    `stacks` is the descriptor of the pipe through which rank 0 sees this process while user code holds it up.
+    """
     parent_watch.follow_parent()
+    os.set_inheritable(stacks, False)
+    show_stacks(stacks)
+    watch.say_by(logger.info)
+    watch.supervise(stacks)
     reader, writer = await connect(descriptor)
     logging.getLogger("agentfactory").addHandler(_Forward(writer))
     # Ctrl-C in a terminal reaches the whole process group, but the trainer decides when the worker ends
@@ -325,4 +335,4 @@ def _first(error: BaseException) -> BaseException:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with asyncio.Runner(loop_factory=event_loop) as loop:
-        sys.exit(loop.run(main(int(sys.argv[1]))))
+        sys.exit(loop.run(main(*map(int, sys.argv[1:]))))

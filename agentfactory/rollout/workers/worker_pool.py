@@ -1,7 +1,6 @@
 """The pool of a run's rollout workers, which supplies the training loop with groups."""
 
 import logging
-import math
 import select
 import time
 from collections import Counter
@@ -18,6 +17,9 @@ from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
 from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 5.0
+"""Seconds between two looks at workers that send nothing."""
 
 
 class RolloutWorkers:
@@ -83,29 +85,34 @@ class RolloutWorkers:
             worker.close()
 
     def _hear_until(self, done: Callable[[], bool]) -> None:
-        """Process messages until `done`. Notify the user of workers that send nothing for STALL_SECONDS."""
+        """Process messages until `done`. Notify the user of workers that send nothing for STALL_SECONDS, and end those
+        that user code holds up for longer than its limit."""
         since = time.monotonic()
         by_socket = {worker.messages.source.fileno(): worker for worker in self._workers}
         sockets = select.poll()
         for number in by_socket:
             sockets.register(number, select.POLLIN)
         silent = {worker: since for worker in self._workers if worker.started}
-        """Worker -> time of its last message, until the user is notified."""
+        """Worker -> time of its last message."""
+        told: set[WorkerProcess] = set()
         while not done():
             spoken = [worker for worker in self._workers if worker.messages.has_message or worker.messages.ended]
             if spoken:
                 for worker in spoken:
                     worker.hear()
                 continue
-            left = min(silent.values(), default=math.inf) + STALL_SECONDS - time.monotonic()
-            for number, _ in sockets.poll(1000 * max(left, 0.0) if left < math.inf else None):
+            for number, _ in sockets.poll(1000 * min(STALL_SECONDS, _LOOK_SECONDS) if silent else None):
                 worker = by_socket[number]
                 worker.messages.receive()
                 if worker.started:
                     silent[worker] = time.monotonic()
-            for worker, quiet_since in list(silent.items()):
-                if time.monotonic() - quiet_since >= STALL_SECONDS:
-                    del silent[worker]
-                    text = f"the rollout worker has sent no message for {STALL_SECONDS:g} s"
-                    text += ": its process is stopped, or code blocks its event loop"
+            for worker, quiet_since in silent.items():
+                seconds = time.monotonic() - quiet_since
+                if seconds < STALL_SECONDS:
+                    continue
+                if worker not in told:
+                    told.add(worker)
+                    text = f"the rollout worker has sent no message for {STALL_SECONDS:g} s: "
+                    text += worker.held_by() or "its process is stopped, or code blocks its event loop"
                     notify(logger, f"{worker.log_file.name} stands still", text, see=str(worker.log_file))
+                worker.end_if_held(seconds)

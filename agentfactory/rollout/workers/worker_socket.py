@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,10 @@ from agentfactory.rollout.groups.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.run_notices import Notice, inform, log
 from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.endings import ended_by
+from agentfactory.tools.processes.endings import HOLDS_LOCK, ended_by
+from agentfactory.tools.processes.stacks import Inside
 from agentfactory.tools.user_code.import_path import own_python
+from agentfactory.tools.user_code.watch import QUIET_SECONDS, growing
 
 logger = logging.getLogger(__name__)
 
@@ -178,10 +181,12 @@ class WorkerProcess:
         self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
         self.evaluations: deque[dict[str, float]] = deque()
         """Results of evaluations not yet taken."""
+        self._longest_call = job.recipe.longest_call()
         ours, theirs = socket.socketpair()
+        reader, stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         with theirs, log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                own_python("-m", "agentfactory.rollout.workers.rollout_worker", str(theirs.fileno())),
+                own_python("-m", "agentfactory.rollout.workers.rollout_worker", str(theirs.fileno()), str(stacks)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -189,8 +194,10 @@ class WorkerProcess:
                 # signals that a launcher sends to the trainer's process group must not reach the worker, which the
                 # trainer ends
                 start_new_session=True,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), stacks],
             )
+        os.close(stacks)
+        self._inside = Inside(self._process.pid, reader)
         self.messages = Messages(ours)
         self.send(
             "start",
@@ -208,13 +215,37 @@ class WorkerProcess:
 
     def wait_until_ready(self) -> Ready:
         """Wait for the worker's answer to `start`."""
-        readable, _, _ = select.select([self.messages.source], [], [], READY_SECONDS)
-        if not readable:
-            text = f"the rollout worker is not ready after {READY_SECONDS:g} s: it loads the tokenizer, opens the tools"
-            inform(logger, f"{text} and tries the first reset", see=str(self.log_file))
-        while (message := self._receive())["kind"] != "ready":
-            self._take(message)
-        return Ready(message["renderer"], message["chat_template"])
+        began, due = time.monotonic(), QUIET_SECONDS
+        while True:
+            if select.select([self.messages.source], [], [], max(0.0, began + due - time.monotonic()))[0]:
+                message = self._receive()
+                if message["kind"] == "ready":
+                    return Ready(message["renderer"], message["chat_template"])
+                self._take(message)
+                continue
+            text = f"the rollout worker is not ready after {due:.0f} s: "
+            if (held := self.held_by()) is not None:
+                inform(logger, text + held, see=str(self.log_file))
+            elif due >= READY_SECONDS:
+                text += "it loads the tokenizer, opens the tools and tries the first reset"
+                inform(logger, text, see=str(self.log_file))
+            due = growing(due)
+
+    def held_by(self) -> str | None:
+        """Return the user code that holds up the worker, which has sent no message for long; None if there is none."""
+        beats = self._inside.beats()
+        if (where := self._inside.place(main_only=beats)) is None:
+            return None
+        return f"{where}, blocks its event loop" if beats else f"{where}, holds Python's lock"
+
+    def end_if_held(self, seconds: float) -> None:
+        """Kill the worker, and raise WorkerDiedError, if user code has held it up for `seconds`, which is longer than
+        the longest call may take."""
+        longest, setting = self._longest_call
+        if seconds > longest and (held := self.held_by()) is not None:
+            self._process.kill()
+            problem = f"{held}, for longer than {setting}={longest:g}; fix: {HOLDS_LOCK}"
+            raise WorkerDiedError(f"the rollout worker was killed: {problem}; its log: {self.log_file}")
 
     @property
     def has_batch(self) -> bool:
@@ -272,6 +303,7 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
         self.messages.source.close()
+        self._inside.close()
 
     def _receive(self) -> dict[str, Any]:
         while (message := self.messages.take()) is None:

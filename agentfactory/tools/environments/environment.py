@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any, ClassVar
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.watch import announced
 
 
 class Environment:
@@ -100,18 +101,20 @@ def check_machine_for(environment: type[Environment], options: dict[str, Any]) -
     parameters = inspect.signature(environment.check_machine).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     declared = options.keys() if takes_all else options.keys() & {parameter.name for parameter in parameters}
-    environment.check_machine(**{name: options[name] for name in declared})
+    with announced(f"checking this machine by {environment.__name__}.check_machine"):
+        environment.check_machine(**{name: options[name] for name in declared})
 
 
 def check_data_rows(
     environment: type[Environment], rows: Sequence[dict[str, Any]], section: str, has_rewards: bool
 ) -> None:
     """Call the class's `check_data_row` for the rows of `section`. Raises SettingError with the number of the row."""
-    for number, row in enumerate(rows, 1):
-        try:
-            environment.check_data_row(row, has_rewards)
-        except ValueError as error:
-            raise SettingError(section, f"row {number}: {error}", "correct it, or leave the row out") from error
+    with announced(f"checking the rows of {section} by {environment.__name__}.check_data_row"):
+        for number, row in enumerate(rows, 1):
+            try:
+                environment.check_data_row(row, has_rewards)
+            except ValueError as error:
+                raise SettingError(section, f"row {number}: {error}", "correct it, or leave the row out") from error
 
 
 def reset_schema(environment: type[Environment]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from mcp import MCPError
@@ -24,6 +25,7 @@ from mcp_types import (
 )
 
 from agentfactory.tools.calls.mcp_results import failure, result_of
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.calls.truncation import cut_bytes, size_of
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import (
@@ -38,6 +40,7 @@ from agentfactory.tools.environments.environment_host import EnvironmentHost, No
 from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
 from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
+from agentfactory.tools.user_code.watch import loop_watched
 
 logger = logging.getLogger(__name__)
 
@@ -181,11 +184,12 @@ class _ToolHost:
 
     @asynccontextmanager
     async def lifespan(self, server: Server[Any]) -> AsyncIterator[None]:
-        if self.environment is None:
-            yield
-            return
-        async with self.environment.open():
-            yield
+        with loop_watched(partial(notify, logger)):
+            if self.environment is None:
+                yield
+                return
+            async with self.environment.open():
+                yield
 
     async def list_tools(
         self, context: ServerRequestContext[Any], params: PaginatedRequestParams | None

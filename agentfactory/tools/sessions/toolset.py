@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.messages import ToolSpec, properties_of, required_of
 from agentfactory.tools.processes.memory import memory_room
 from agentfactory.tools.sessions.tool_session import Route, ToolSession
+from agentfactory.tools.user_code.watch import limited, loop_watched
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ async def open_toolset(
     try:
         await asyncio.gather(*openings)
         toolset = Toolset(list(servers.values()))
-        yield toolset
+        with loop_watched(partial(notify, logger)), limited(*recipe.longest_call()):
+            yield toolset
     finally:
         for opening in openings:  # if one fails, the others are not needed
             opening.cancel()

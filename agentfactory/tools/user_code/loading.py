@@ -20,6 +20,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.entry_points import load_named
 from agentfactory.tools.user_code.extras import OWN_ENVIRONMENT, unmet_below
 from agentfactory.tools.user_code.import_path import append_folders, user_folders
+from agentfactory.tools.user_code.watch import announced
 
 
 class UserCodeError(SettingError):
@@ -72,7 +73,8 @@ def load_module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses and get_type_hints look it up
     try:
-        specification.loader.exec_module(module)
+        with announced(f"importing {path.name}"):
+            specification.loader.exec_module(module)
         _check_neighbours(path)
     except BaseException as error:
         del sys.modules[name]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +12,8 @@ from accelerate import Accelerator
 from torch import distributed as dist
 
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.endings import Signalled
+from agentfactory.tools.user_code import watch
 from agentfactory.trainers.config import Symptom
 
 Result = TypeVar("Result")
@@ -56,6 +57,7 @@ class Stop:
         """Make rank 0 handle signals from now on, and call `on_signal` when it will stop for one; the other ranks exit
         when rank 0 is gone. Every process calls it."""
         self._listens, self._on_signal = True, on_signal
+        watch.tell("reacts")
         if accelerator.is_main_process:
             for number in SIGNALS:
                 signal.signal(number, self._hear)
@@ -107,9 +109,10 @@ class Stop:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._heard is not None:
             # the user is impatient; a half-written checkpoint does not have its final name yet
+            watch.tell("returned", 128 + number)
             os._exit(128 + number)
         if not self._stepping:
-            sys.exit(128 + number)
+            raise Signalled(number)
         self._heard = signal.Signals(number)
         self._on_signal()
         if self._waiting:
