@@ -9,7 +9,7 @@ from pathlib import Path
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.reach_early import check_reach
+from agentfactory.launching.reach_early import check_hub, check_reach
 from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
@@ -46,6 +46,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             )
         if resume is None:
             check_free(recipe.output, overwrite)
+        check_hub(recipe, "train")
         plan = plan_run(recipe, resume, overwrite)
         # a stage that cannot be placed is refused before anything is written, if its model already exists
         for stage in plan.due:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
+from agentfactory.launching.reach_early import check_hub
 from agentfactory.launching.resumption import content_digests, rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.launching.run_results import chains_dropped, check_dropped
@@ -69,6 +70,8 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
     """
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
+    if not isinstance(asked, Assignment):
+        check_hub(recipe, "train")
     accelerator = make_accelerator(recipe)
     check_same_recipe(recipe)
     folder, stop = RunFolder(recipe.output), Stop()

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.worlds.search.passage import Passage
 
@@ -93,6 +94,8 @@ class Corpus:
             raise SettingError("corpus", f"{self._path} cannot be read as parquet: {error}", "correct it") from None
 
     def _data_set(self) -> Iterator[tuple[str, Any]]:
+        if is_hub_name(self._path):
+            check_names([HubName("corpus", self._path, "dataset")])
         # takes seconds to import
         import datasets
 
