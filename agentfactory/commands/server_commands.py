@@ -250,7 +250,8 @@ def _acting(
                 raise taken
             check_writable(recipe.output)
             run_prepare(recipe, children, say)
-            check_tools_open(served.recipe)
+            with tell_information(say):
+                check_tools_open(served.recipe)
             folder = _run_folder(command, recipe, served.recipe)
             _log_to(folder, command)
             if not urls:

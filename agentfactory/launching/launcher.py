@@ -9,6 +9,7 @@ from pathlib import Path
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
+from agentfactory.launching.progress import tell_information
 from agentfactory.launching.reach_early import check_hub, check_reach
 from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
@@ -62,7 +63,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                 problem = f"{display(model)} has no config.json"
                 raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
             if plan.prepare is None:
-                check_reach(stage.recipe)
+                with tell_information(say):
+                    check_reach(stage.recipe)
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children() as children:
@@ -111,7 +113,8 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
             check_prepared(stage.recipe, plan.recipe.output / "prepared", is_first=stage is plan.stages[0])
     if plan.prepare is not None:
         for stage in plan.due:
-            check_reach(stage.recipe)
+            with tell_information(say):
+                check_reach(stage.recipe)
     for stage in plan.due:
         for doubt in doubts(stage.recipe):
             say(f"warning: {doubt}")

@@ -118,7 +118,7 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert refusal(ROWS).endswith("or name a file")
         with pytest.raises(
-            SettingError, match="--push: the hub cannot be reached: .*refused; fix: correct HF_ENDPOINT"
+            SettingError, match=r"^--push: the hub cannot be reached: .* refused; fix: correct HF_ENDPOINT"
         ):
             check_answers("--push")
 
