@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from agentfactory.launching.prepare import prepare_command
-from agentfactory.launching.resumption import check_recipe, choose
+from agentfactory.launching.resumption import changed_code, check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
@@ -193,6 +193,8 @@ class RunPlan:
             yield f"{name}: {stage.state}, in {display(stage.folder.path)}{resumes}"
             if stage.state is State.COMPLETED:
                 continue
+            if starts is not None:
+                yield from (f"warning: {text}" for text in changed_code(stage.recipe, starts))
             yield from describe_memory(stage.recipe, stage.placement if stage.is_placed else None)
             if stage.server is not None:
                 yield f"{name}: server: {stage.server}"

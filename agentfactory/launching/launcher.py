@@ -132,7 +132,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     recipe, folder = stage.recipe, stage.folder
     if stage.state is State.STARTED:
         RunFolder.reopen(folder.path, recipe.to_saved(whole.path))
-        rewind(folder, stage.checkpoint, say)
+        rewind(recipe, folder, stage.checkpoint, say)
     elif folder.path != whole.path:
         RunFolder.create(folder.path, recipe.to_saved(whole.path))
     _tell(stage, say)

@@ -144,9 +144,7 @@ async def test_an_anchor_that_hangs_or_raises_is_named(tmp_path: Path) -> None:
         first = r"Hall\.anchor\(\) did not return within 0\.3 s; fix: correct it, or raise mcp_servers\.hall\.timeout_s"
         with pytest.raises(ToolInfrastructureError, match=first):
             await chains.runner.check([{"question": "go", "hangs": "anchor"}])
-        with pytest.raises(
-            ToolInfrastructureError, match=rf"Hall\.anchor\(\) raised LookupError: no such place; {fix}"
-        ):
+        with pytest.raises(ToolInfrastructureError, match=r"Hall\.anchor\(\) raised LookupError: no such place; fix"):
             await chains.runner.check([{"question": "go", "hangs": "no anchor"}])
         trajectory = await chains.run(hangs="later anchor")
     # the model did not cause it, and does not read it
