@@ -202,11 +202,11 @@ async def test_the_hub_is_asked_through_the_proxy_of_its_downloads(monkeypatch: 
         monkeypatch.setattr(constants, "ENDPOINT", far(url))
         monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{proxy.port}")
         close_session()  # it has the proxies of when it was opened
-        model_hub._problem_of_hub.cache_clear()
+        model_hub._refusal_of_hub.cache_clear()
         try:
-            assert await run_in_thread(model_hub.hub_answers)
+            await run_in_thread(lambda: model_hub.check_answers("--push"))
         finally:
-            model_hub._problem_of_hub.cache_clear()
+            model_hub._refusal_of_hub.cache_clear()
             close_session()
     assert proxy.asked == [urlsplit(far(url)).netloc]
 

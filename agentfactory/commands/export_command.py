@@ -18,6 +18,8 @@ from agentfactory.launching.run_folder import (
 )
 from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.recipe.composition import display
+from agentfactory.rollout.model_hub import HubName, check_answers, check_names, is_hub_name
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import set_usual_modes
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     INFO,
@@ -60,7 +62,8 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         is_adapter = (checkpoint / ADAPTER).is_file()
         base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
         named = named_base(checkpoint) if adapter and is_adapter else None
-    except (DamagedCheckpointError, RunFolderError) as error:
+        check_names([HubName("base model", base, "model")] if base is not None and is_hub_name(base) else [])
+    except (DamagedCheckpointError, RunFolderError, SettingError) as error:
         raise ExportError(str(error)) from None
     if adapter and not is_adapter:
         raise ExportError(f"--adapter: {checkpoint} holds a full model; fix: leave it out")
@@ -125,6 +128,7 @@ def _push(folder: Path, repository: str) -> str:
 
     api = HfApi()
     try:
+        check_answers("")
         name = api.create_repo(repository, private=True, exist_ok=True).repo_id
         return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
     except Exception as error:

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.reach_early import check_tools_open
+from agentfactory.launching.progress import tell_information
+from agentfactory.launching.reach_early import check_hub, check_tools_open
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.start_server import start_server
@@ -42,6 +43,7 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
     with Children() as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
+        check_hub(served.recipe, "serve")
         for taken in (address_fault(served.recipe), None if chat is None else chat_fault(chat)):
             if taken is not None:
                 raise taken
@@ -127,6 +129,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
     # the model of a later stage is a checkpoint that may not exist
     stages = stages_of(recipe)
     stage = stages[-1].with_model(stages[0].model.path)
+    check_hub(stage, "eval")
     try:
         there = eval_target.look_at(stage, url, model)
     except eval_target.ChatEndpointError as error:
@@ -254,7 +257,7 @@ def _log_to(folder: RunFolder, command: str) -> None:
 
 @contextmanager
 def acting(
-    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
+    command: Literal["rollout", "eval", "look"], recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if the
     server has ended."""
@@ -264,6 +267,7 @@ def acting(
     with Children() as children:
         served, server = what_is_served(recipe, checkpoint), None
         urls = served.recipe.server.urls
+        check_hub(served.recipe, "eval" if command == "eval" else "rollout")
         try:
             if urls:
                 run_interruptibly(_check_routes(served.recipe))
@@ -275,7 +279,8 @@ def acting(
                 raise taken
             check_writable(recipe.output)
             run_prepare(recipe, children, say)
-            check_tools_open(served.recipe)
+            with tell_information(say):
+                check_tools_open(served.recipe)
             folder = _run_folder(command, recipe, served.recipe)
             _log_to(folder, command)
             if not urls:

@@ -5,7 +5,6 @@ import asyncio
 import base64
 import inspect
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.rollout.model_hub import use_hub_if_it_answers
+from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name, use_hub_if_it_answers
 from agentfactory.tools.calls.limits import check_limits
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environments.environment import Environment
@@ -278,8 +277,8 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
         rows, origin = _first_rows(recipe, images)
     except ToolsCommandError as error:
         rows, origin = [], str(error).removesuffix(", or give --task")
-    if not os.path.isabs(recipe.model.path):
-        use_hub_if_it_answers()
+    if is_hub_name(recipe.model.path):
+        use_hub_if_it_answers(recipe.model.path)
     try:
         async for part in describe_first_prompt(recipe, next(iter(rows), {}), images, Path.cwd()):
             print(part, flush=True)
@@ -400,9 +399,11 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
             continue
         if data.file is not None and not data.file.exists():
             return [], f"none, for there is no {display(data.file)} yet"
-        if data.file is None:
+        if data.source is not None:
             use_hub_if_it_answers()
         try:
+            if data.path is not None and data.file is None:
+                check_names([HubName(f"{name}.path", data.path, "dataset")])
             rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
             return rows, f"the first row of {name}"
         except SettingError as error:

@@ -2,7 +2,6 @@
 
 import http.client
 import importlib.metadata
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from packaging.requirements import Requirement
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.doctor.machine_checks import existing
 from agentfactory.placement.placement import place
-from agentfactory.recipe.checks import runs_chains, try_template
+from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
@@ -24,6 +23,7 @@ from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.rollout.inference.server_command import address_fault
+from agentfactory.rollout.model_hub import check_names, is_downloaded
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.tools.prebuilt.registry import prebuilt
@@ -294,47 +294,13 @@ def _judge_server(
 
 def check_hub(recipe: Recipe) -> Iterator[Finding]:
     """Check that models and datasets with hub names are available."""
-    wanted = [("model.path", recipe.model.path, "model")]
-    wanted += [("server.model", recipe.server.model, "model")] if recipe.server.model else []
-    for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
-        wanted += [(name, data.path, "dataset")] if data and data.path else []
-    for name, repository, kind in wanted:
-        # an absolute path is on this machine
-        if not os.path.isabs(repository):
-            yield _ask_hub(name, repository, kind)
-
-
-def _ask_hub(name: str, repository: str, kind: str) -> Finding:
-    # imported here, because most recipes name folders
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    told = f"{name}: {repository}"
-    if _is_cached(repository, kind):
-        return ok("hub", f"{told} is in the cache")
-    if constants.HF_HUB_OFFLINE:
-        return problem("hub", f"{told} is not in the cache, and HF_HUB_OFFLINE is set", "unset it, or name a folder")
-    endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
-    hub = HfApi(endpoint=endpoint)
-    try:
-        found = hub.repo_info(repository, repo_type=kind, timeout=_ANSWERS_WITHIN)
-        if found.gated:
-            hub.auth_check(repository, repo_type=kind)
-    except GatedRepoError:
-        fix = f"accept its terms at {endpoint}/{repository}, and `hf auth login`"
-        return problem("hub", f"{told} requires accepting its terms", fix)
-    except RepositoryNotFoundError:
-        return problem("hub", f"{told} is not on the hub, or private", "correct the name, or `hf auth login`")
-    except Exception as error:  # boundary: the hub, and the network on the way to it
-        fix = "connect this machine, set HF_ENDPOINT to a mirror, or name a folder"
-        return problem("hub", f"{told}: {endpoint} cannot be reached: {error or type(error).__name__}", fix)
-    return ok("hub", f"{told} can be fetched")
-
-
-def _is_cached(repository: str, kind: str) -> bool:
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}" / "snapshots"
-    if kind == "model":
-        return any(any(folder.glob(f"*/{pattern}")) for pattern in _WEIGHTS)
-    return folder.is_dir() and any(folder.iterdir())
+    for wanted in hub_names(recipe, "train"):
+        told = f"{wanted.field}: {wanted.name}"
+        if is_downloaded(wanted.name, wanted.kind):
+            yield ok("hub", f"{told} is in the cache")
+            continue
+        try:
+            check_names([wanted])
+            yield ok("hub", f"{told} can be fetched")
+        except SettingError as error:
+            yield problem("hub", error.without_fix, error.fix)

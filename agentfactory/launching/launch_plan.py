@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from agentfactory.launching.merging import Merge
 from agentfactory.launching.prepare import prepare_command
-from agentfactory.launching.resumption import check_recipe, choose
+from agentfactory.launching.resumption import changed_code, check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.adapters import differences
@@ -209,6 +209,8 @@ class RunPlan:
                 continue
             if (line := stage.describe_adapter()) is not None:
                 yield f"{name}: {line}"
+            if starts is not None:
+                yield from (f"warning: {text}" for text in changed_code(stage.recipe, starts))
             yield from describe_memory(stage.recipe, stage.placement if stage.is_placed else None)
             if stage.server is not None:
                 yield f"{name}: server: {stage.server}"

@@ -9,7 +9,8 @@ from pathlib import Path
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.reach_early import check_reach
+from agentfactory.launching.progress import tell_information
+from agentfactory.launching.reach_early import check_hub, check_reach
 from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
@@ -46,6 +47,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             )
         if resume is None:
             check_free(recipe.output, overwrite)
+        check_hub(recipe, "train")
         plan = plan_run(recipe, resume, overwrite)
         # a stage that cannot be placed is refused before anything is written, if its model already exists
         for stage in plan.due:
@@ -61,7 +63,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                 problem = f"{display(model)} has no config.json"
                 raise SettingError("model.path", problem, "name a folder with a model, or a hub name")
             if plan.prepare is None:
-                check_reach(stage.recipe)
+                with tell_information(say):
+                    check_reach(stage.recipe)
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children() as children:
@@ -112,7 +115,8 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, private: Pa
             check_prepared(stage.recipe, plan.recipe.output / "prepared", is_first=stage is plan.stages[0])
     if plan.prepare is not None:
         for stage in plan.due:
-            check_reach(stage.recipe)
+            with tell_information(say):
+                check_reach(stage.recipe)
     # as they were given: that of a merged model no longer names the adapter
     for recipe, stage in zip(stages_of(plan.recipe), plan.stages, strict=True):
         for doubt in doubts(recipe) if stage.state is not State.COMPLETED else ():
@@ -131,7 +135,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     recipe, folder = stage.recipe, stage.folder
     if stage.state is State.STARTED:
         RunFolder.reopen(folder.path, recipe.to_saved(whole.path))
-        rewind(folder, stage.checkpoint, say)
+        rewind(recipe, folder, stage.checkpoint, say)
     elif folder.path != whole.path:
         RunFolder.create(folder.path, recipe.to_saved(whole.path))
     _tell(stage, say)

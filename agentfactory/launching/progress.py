@@ -136,6 +136,31 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
             say("\n  ".join(["warnings of this run:", *lines]))
 
 
+@contextmanager
+def tell_information(say: Callable[[str], None]) -> Iterator[None]:
+    """Pass information (`inform`) of our loggers to `say` while the context is open."""
+    handler = _Information(say)
+    logger = logging.getLogger("agentfactory")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Information(logging.Handler):
+    def __init__(self, say: Callable[[str], None]):
+        super().__init__(logging.INFO)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING and (notice := notice_of(record)) is not None:
+            self._say(str(notice))
+
+
 class _Warnings(logging.Handler):
     def __init__(self, say: Callable[[str], None], notices: Notices):
         super().__init__(logging.INFO)

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from agentfactory.recipe.checks import runs_chains
-from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.checks import Purpose, hub_names, runs_chains
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.concurrency import check_open_files
+from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 from agentfactory.tools.config import Isolation, McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.processes.interruption import run_interruptibly
@@ -20,6 +21,15 @@ def check_reach(recipe: Recipe) -> None:
     if runs_chains(recipe, "train"):
         check_servers_answer(recipe)
         check_tools_open(recipe)
+
+
+def check_hub(recipe: Recipe | StagedRecipe, purpose: Purpose) -> None:
+    """Raise SettingError if a model or dataset of the hub can neither be fetched nor was downloaded before."""
+    for stage in stages_of(recipe):
+        check_names(hub_names(stage, purpose))
+        if is_hub_name(stage.model.path):
+            # for the tokenizer alone, if a running server has the model
+            use_hub_if_it_answers(stage.model.path)
 
 
 def check_servers_answer(recipe: Recipe) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.files.untrusted_files import RefusedFileError
+from agentfactory.tools.user_code.source_files import digests_of, source_files
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,
@@ -121,9 +122,33 @@ def _check_contents(recipe: Recipe, checkpoint: Path) -> None:
             raise SettingError(name, problem, fix, source="--resume")
 
 
-def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:
-    """Rewind a run folder to its `checkpoint` (None: to its beginning): cut later metrics and trajectories, and set
-    later checkpoints aside."""
+def code_files(recipe: Recipe) -> dict[Path, str]:
+    """Return the files of user code that decide what a run learns from, with the field that names each; see
+    `source_files`."""
+    data = recipe.model_dump(mode="json")
+    named = {name: value for name, value in _leaves(data).items() if name != "prepare" and not _may_differ(name)}
+    return source_files(named, Path.cwd(), recipe.import_path)
+
+
+def changed_code(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
+    """Yield a warning for each file of user code that has another content than at the checkpoint. A checkpoint of an
+    older version has no digests."""
+    before = read_info(checkpoint).get("code")
+    if not isinstance(before, dict):
+        return
+    files = code_files(recipe)
+    for path, digest in digests_of(files).items():
+        if before.get(path) != digest:
+            how = "has changed" if path in before else "is new"
+            yield (
+                f"{display(Path(path))} ({files[Path(path)]}) {how} since step {step_of(checkpoint)}: later chains are "
+                "not comparable with earlier ones; fix: restore it, or begin another run with output=OTHER"
+            )
+
+
+def rewind(recipe: Recipe, folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:
+    """Rewind the run folder of `recipe` to its `checkpoint` (None: to its beginning): cut later metrics and
+    trajectories, and set later checkpoints aside. Report these, and user code that has changed since, to `say`."""
     folder.note_stopped()
     for left in folder.checkpoints.glob(".step-*.partial"):
         shutil.rmtree(left)
@@ -133,6 +158,8 @@ def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None
     later = [
         path for path in checkpoints(folder.checkpoints) if checkpoint is None or step_of(path) > step_of(checkpoint)
     ]
+    for text in changed_code(recipe, checkpoint) if checkpoint is not None else ():
+        say(f"warning: {text}")
     if later:
         aside = next_free(folder.checkpoints / "set-aside")
         aside.mkdir()

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,9 @@ import psutil
 from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference import server_command as serving
+from agentfactory.rollout.model_hub import check_names, model_names
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.threads import run_in_thread
 
 _END_SECONDS = 10.0
 _SAY_EVERY_SECONDS = 10.0
@@ -77,6 +80,7 @@ async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIte
     Raises ChildFailed, with the server's reason, if it does not start. The log is deleted when the context ends, unless
     the server failed to start or had already ended.
     """
+    await run_in_thread(partial(check_names, model_names(recipe)))
     child = _start(recipe, adapters)
     try:
         url = await _ready(child, recipe.server.startup_seconds)

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
-from agentfactory.launching.resumption import content_digests, rewind
+from agentfactory.launching.reach_early import check_hub
+from agentfactory.launching.resumption import changed_code, code_files, content_digests, rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.launching.run_results import chains_dropped, check_dropped
 from agentfactory.recipe.schema import Recipe
@@ -36,6 +37,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.tools.calls.run_notices import Notice, Notices, notify
+from agentfactory.tools.user_code.source_files import digests_of
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
@@ -69,6 +71,8 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
     """
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
+    if not isinstance(asked, Assignment):
+        check_hub(recipe, "train")
     accelerator = make_accelerator(recipe)
     check_same_recipe(recipe)
     folder, stop = RunFolder(recipe.output), Stop()
@@ -128,7 +132,7 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
         RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
     hold.take(make=True)
     if resume is not None:
-        rewind(folder, checkpoint, lambda line: print(line, flush=True))
+        rewind(recipe, folder, checkpoint, lambda line: print(line, flush=True))
     return checkpoint
 
 
@@ -170,6 +174,7 @@ def _checkpoints(
         "seed": recipe.seed,
         "recipe": yaml.safe_load(recipe.to_saved(folder.whole)),
         "contents": content_digests(recipe),
+        "code": digests_of(code_files(recipe)),
     }
     return Checkpoints(folder.checkpoints, tokenizer, recipe.train, info, folder.growing, checkpoint)
 
@@ -216,6 +221,9 @@ def _open_display(
     progress = Progress(recipe.train.steps, "sft" if recipe.train.algorithm == "sft" else "grpo")
     stack.callback(progress.close)
     notices = stack.enter_context(tell_warnings(progress.note))
+    for text in changed_code(recipe, checkpoint) if checkpoint is not None else ():
+        # shown when the run folder was rewound, and repeated at the end
+        notices.take(Notice(text, text))
     tracking = None
     if recipe.track.trackers:
         told, step = yaml.safe_load(recipe.to_yaml()), step_of(checkpoint) if checkpoint else 0

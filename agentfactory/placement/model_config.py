@@ -1,7 +1,6 @@
 """Model configurations for memory planning: load one, and compare the architectures of two."""
 
 import json
-import os
 from itertools import zip_longest
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PretrainedConfig
 
 from agentfactory.placement.server_memory import meta_network
-from agentfactory.rollout.model_hub import hub_answers
+from agentfactory.rollout.model_hub import hub_answers, is_hub_name
 
 SHAPES = Path(__file__).with_name("shapes")
 """Copies of the config.json published with the models of our recipes, as ORGANISATION--NAME.json."""
@@ -23,7 +22,7 @@ def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
     """Load the configuration of the model in a folder, or of a hub name: from the hub, from earlier downloads, or from
     `SHAPES`. The second value is a note if it comes from `SHAPES`, else None. Raises NoConfigError."""
     # the hub's own client retries for half a minute
-    offline = not os.path.isabs(path) and not hub_answers()
+    offline = is_hub_name(path) and not hub_answers(path)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=offline), None
     except (OSError, ValueError) as error:

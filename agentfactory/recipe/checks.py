@@ -20,7 +20,7 @@ from agentfactory.rollout.data import Task, check_source, conversation_of, load_
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.inference.server_command import missing_from
-from agentfactory.rollout.model_hub import use_hub_if_it_answers
+from agentfactory.rollout.model_hub import HubName, is_hub_name, model_names, use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.parsers import AUTO, load_parser
 from agentfactory.tools.environments.environment import (
@@ -234,8 +234,8 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     from agentfactory.rollout.text.load_renderer import load_renderer
     from agentfactory.rollout.text.templates import RenderError
 
-    if not Path(recipe.model.path).is_dir():
-        use_hub_if_it_answers()
+    if is_hub_name(recipe.model.path):
+        use_hub_if_it_answers(recipe.model.path)
     rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)
     try:
         return load_renderer(
@@ -270,6 +270,14 @@ def _used_data(recipe: Recipe, purpose: Purpose) -> dict[str, DataConfig]:
     }
     found = {"data": recipe.data, "eval.data": recipe.eval.data}
     return {section: data for section, data in found.items() if is_used[section] and data is not None}
+
+
+def hub_names(recipe: Recipe, purpose: Purpose) -> list[HubName]:
+    """Return the models and datasets of the hub that a command needs."""
+    # elsewhere, a running server has the model
+    models = model_names(recipe) if purpose == "train" or not recipe.server.urls else []
+    data = {f"{section}.path": data.path for section, data in _used_data(recipe, purpose).items()}
+    return models + [HubName(field, name, "dataset") for field, name in data.items() if name and is_hub_name(name)]
 
 
 def _check_images(tasks: list[Task], section: str) -> None:

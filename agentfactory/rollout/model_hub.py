@@ -2,13 +2,48 @@
 
 import os
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import get_session
 
-_ANSWER_SECONDS = 5.0
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.proxies import proxy_for
+from agentfactory.tools.processes.threads import call_within
+
+_ANSWER_SECONDS = 4.0
+"""Time limit of connecting to the hub, and of each part of its answer."""
+_ASK_SECONDS = 6.0
+"""Time limit of a request, including the look-up of the hub's address, which has none of its own."""
+_WEIGHTS = ("*.safetensors", "*.bin")
+_BUSY = (408, 429, 500, 502, 503, 504)
+"""Statuses after which the hub's client repeats a request."""
+
+_NOT_FOUND, _TOO_MANY = 404, 429
+_PUBLIC = "https://huggingface.co"
+
+Kind = Literal["model", "dataset"]
+
+
+class HubName(NamedTuple):
+    """The name of a model or dataset on the hub, and the recipe's field that gives it."""
+
+    field: str
+    name: str
+    kind: Kind
+
+
+class _Refusal(NamedTuple):
+    """A reason why something cannot be loaded from the hub, and its fix."""
+
+    problem: str
+    fix: str
+    is_reached: bool
+    """True if the hub itself answered, and knows the reason."""
 
 
 def has_tokenizer(model: str) -> bool:
@@ -18,26 +53,158 @@ def has_tokenizer(model: str) -> bool:
     return isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str)
 
 
-def use_hub_if_it_answers() -> None:
-    """Switch this process to offline mode, with a warning on stderr, if one request to the hub fails: the hub's client
-    retries for half a minute per file."""
-    if not constants.HF_HUB_OFFLINE and (problem := _problem_of_hub()) is not None:
-        constants.HF_HUB_OFFLINE = True
-        text = f"the hub cannot be reached ({problem}); only cached downloads are used"
-        print(text, file=sys.stderr, flush=True)
+def is_downloaded(name: str, kind: Kind) -> bool:
+    """Return whether a model's weights or a dataset's files are in the hub's cache."""
+    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    if kind == "model":
+        return any(any(folder.glob(f"*/{pattern}")) for pattern in _WEIGHTS)
+    return folder.is_dir() and any(folder.iterdir())
 
 
-def hub_answers() -> bool:
-    """Return whether the hub answers within 5 seconds; False in offline mode."""
-    return not constants.HF_HUB_OFFLINE and _problem_of_hub() is None
+def model_names(recipe: RolloutRecipe) -> list[HubName]:
+    """Return the models of the hub that a recipe names."""
+    named = {"model.path": recipe.model.path, "server.model": recipe.server.model}
+    return [HubName(field, name, "model") for field, name in named.items() if name and is_hub_name(name)]
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a model or dataset of this name is looked up on the hub, and not on this machine."""
+    return not os.path.isabs(name) and not os.path.exists(name)
+
+
+def check_names(wanted: Iterable[HubName]) -> None:
+    """Raise SettingError, within seconds, if one of these names can neither be fetched nor was downloaded before.
+
+    If the hub cannot be reached, warn on stderr, and switch this process and those that it starts to offline mode: the
+    hub's client repeats each request for half a minute, and reports another cause.
+    """
+    for field, name, kind in wanted:
+        if not constants.HF_HUB_OFFLINE and (refusal := _refusal_of(name, kind)) is not None:
+            if refusal.is_reached:
+                raise SettingError(field, refusal.problem, refusal.fix)
+            if is_downloaded(name, kind):
+                _go_offline(refusal)
+            else:
+                raise _missing(field, name, kind, refusal)
+        elif constants.HF_HUB_OFFLINE and not is_downloaded(name, kind):
+            raise _missing(field, name, kind, _why_offline)
+
+
+def check_answers(field: str) -> None:
+    """Raise SettingError for `field`, which needs the hub, if the hub does not answer, or offline mode is set."""
+    refusal = _why_offline if constants.HF_HUB_OFFLINE else _refusal_of_hub()
+    if refusal is not None:
+        raise SettingError(field, refusal.problem, refusal.fix)
+
+
+def use_hub_if_it_answers(name: str | None = None, kind: Kind = "model") -> None:
+    """Switch this process, and those that it starts, to offline mode, with a warning on stderr, if the hub does not
+    answer a request, which is for `name` if that is given."""
+    if constants.HF_HUB_OFFLINE:
+        return
+    refusal = _refusal_of_hub() if name is None else _refusal_of(name, kind)
+    if refusal is not None and not refusal.is_reached:
+        _go_offline(refusal)
+
+
+def hub_answers(model: str) -> bool:
+    """Return whether the hub answers a request for a model within seconds; False in offline mode."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    refusal = _refusal_of(model, "model")
+    return refusal is None or refusal.is_reached
+
+
+_why_offline = _Refusal("HF_HUB_OFFLINE is set", "unset it", is_reached=False)
+
+
+def _go_offline(refusal: _Refusal) -> None:
+    global _why_offline
+    _why_offline = refusal
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if (loaded := sys.modules.get("datasets.config")) is not None:
+        # it has copied the constant
+        loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    print(f"agentfactory: {refusal.problem}; only earlier downloads are used", file=sys.stderr, flush=True)
+
+
+def _missing(field: str, name: str, kind: Kind, refusal: _Refusal) -> SettingError:
+    folder = "a folder with a model" if kind == "model" else "a file"
+    problem = f"{name} is not on this machine, and {refusal.problem}"
+    return SettingError(field, problem, f"{refusal.fix}, or name {folder}")
 
 
 @cache
-def _problem_of_hub() -> str | None:
-    """Return why the hub does not answer, directly or through a proxy of the environment; None if it does."""
-    try:
+def _refusal_of(name: str, kind: Kind) -> _Refusal | None:
+    """Return why a model or dataset cannot be fetched; None if it can."""
+    # imported here, because most recipes name folders
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    def ask() -> None:
         # the client that downloads, so that both take the same way
-        get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
+        hub = HfApi()
+        found = hub.repo_info(name, repo_type=kind, timeout=_ANSWER_SECONDS)
+        if found.gated:
+            hub.auth_check(name, repo_type=kind)
+
+    try:
+        return _refusal_by(ask)
+    except GatedRepoError:
+        fix = f"accept them at {constants.ENDPOINT}/{name}, and `hf auth login`"
+        return _Refusal(f"{name} requires accepting its terms", fix, is_reached=True)
+    except (RepositoryNotFoundError, HfHubHTTPError):
+        return _Refusal(f"{name} is not on the hub, or private", "correct the name, or `hf auth login`", True)
+    except HFValidationError:
+        return _Refusal(f"{name!r} is neither a path nor a name on the hub", "correct it", is_reached=True)
+
+
+@cache
+def _refusal_of_hub() -> _Refusal | None:
+    """Return why the hub does not answer; None if it does."""
+
+    def ask() -> None:
+        response = get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
+        # the root of a mirror may be forbidden, or not exist
+        if response.status_code in _BUSY:
+            response.raise_for_status()
+
+    return _refusal_by(ask)
+
+
+def _refusal_by(ask: Callable[[], None]) -> _Refusal | None:
+    """Return why a request to the hub gets no answer; None if it gets one. Raises what the hub says of a repository."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    status = None
+    try:
+        call_within(ask, _ASK_SECONDS)
+        return None
+    except (GatedRepoError, RepositoryNotFoundError, HFValidationError):
+        raise
+    except TimeoutError:
+        reason = f"no answer within {_ASK_SECONDS:g} s"
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == _NOT_FOUND:
+            raise
+        reason = f"its answer is {status} {error.response.reason_phrase}"
     except Exception as error:  # boundary: the network, and the proxy and the libraries on the way to it
-        return f"{constants.ENDPOINT}: {error or type(error).__name__}"
-    return None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    try:
+        proxy = proxy_for(constants.ENDPOINT)
+    except SettingError as error:
+        return _Refusal(f"the hub cannot be reached: {error.field}: {error.problem}", error.fix, is_reached=False)
+    way = f" through {proxy}" if proxy is not None else ""
+    if status == _TOO_MANY:
+        fix = "wait some minutes, log in by `hf auth login`"
+    elif "CERTIFICATE" in reason.upper():
+        fix = "name the certificates of your network in SSL_CERT_FILE"
+    elif proxy is not None:
+        fix = f"correct {proxy.variable}"
+    elif constants.ENDPOINT != _PUBLIC:
+        fix = "correct HF_ENDPOINT"
+    else:
+        fix = "connect this machine, set HF_ENDPOINT to a mirror"
+    return _Refusal(f"the hub cannot be reached: {constants.ENDPOINT}{way}: {reason}", fix, is_reached=False)

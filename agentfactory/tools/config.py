@@ -111,6 +111,8 @@ class PoolConfig(Section):
     many as fit into half of the free memory, at 75 MiB each, or the size of the largest ended process if more."""
     wait_seconds: PositiveFloat = 600.0
     """Seconds that a chain waits for an instance before it ends as tool_infrastructure."""
+    create_seconds: PositiveFloat = 300.0
+    """Time limit of creating an instance, such as the constructor of an Environment."""
     warm: int | None = Field(default=None, ge=0)
     """Number of instances kept ready: created at the start, and replaced before the next chain needs one. null: 2 for
     processes that serve one chain each, else 0."""

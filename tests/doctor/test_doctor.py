@@ -19,6 +19,7 @@ from agentfactory.doctor import recipe_checks as doctor_recipe
 from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout import model_hub
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.tools.processes.memory import memory_room
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -299,15 +300,17 @@ def test_a_hub_without_the_model_or_out_of_reach(project: Path, monkeypatch: pyt
     about = {"id": model, "modelId": model, "gated": False, "private": False, "siblings": [], "tags": []}
     recipe = load(f"model.path={model}")
     with answering({f"/api/models/{model}": about}) as url:
-        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
         assert levels(doctor_recipe.check_hub(recipe)) == {Level.OK}
         misspelt = load("model.path=an-organisation/a-modle")
         said = the_problem(doctor_recipe.check_hub(misspelt))
-        assert said.startswith("hub: model.path: an-organisation/a-modle")
+        assert said.startswith("hub: model.path: an-organisation/a-modle is not on the hub")
+    model_hub._refusal_of.cache_clear()
     with refusing() as url:
-        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
         said = the_problem(doctor_recipe.check_hub(recipe))
-    assert f"{url} cannot be reached" in said
+    assert f"the hub cannot be reached: {url}: " in said
+    model_hub._refusal_of.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in the_problem(doctor_recipe.check_hub(recipe))
     assert list(doctor_recipe.check_hub(load())) == []

@@ -10,13 +10,14 @@ import pytest
 import yaml
 
 from agentfactory.launching.launch_plan import State, resume_stages
-from agentfactory.launching.resumption import content_digests, rewind
+from agentfactory.launching.resumption import changed_code, code_files, content_digests, rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.tools.config import McpServerConfig
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.source_files import digests_of
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
 
@@ -64,7 +65,7 @@ def test_from_the_newest_checkpoint(run: RunFolder) -> None:
     (part,) = resume_stages([recipe_of()], "auto")
     assert (part.state, part.checkpoint) == (State.STARTED, run.checkpoints / "step-000006")
     said: list[str] = []
-    rewind(run, part.checkpoint, said.append)
+    rewind(recipe_of(), run, part.checkpoint, said.append)
     assert said == [f"resumed: {run.checkpoints / 'step-000006'}"]
     assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
     names = ["metrics.jsonl", "trajectories/credit.jsonl", "trajectories/train-1.jsonl", "trajectories/train.jsonl"]
@@ -77,7 +78,7 @@ def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
     for attempt, aside in ((1, "set-aside"), (2, "set-aside-2")):
         (part,) = resume_stages([recipe_of()], str(run.checkpoints / "step-000002"))
         said: list[str] = []
-        rewind(run, part.checkpoint, said.append)
+        rewind(recipe_of(), run, part.checkpoint, said.append)
         assert said[0] == f"later checkpoints are set aside: {'step-000004, ' * (attempt == 1)}step-000006 in " + str(
             run.checkpoints / aside
         )
@@ -99,7 +100,7 @@ def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
         path.rename(run.path / path.name)
     (part,) = resume_stages([recipe_of()], "auto")
     assert (part.state, part.checkpoint) == (State.STARTED, None)
-    rewind(run, None, [].append)
+    rewind(recipe_of(), run, None, [].append)
     assert [file.read_text() for file in run.growing().values()] == [""] * 4
     with pytest.raises(SettingError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
         resume_stages([recipe_of("seed=1")], "auto")
@@ -187,6 +188,41 @@ def test_data_with_other_content_is_refused(run: RunFolder, project: Path) -> No
     problem = r"--resume: data\.path: tasks\.jsonl has another content than when .*step-000006"
     with pytest.raises(SettingError, match=f"{problem}.*; fix: restore the file, or begin another run"):
         resume_stages([recipe], "auto")
+
+
+def test_changed_code_of_tools_and_rewards_is_named(run: RunFolder, project: Path) -> None:
+    """Whether a change matters, only a person can say: it may correct a comment or what a reward means."""
+    (project / "helper.py").write_text("import deeper\n")
+    (project / "deeper.py").write_text("")
+    (project / "server.py").write_text("")
+    with (project / "my_tools.py").open("a") as file:
+        file.write("\nimport helper, json\nfrom agentfactory import tool\n")
+    recipe = recipe_of()
+    server = McpServerConfig.model_validate({"command": "python", "args": ["server.py"]})
+    recipe = recipe.model_copy(update={"mcp_servers": {"own": server}})
+    code = digests_of(code_files(recipe))
+    assert {Path(path).name for path in code} == {"my_tools.py", "helper.py", "deeper.py", "server.py"}
+    step_6 = run.checkpoints / "step-000006"
+    assert list(changed_code(recipe, step_6)) == [], "a checkpoint of an earlier version"
+    change_info(step_6, lambda info: info.update(code=code))
+    assert list(changed_code(recipe, step_6)) == []
+    (project / "deeper.py").write_text("import more\n")
+    (project / "more.py").write_text("")
+    (project / "server.py").write_text("pass\n")
+    with (project / "my_tools.py").open("a") as file:
+        file.write("# another\n")
+    said: list[str] = []
+    rewind(recipe, run, step_6, said.append)
+    end = "since step 6: later chains are not comparable with earlier ones; fix: restore it, or begin another run with "
+    assert said[:-1] == [
+        f"warning: {name} {end}output=OTHER"
+        for name in (
+            "my_tools.py (tools) has changed",
+            "server.py (mcp_servers.own.args) has changed",
+            "deeper.py (imported by helper.py) has changed",
+            "more.py (imported by deeper.py) is new",
+        )
+    ]
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ async def test_an_anchor_that_fails_is_no_mistake_of_the_model() -> None:
     server = build_server([Broken])
     assert isinstance(server, OwnServer)
     async with server.lifespan(server):
-        with pytest.raises(MCPError, match=r"Broken.anchor: TypeError: .*set.*; fix: return text, numbers"):
+        with pytest.raises(MCPError, match=r"Broken.anchor\(\) returned .*: .*set.*; fix: return text, numbers"):
             await server.call("reset", {}, "a")
 
 

@@ -11,9 +11,11 @@ import pytest
 from agentfactory.rollout.chains import chain_runner
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.trajectory import Outcome
+from agentfactory.tools.environments import environment_host, pool
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_on_loop
+from agentfactory.tools.sessions import tool_session
 from tests.scripted_chains import scripted_chains
 
 HANGS = '''
@@ -28,14 +30,34 @@ never = threading.Event()
 class Hall(Environment):
     """Hangs where its class attribute says."""
 
-    def reset(self, hangs: str = "", **task):
+    def __init__(self, hangs: str = ""):
         self.hangs = hangs
+        if hangs == "constructor":
+            never.wait(3)
+
+    def anchor(self):
+        if self.hangs == "anchor" or (self.hangs == "later anchor" and self.noted):
+            never.wait(3)
+        if self.hangs == "no anchor":
+            raise LookupError("no such place")
+
+    def release(self):
+        if self.hangs == "release":
+            never.wait(3)
+
+    def close(self):
+        if self.hangs == "close":
+            never.wait(3)
+
+    def reset(self, hangs: str = "", **task):
+        self.hangs, self.noted = hangs or self.hangs, False
         if hangs == "reset":
             never.wait(3)
 
     @tool
     def note(self, text: str) -> str:
         """Take a note."""
+        self.noted = True
         if self.hangs == "tool":
             never.wait(3)
         return "noted"
@@ -80,7 +102,7 @@ async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
         with pytest.raises(ToolInfrastructureError, match=problem):
             await chains.runner.check([{"question": "go", "hangs": "reset"}])
         assert time.monotonic() - started < 5
-        assert "the reset of hall by the first row of data has not returned after 0.1 s" in caplog.text
+        assert "Hall.reset(), for the first row of data, has not returned after 0.1 s" in caplog.text
         trajectory = await chains.run(hangs="reset")
         assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
         assert "Hall.reset() did not return within 1 s" in str(trajectory.error)
@@ -89,7 +111,12 @@ async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
 @pytest.mark.parametrize(
     ("hangs", "outcome", "error"),
     [
-        ("reset", Outcome.TOOL_INFRASTRUCTURE, "environment hall: its reset (or the wait for an instance) took longer"),
+        (
+            "reset",
+            Outcome.TOOL_INFRASTRUCTURE,
+            "environment hall: Hall.reset() took longer than rollout.timeout",
+        ),
+        ("anchor", Outcome.TOOL_INFRASTRUCTURE, "environment hall: Hall.anchor() took longer than rollout.timeout"),
         (
             "tool",
             Outcome.TIMEOUT,
@@ -109,6 +136,53 @@ async def test_what_a_chain_waits_for_is_named(tmp_path: Path, hangs: str, outco
         trajectory = await chains.run(hangs=hangs)
     assert (trajectory.outcome, trajectory.reward) == (outcome, None)
     assert str(trajectory.error).startswith(error)
+
+
+async def test_an_anchor_that_hangs_or_raises_is_named(tmp_path: Path) -> None:
+    hall = {"tools": [], "mcp_servers": {"hall": {"module": "notes.py:Hall", "timeout_seconds": 0.3}}}
+    async with scripted_chains(tmp_path, [NOTE, "done"], source=HANGS, **hall, rewards=["notes.py:judged"]) as chains:
+        first = r"Hall\.anchor\(\) did not return within 0\.3 s; fix: correct it, or raise mcp_servers\.hall\.timeout_s"
+        with pytest.raises(ToolInfrastructureError, match=first):
+            await chains.runner.check([{"question": "go", "hangs": "anchor"}])
+        with pytest.raises(ToolInfrastructureError, match=r"Hall\.anchor\(\) raised LookupError: no such place; fix"):
+            await chains.runner.check([{"question": "go", "hangs": "no anchor"}])
+        trajectory = await chains.run(hangs="later anchor")
+    # the model did not cause it, and does not read it
+    assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
+    assert "hall: Hall.anchor(), after note, did not return within 0.3 s; fix: correct it" in str(trajectory.error)
+
+
+async def test_a_constructor_that_hangs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(chain_runner, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(pool, "QUIET_SECONDS", 0.1)
+    hall = {"module": "notes.py:Hall", "options": {"hangs": "constructor"}}
+    limited = {"tools": [], "mcp_servers": {"hall": {**hall, "pool": {"create_seconds": 0.5}}}}
+    async with scripted_chains(tmp_path, [], source=HANGS, **limited, rewards=["notes.py:judged"]) as chains:
+        problem = r"hall: Hall\(\) did not end within 0\.5 s; fix: correct it, or raise pool\.create_seconds"
+        with pytest.raises(ToolInfrastructureError, match=problem):
+            await chains.runner.check([{"question": "go"}])
+    assert "hall: Hall() has not ended after 0.1 s; it is given 0.5 s (pool.create_seconds)" in caplog.text
+    assert "Hall(), for the first row of data, has not returned after 0.1 s" in caplog.text
+    unlimited = {"tools": [], "mcp_servers": {"hall": hall}, "rollout": {"timeout_seconds": 0.5}}
+    async with scripted_chains(tmp_path, [], source=HANGS, **unlimited, rewards=["notes.py:judged"]) as chains:
+        trajectory = await chains.run()
+    assert trajectory.error == "environment hall: Hall() took longer than rollout.timeout_seconds=0.5"
+
+
+async def test_a_release_or_a_close_that_hangs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tool_session, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(environment_host, "_CLOSE_SECONDS", 0.2)
+    async with scripted_chains(tmp_path, ["done"], source=HANGS, **HALL, rewards=["notes.py:judged"]) as chains:
+        assert (await chains.run(hangs="release")).outcome is Outcome.COMPLETED
+    assert "environment hall: Hall.release() failed: it did not return within 0.2 s; fix: correct it" in caplog.text
+    async with scripted_chains(tmp_path, ["done"], source=HANGS, **HALL, rewards=["notes.py:judged"]) as chains:
+        assert (await chains.run(hangs="close")).outcome is Outcome.COMPLETED
+    assert "hall: Hall.close() did not return within 0.2 s at the end; fix: correct it" in caplog.text
 
 
 @pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "asyncio.CancelledError"])

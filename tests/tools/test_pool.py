@@ -131,10 +131,17 @@ async def test_waiting_is_bounded() -> None:
         await asyncio.sleep(60)
 
     factory = Factory(forever)
-    pool = factory.pool(wait_seconds=0.01)
-    with pytest.raises(ToolInfrastructureError, match=r"no instance within .*pool.warm|creating an instance took over"):
+    pool = factory.pool(wait_seconds=0.01, create_seconds=0.05)
+    with pytest.raises(ToolInfrastructureError, match=r"no instance within 0.01 s .*: the creation of .* takes longer"):
         await pool.acquire()
     await until(lambda: not factory.existing)
+    await pool.close()
+    pool = factory.pool(create_seconds=0.01)
+    late = (
+        r"pads: the creation of an instance did not end within 0\.01 s; fix: correct it, or raise pool\.create_seconds"
+    )
+    with pytest.raises(ToolInfrastructureError, match=late):
+        await pool.acquire()
     await pool.close()
 
 
@@ -164,7 +171,7 @@ async def test_what_cannot_be_made_ahead_is_not_tried_for_ever(caplog: pytest.Lo
     pool.warm_up()
     await settle()
     assert len(factory.faults) == 1
-    assert "pads: the creation in advance of an instance failed: OSError: no room" in caplog.text
+    assert "pads: the creation of an instance, in advance, failed: OSError: no room" in caplog.text
     with pytest.raises(OSError, match="no room"):
         await pool.acquire()
     lease = await pool.acquire()

@@ -236,9 +236,12 @@ class Runner(ABC):
         if not self.toolset.environments:
             tell_answered_rows(tasks, section)
         first = self.for_tools(await self.take(tasks[0], section, 1))
-        environments = ", ".join(self.toolset.environments)
-        text = f"the reset of {environments} by the first row of {section} has not returned after {QUIET_SECONDS:g} s"
-        slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, f"{text}; it is given more time")
+
+        def tell() -> None:
+            text = f"{self.toolset.activity('check')}, for the first row of {section}, has not returned after "
+            inform(logger, f"{text}{QUIET_SECONDS:g} s; it is given more time")
+
+        slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, tell)
         try:
             async with self.toolset.chain("check", first):
                 slow.cancel()

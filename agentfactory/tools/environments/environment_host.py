@@ -11,9 +11,10 @@ from typing import Any
 
 import anyio
 
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.pool import Lease, Pool
+from agentfactory.tools.environments.pool import Labels, Lease, Pool
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.user_code.extension import check_types
@@ -24,7 +25,9 @@ _CLOSE_SECONDS = 5.0
 """Time limit for closing all instances when the server ends."""
 
 
-Then = Callable[[Any, Environment], Any]
+ANCHOR = "anchor"
+
+Then = Callable[[Any, "Held"], Any]
 """Converts a method's return value before the instance's next call begins."""
 
 
@@ -38,22 +41,25 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 @dataclass(eq=False)
-class _Instance:
+class Held:
     """One environment; the lock prevents its calls from overlapping, even if a caller abandoned a call."""
 
     environment: Environment
+    running: str = ""
+    """Name of the method that was called last, such as reset or anchor."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(
-        self, method: Callable[..., Any], arguments: dict[str, Any], then: Then = lambda value, environment: value
+        self, method: Callable[..., Any], arguments: dict[str, Any], then: Then = lambda value, held: value
     ) -> Any:
         await self.lock.acquire()
+        self.running = method.__name__
         if is_async(method):
             try:
-                return then(await run_on_loop(method(**arguments)), self.environment)
+                return then(await run_on_loop(method(**arguments)), self)
             finally:
                 self.lock.release()
-        result = run_in_thread(lambda: then(method(**arguments), self.environment))
+        result = run_in_thread(lambda: then(method(**arguments), self))
         result.add_done_callback(self._release)
         # cancelling the call does not stop the thread: the lock is held until the method has returned
         return await asyncio.shield(result)
@@ -70,7 +76,7 @@ class _Chain:
 
     touched: float
     """Loop time at which one of its calls last began or ended."""
-    lease: Lease[_Instance] | None = None
+    lease: Lease[Held] | None = None
     broken: bool = False
 
 
@@ -100,9 +106,10 @@ class EnvironmentHost:
         self._idle_seconds = idle_seconds
         forgets = _overrides(environment, "reset") or _overrides(environment, "release")
         self._config = pool if forgets else pool.model_copy(update={"max_uses": 1})
-        self._pool: Pool[_Instance] | None = None
+        self._pool: Pool[Held] | None = None
         self._last: Environment | None = None
-        self._openings = 0
+        self._openings = self._creating = 0
+        self._held: set[Held] = set()
         self._chains: dict[str, _Chain] = {}
         self._farewells: set[asyncio.Task[None]] = set()
 
@@ -110,8 +117,16 @@ class EnvironmentHost:
     async def open(self) -> AsyncIterator[None]:
         """Keep the pool open; it is closed when the last context exits."""
         if self._pool is None:
+            label = self._environment.__name__
+            labels = Labels(f"{label}()", f"{label}.release()", f"{label}.healthy()", f"{label}.close()")
             self._pool = Pool(
-                self._name, self._make, self._config, reset=self._forget, healthy=self._healthy, retire=self._retire
+                self._name,
+                self._make,
+                self._config,
+                reset=self._forget,
+                healthy=self._healthy,
+                retire=self._retire,
+                labels=labels,
             )
             self._pool.warm_up()
         self._openings += 1
@@ -122,8 +137,12 @@ class EnvironmentHost:
             if self._openings == 0:
                 pool, self._pool = self._pool, None
                 self._chains.clear()
-                with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+                with anyio.move_on_after(_CLOSE_SECONDS, shield=True) as limit:
                     await pool.close()
+                # another method that hangs was reported when its call was cut
+                if limit.cancelled_caught and any(held.running == "close" for held in self._held):
+                    text = f"{self._name}: {self._environment.__name__}.close() did not return within "
+                    notify(logger, f"close of {self._name}", f"{text}{_CLOSE_SECONDS:g} s at the end; fix: correct it")
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
         """Lease an instance to the chain `key`, after releasing its previous one, and begin `task` on it.
@@ -156,9 +175,10 @@ class EnvironmentHost:
         except Exception as error:
             await self.release(key)
             if isinstance(error, TimeoutError) and limit.expired():
-                name = f"{self._environment.__name__}.reset()"
                 fix = f"correct it, or raise mcp_servers.{self._name}.timeout_seconds"
-                raise ToolInfrastructureError(f"{name} did not return within {seconds:g} s; fix: {fix}") from None
+                raise ToolInfrastructureError(
+                    f"{self._method_of(chain)} did not return within {seconds:g} s; fix: {fix}"
+                ) from None
             raise
         chain.broken = False
         return opening
@@ -184,6 +204,22 @@ class EnvironmentHost:
             raise
         finally:
             chain.touched = _now()
+
+    def activity(self, key: str) -> str:
+        """Return what the chain's reset, or its last call, waits for, such as "Hall.reset()"."""
+        chain = self._chains.get(key)
+        if chain is not None and chain.lease is not None:
+            return self._method_of(chain)
+        return f"{self._environment.__name__}()" if self._creating else "the wait for an instance"
+
+    def in_anchor(self, key: str) -> bool:
+        """Return whether the chain's last call waits for anchor()."""
+        chain = self._chains.get(key)
+        return chain is not None and chain.lease is not None and chain.lease.value.running == ANCHOR
+
+    def _method_of(self, chain: _Chain) -> str:
+        assert chain.lease is not None
+        return f"{self._environment.__name__}.{chain.lease.value.running}()"
 
     async def release(self, key: str) -> None:
         """Release the chain's instance, if it has one. It serves other chains as soon as no call is running."""
@@ -211,35 +247,40 @@ class EnvironmentHost:
         logger.warning("%s: a chain made no call for %g s; its instance now serves others", self._name, limit)
         self._in_background(self.release(key))
 
-    async def _make(self) -> _Instance:
+    async def _make(self) -> Held:
         making = run_in_thread(partial(self._environment, **self._options))
+        self._creating += 1
         try:
             environment: Environment = await asyncio.shield(making)
             self._last = environment
-            return _Instance(environment)
+            self._held.add(held := Held(environment))
+            return held
         except asyncio.CancelledError:
             making.add_done_callback(self._close_late)
             raise
+        finally:
+            self._creating -= 1
 
     def _close_late(self, making: "asyncio.Future[Any]") -> None:
         if making.exception() is None:
-            self._in_background(self._retire(_Instance(making.result())))
+            self._in_background(self._retire(Held(making.result())))
 
-    async def _forget(self, instance: _Instance) -> None:
+    async def _forget(self, instance: Held) -> None:
         if _overrides(self._environment, "release"):
             await instance.run(instance.environment.release, {})
         else:
             async with instance.lock:  # an abandoned call has returned
                 pass
 
-    async def _healthy(self, instance: _Instance) -> bool:
+    async def _healthy(self, instance: Held) -> bool:
         if not _overrides(self._environment, "healthy"):
             return True
         return bool(await instance.run(instance.environment.healthy, {}))
 
-    async def _retire(self, instance: _Instance) -> None:
+    async def _retire(self, instance: Held) -> None:
         if _overrides(self._environment, "close"):
             await instance.run(instance.environment.close, {})
+        self._held.discard(instance)
 
     def _in_background(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -7,9 +7,9 @@ runs in tasks of the pool. Chains only wait for a future, so cancelling a chain 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.pool_rules import Act, Instance, Ledger, Step
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -20,6 +20,20 @@ T = TypeVar("T")
 
 CARE_SECONDS = 30.0
 """Time limit of a health check, a reset or a retirement; after it the instance counts as broken, or as gone."""
+QUIET_SECONDS = 10.0
+"""Time after which the user is told that an instance is still being created."""
+
+
+class Labels(NamedTuple):
+    """The names of a pool's functions in errors."""
+
+    make: str = "the creation of an instance"
+    reset: str = "the reset of an instance"
+    healthy: str = "the health check of an instance"
+    retire: str = "the retirement of an instance"
+
+
+LABELS = Labels()
 
 
 class Pool(Generic[T]):
@@ -33,6 +47,7 @@ class Pool(Generic[T]):
         healthy: Called before an idle instance is given to a chain. If it returns False or raises, the instance is
             replaced.
         retire: Ends an instance.
+        labels: The names of these functions in errors.
     """
 
     def __init__(
@@ -44,8 +59,9 @@ class Pool(Generic[T]):
         reset: Callable[[T], Awaitable[None]] | None = None,
         healthy: Callable[[T], Awaitable[bool]] | None = None,
         retire: Callable[[T], Awaitable[None]],
+        labels: Labels = LABELS,
     ) -> None:
-        self.name = name
+        self.name, self._labels = name, labels
         self._make, self._reset, self._healthy, self._retire = make, reset, healthy, retire
         self._config = config
         self._ledger: Ledger[T] = Ledger(config)
@@ -110,8 +126,13 @@ class Pool(Generic[T]):
             task.cancel()
         for step in self._ledger.retire_all():
             self._do(step)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        try:
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        except asyncio.CancelledError:
+            for task in self._tasks:
+                task.cancel()
+            raise
 
     def gauges(self) -> dict[str, float]:
         """Return `in_use` (instances leased or being reset), `idle`, `waiting` (chains), and counts since the start:
@@ -175,26 +196,33 @@ class Pool(Generic[T]):
         return task
 
     async def _supply(self) -> None:
+        seconds = self._config.create_seconds
+        text = f"{self.name}: {self._labels.make} has not ended after {QUIET_SECONDS:g} s"
+        text += f"; it is given {seconds:g} s (pool.create_seconds)"
+        slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, text)
         try:
-            async with asyncio.timeout(self._config.wait_seconds) as limit:
+            async with asyncio.timeout(seconds) as limit:
                 instance = Instance(await self._make(), _now())
         except (Exception, asyncio.CancelledError) as error:  # boundary: user code, processes, connections
             waiter = self._ledger.has_failed_to_make()
             if waiter is not None:
                 waiter.set_exception(self._reason(error, limit.expired()))
             elif not self._closed:
-                self._warn("creation in advance", error)
+                self._warn(f"{self._labels.make}, in advance,", error)
         else:
             self._give(instance, self._ledger.has_made(instance))
+        finally:
+            slow.cancel()
         self._advance()
 
     def _reason(self, error: BaseException, expired: bool) -> BaseException:
         if expired:
-            return ToolInfrastructureError(
-                f"{self.name}: creating an instance took over {self._config.wait_seconds:g} s (pool.wait_seconds)"
+            late = (
+                f"did not end within {self._config.create_seconds:g} s; fix: correct it, or raise pool.create_seconds"
             )
+            return ToolInfrastructureError(f"{self.name}: {self._labels.make} {late}")
         if isinstance(error, asyncio.CancelledError):  # not the waiter's own
-            return ToolInfrastructureError(f"{self.name}: creating an instance was cancelled")
+            return ToolInfrastructureError(f"{self.name}: {self._labels.make} was cancelled")
         return error
 
     async def _check(self, instance: Instance[T], healthy: Callable[[T], Awaitable[bool]]) -> None:
@@ -203,7 +231,7 @@ class Pool(Generic[T]):
             async with asyncio.timeout(CARE_SECONDS):
                 sound = await healthy(instance.value)
         except Exception as error:  # boundary: user code
-            self._warn("health check", error)
+            self._warn(self._labels.healthy, error)
         finally:
             self._checked(instance, sound)
             self._advance()
@@ -222,7 +250,7 @@ class Pool(Generic[T]):
                 await reset(instance.value)
             sound = True
         except Exception as error:  # boundary: user code
-            self._warn("reset", error)
+            self._warn(self._labels.reset, error)
         finally:
             if (step := self._ledger.has_reset(instance, sound)) is not None:
                 self._do(step)
@@ -233,15 +261,15 @@ class Pool(Generic[T]):
             async with asyncio.timeout(CARE_SECONDS):
                 await self._retire(instance.value)
         except Exception as error:  # boundary: user code
-            self._warn("retirement", error)
+            self._warn(self._labels.retire, error)
         finally:
             self._ledger.has_retired()
             self._advance()
 
     def _warn(self, what: str, error: BaseException) -> None:
-        told = f"{self.name}: the {what} of an instance failed"
+        told = f"{self.name}: {what} failed"
         is_late = isinstance(error, TimeoutError) and not str(error)
-        reason = f"it took longer than {CARE_SECONDS:g} s" if is_late else f"{type(error).__name__}: {error}"
+        reason = f"it did not end within {CARE_SECONDS:g} s" if is_late else f"{type(error).__name__}: {error}"
         notify(logger, told, f"{told}: {reason}")
 
     def _give(self, instance: Instance[T], waiter: "asyncio.Future[Instance[T]] | None") -> None:
@@ -256,7 +284,7 @@ class Pool(Generic[T]):
         if capacity is not None and self._ledger.places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
         else:
-            reason = "creating one takes longer; raise pool.wait_seconds, or create some in advance by pool.warm"
+            reason = f"{self._labels.make} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
         waiter.set_exception(
             ToolInfrastructureError(f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}")
         )

@@ -36,7 +36,15 @@ from agentfactory.tools.environments.environment import (
     reset_schema,
     takes_images,
 )
-from agentfactory.tools.environments.environment_host import EnvironmentHost, NoState, gives_reward, is_async
+from agentfactory.tools.environments.environment_host import (
+    ANCHOR,
+    EnvironmentHost,
+    Held,
+    NoState,
+    gives_reward,
+    is_async,
+)
+from agentfactory.tools.errors import short
 from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
 from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
@@ -106,6 +114,14 @@ class OwnServer(Server[Any]):
     def environment(self) -> type[Environment] | None:
         """The class of the environment that is served, if there is one."""
         return self._host.environment.kind if self._host.environment is not None else None
+
+    def activity(self, chain: str) -> str | None:
+        """See EnvironmentHost.activity; None without an environment."""
+        return self._host.environment.activity(chain) if self._host.environment is not None else None
+
+    def in_anchor(self, chain: str) -> bool:
+        """See EnvironmentHost.in_anchor."""
+        return self._host.environment is not None and self._host.environment.in_anchor(chain)
 
     async def call(
         self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
@@ -254,21 +270,27 @@ class _ToolHost:
     def _result(self, value: Any) -> CallToolResult:
         return result_of(value, self._most)
 
-    def _opening(self, value: Any, environment: Environment) -> CallToolResult:
+    def _opening(self, value: Any, held: Held) -> CallToolResult:
         if isinstance(value, Finish):
             raise TypeError("reset() returned finish(...), but it only begins the chain")
-        return self._observed(value, environment)
+        return self._observed(value, held)
 
-    def _observed(self, value: Any, environment: Environment) -> CallToolResult:
-        """Return the result of a method of `environment`, with the anchor of its current state. Raises
+    def _observed(self, value: Any, held: Held) -> CallToolResult:
+        """Return the result of a method of an environment, with the anchor of its current state. Raises
         ToolInfrastructureError if `anchor` fails, because the model did not cause that."""
         result = self._result(value)
         if not self._gives_anchors:
             return result
+        name = f"{type(held.environment).__name__}.anchor()"
+        held.running = ANCHOR
         try:
-            anchor = anchor_text(environment.anchor())
+            given = held.environment.anchor()
         except Exception as error:
-            told = f"{type(environment).__name__}.anchor: {type(error).__name__}: {error}"
+            raise ToolInfrastructureError(f"{name} raised {type(error).__name__}: {error}; fix: correct it") from error
+        try:
+            anchor = anchor_text(given)
+        except Exception as error:
+            told = f"{name} returned {short(given)}: {error}"
             raise ToolInfrastructureError(f"{told}; fix: return text, numbers, or lists or dicts of them") from error
         result.meta = {**(result.meta or {}), ANCHOR_KEY: False if anchor is None else anchor}
         return result

@@ -76,6 +76,10 @@ class ToolServer:
         """The class of the environment, if it runs in this process."""
         return self._target.environment if isinstance(self._target, OwnServer) else None
 
+    def activity(self, chain: str) -> str | None:
+        """Return the user code that the chain's reset, or its last call, waits for; None if it is unknown."""
+        return self._target.activity(chain) if isinstance(self._target, OwnServer) else None
+
     async def open(self) -> None:
         """Start or reach the server, and list its tools.
 

@@ -38,7 +38,7 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
-from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.errors import short
@@ -68,6 +68,8 @@ Log = Callable[[dict[str, Any]], None]
 
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
 """Seconds to wait before reopening a lost connection, by consecutive failures; after the last one, give up."""
+QUIET_SECONDS = 10.0
+"""Time after which the user is told that a server has not started."""
 OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
 MOST_PAGES = 1000
@@ -183,6 +185,10 @@ class Connection:
                 meta = cast(RequestParamsMeta, {CHAIN_KEY: chain, **limit})
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
+            if isinstance(self._target, OwnServer) and self._target.in_anchor(chain):
+                # the model did not cause it
+                text = f"{self._target.activity(chain)}, after {tool}, did not return within {seconds:g} s"
+                raise ToolInfrastructureError(f"tool server {self.name}: {text}; fix: correct it") from None
             raise CallTimeout(tool, seconds) from None
         except MCPError as error:
             if servers_own(error) or isinstance(self._target, Server | MCPServer):
@@ -332,6 +338,8 @@ class Connection:
         self._used = self._unknown = self._in_session = self._changed = False
         self._opening = True
         limit = asyncio.timeout(OPEN_SECONDS)
+        text = f"tool server {self.name} has not started after {QUIET_SECONDS:g} s; it is given {OPEN_SECONDS:g} s"
+        slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, f"{text}: {_where(self._target)}")
         try:
             async with AsyncExitStack() as stack:
                 async with limit:
@@ -339,6 +347,7 @@ class Connection:
                     self.tools = await _list_tools(client)
                     if self._changed:  # such as by a server that adds tools once it is connected
                         self.tools = await _list_tools(client)
+                slow.cancel()
                 self._on_list(self.tools)
                 self._opening = False
                 self._wanted.clear()
@@ -358,6 +367,7 @@ class Connection:
             # the transport's task groups wrap a TimeoutError
             reason = f"not ready within {OPEN_SECONDS:g} s" if limit.expired() else _describe(error)
         finally:
+            slow.cancel()
             self._opening = False
             self._lost(self.generation)
         stderr = self._stderr_tail.strip()

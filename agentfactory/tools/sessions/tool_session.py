@@ -196,7 +196,19 @@ class ToolSession:
         Servers are acquired one after the other, in the recipe's order, so chains that need several scarce instances
         never deadlock. Called by `Toolset.chain`. Raises ToolInfrastructureError.
         """
-        doing, openings = "", []
+        doing, openings, resetting = "", [], list[ToolServer]()
+
+        def note() -> None:
+            nonlocal doing
+            if resetting and (activity := resetting[-1].activity(self._key)) is not None:
+                doing = f"environment {resetting[-1].name}: {activity}"
+
+        # just before the limit cancels what it waits for
+        noting = (
+            asyncio.get_running_loop().call_at(math.nextafter(limit.until, -math.inf), note)
+            if limit is not None and math.isfinite(limit.until)
+            else None
+        )
         try:
             async with asyncio.timeout_at(limit.until if limit else None) as timer:
                 for server in self._servers:
@@ -206,6 +218,7 @@ class ToolSession:
                         self.waits.append((server.name, asked, time.monotonic()))
                     share = self._shares[server.name] = _Share(server, connection, lease)
                     if server.environment:
+                        resetting.append(server)
                         doing = f"environment {server.name}: its reset (or the wait for an instance)"
                         openings.append((await self._reset(share, task), server))
                 numbered = [await self.images.number_content(content, server) for content, server in openings]
@@ -213,6 +226,9 @@ class ToolSession:
             if limit is None or not timer.expired():
                 raise
             raise ToolInfrastructureError(f"{doing} took longer than {limit.setting}") from None
+        finally:
+            if noting is not None:
+                noting.cancel()
         self.opening = _joined([content for content in numbered if content])
 
     async def close(self) -> None:
@@ -248,7 +264,13 @@ class ToolSession:
                     await self._control(share, "close", {})
         except (ToolInfrastructureError, TimeoutError) as error:
             share.spoiled = True
-            logger.info("environment %s: close: %s", share.server.name, error)
+            name = share.server.name
+            what = f"its {share.server.hidden['close'].name}"
+            if (kind := share.server.environment_class) is not None:
+                what = f"{kind.__name__}.release()"
+            late = f"it did not return within {_CLOSE_SECONDS:g} s; fix: correct it"
+            text = f"environment {name}: {what} failed: {str(error) or late}"
+            notify(logger, f"close of {name}", text)
         finally:
             if share.lease is not None:
                 await share.lease.release(broken=share.server.isolated and share.spoiled)

@@ -195,6 +195,11 @@ class Toolset:
             closing.add_done_callback(self._closings.discard)
             await asyncio.shield(closing)
 
+    def activity(self, key: str) -> str:
+        """Return what the reset of the chain `key` waits for, such as "Hall.reset()"."""
+        environments = [server for server in self._servers if server.environment]
+        return ", ".join(server.activity(key) or f"the reset of {server.name}" for server in environments)
+
     async def gauges(self) -> dict[str, float]:
         """Return `environments/<server>/<gauge>` of every pool: see `Pool.gauges`."""
         answers = await asyncio.gather(*(server.gauges() for server in self._servers))

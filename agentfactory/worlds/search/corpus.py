@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.data.files import RowFile, has_known_ending
+from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.worlds.search.passage import Passage
 
@@ -58,6 +59,8 @@ class Corpus:
             raise error.at("corpus") from error.__cause__
 
     def _data_set(self) -> Iterator[tuple[str, Any]]:
+        if is_hub_name(self._path):
+            check_names([HubName("corpus", self._path, "dataset")])
         # takes seconds to import
         import datasets
 

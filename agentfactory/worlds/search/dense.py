@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import write_whole
 from agentfactory.tools.user_code.extras import check_extra
@@ -126,6 +127,8 @@ class _Encoder:
     def __init__(self, model: str) -> None:
         from sentence_transformers import SentenceTransformer
 
+        if is_hub_name(model):
+            check_names([HubName("dense", model, "model")])
         try:
             self._model = SentenceTransformer(model)
         except (OSError, ValueError) as error:

@@ -1,0 +1,77 @@
+"""The files of user code that a recipe runs: those that it names, and the files that they import."""
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_REFERENCE = re.compile(r"(?P<file>.+\.py):[A-Za-z_]\w*")
+_SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh")
+
+
+def source_files(named: Mapping[str, Any], base: Path, import_path: Iterable[Path] = ()) -> dict[Path, str]:
+    """Return the existing files of code in the values `named`, a field -> a value of any nesting, with the field that
+    names each: `FILE.py:NAME`, and scripts among the arguments of a program; then the files that these import from
+    their own folders or `import_path`, with the file that imports them. Paths are relative to `base`."""
+    found: dict[Path, str] = {}
+    for field, value in named.items():
+        for text in _texts(value):
+            reference = _REFERENCE.fullmatch(text)
+            file = reference["file"] if reference else text if text.endswith(_SCRIPTS) else None
+            if file is not None and (path := (base / file).resolve()).is_file():
+                found.setdefault(path, field)
+    waiting = [*found]
+    while waiting:
+        file = waiting.pop()
+        for path in _imported_by(file, [file.parent, *import_path]):
+            if path not in found:
+                found[path] = f"imported by {file.name}"
+                waiting.append(path)
+    return found
+
+
+def digests_of(files: Iterable[Path]) -> dict[str, str]:
+    """Return the SHA-256 of each file, by its path."""
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+
+
+def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files in `folders` that a Python file may import."""
+    names: set[str] = set()
+    if file.suffix == ".py":
+        # whoever runs the file reports its error
+        with suppress(SyntaxError, ValueError):
+            names = _imports(ast.parse(file.read_bytes()))
+    for name in sorted(names):
+        for folder in folders:
+            place = folder.joinpath(*name.split("."))
+            for path in (place.with_suffix(".py"), place / "__init__.py"):
+                if path.is_file():
+                    yield path.resolve()
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """Return every module that a file may import, at its beginning or later, and the packages of these."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # a relative import within a package of the folder
+            parent = [node.module] if node.module else []
+            found |= {".".join([*parent, alias.name]) for alias in node.names} | {*parent}
+    return {".".join(name.split(".")[: end + 1]) for name in found for end in range(name.count(".") + 1)}

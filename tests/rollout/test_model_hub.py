@@ -1,0 +1,224 @@
+"""The hub out of reach: refused, silent, without an address, forbidden, busy, without TLS, or offline."""
+
+import json
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+from agentfactory.rollout import model_hub
+from agentfactory.rollout.model_hub import HubName, check_answers, check_names, use_hub_if_it_answers
+from agentfactory.tools.errors import SettingError
+
+MODEL = HubName("model.path", "an-organisation/a-model", "model")
+ROWS = HubName("data.path", "an-organisation/rows", "dataset")
+
+
+@contextmanager
+def hub(status: int, headers: dict[str, str] | None = None) -> Iterator[str]:
+    """The address of a hub, and a proxy, that gives this answer to every request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            about = {"id": MODEL.name, "modelId": MODEL.name, "gated": False, "siblings": [], "tags": []}
+            body = json.dumps(about).encode() if self.command == "GET" else b""
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_HEAD = do_CONNECT = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextmanager
+def nobody() -> Iterator[str]:
+    """An address at which nobody listens."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine without downloads, which has not asked the hub yet."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_hub, "_why_offline", model_hub._why_offline)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("NO_PROXY", "")
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    def forget() -> None:
+        model_hub._refusal_of.cache_clear()
+        model_hub._refusal_of_hub.cache_clear()
+        close_session()  # it has the proxies of when it was opened
+
+    forget()
+    yield
+    forget()
+
+
+def download(name: HubName) -> None:
+    """Put the files of a name into the cache of downloads."""
+    folder = Path(constants.HF_HUB_CACHE) / f"{name.kind}s--{name.name.replace('/', '--')}" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+
+
+def refusal(*names: HubName) -> str:
+    with pytest.raises(SettingError) as error:
+        check_names(names)
+    return str(error.value)
+
+
+def test_what_the_hub_has_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(200) as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        check_names([MODEL, ROWS])
+        check_answers("--push")
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nobody() as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        assert refusal(MODEL) == (
+            f"model.path: {MODEL.name} is not on this machine, and the hub cannot be reached: {url}: [Errno 111] "
+            "Connection refused; fix: correct HF_ENDPOINT, or name a folder with a model"
+        )
+        assert refusal(ROWS).endswith("or name a file")
+        with pytest.raises(
+            SettingError, match=r"^--push: the hub cannot be reached: .* refused; fix: correct HF_ENDPOINT"
+        ):
+            check_answers("--push")
+
+
+def test_a_proxy_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    with nobody() as url:
+        monkeypatch.setenv("HTTPS_PROXY", url.replace("//", "//user:secret@"))
+        said = refusal(MODEL)
+    assert f"https://huggingface.co through the proxy {url} (HTTPS_PROXY): [Errno 111]" in said
+    assert said.endswith("fix: correct HTTPS_PROXY, or name a folder with a model")
+    assert "secret" not in said
+
+
+def test_a_proxy_that_forbids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    with hub(403) as url:
+        monkeypatch.setenv("HTTPS_PROXY", url)
+        assert f"{url} (HTTPS_PROXY): 403 Forbidden; fix: correct HTTPS_PROXY, or" in refusal(MODEL)
+
+
+def test_a_proxy_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    monkeypatch.setenv("HTTPS_PROXY", "nonsense:port")
+    assert "the hub cannot be reached: HTTPS_PROXY: 'http://nonsense:port' is no address of a proxy" in refusal(MODEL)
+
+
+def test_a_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_hub, "_ASK_SECONDS", 0.2)
+    with silent() as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        assert f"{url}: no answer within 0.2 s; fix: correct HF_ENDPOINT, or" in refusal(MODEL)
+
+
+def test_a_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "https://nowhere.invalid")
+    assert "the hub cannot be reached: https://nowhere.invalid: [Errno -" in refusal(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (403, "its answer is 403 Forbidden; fix: correct HF_ENDPOINT, or"),
+        (429, "its answer is 429 Too Many Requests; fix: wait some minutes, log in by `hf auth login`, or"),
+        (503, "its answer is 503 Service Unavailable; fix: correct HF_ENDPOINT, or"),
+    ],
+)
+def test_a_hub_that_answers_with_an_error(status: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(status) as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        assert f"the hub cannot be reached: {url}: {said}" in refusal(MODEL)
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Error-Code": "RepoNotFound"}])
+def test_a_name_that_the_hub_does_not_know(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(404, headers) as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        told = f"model.path: {MODEL.name} is not on the hub, or private; fix: correct the name, or `hf auth login`"
+        assert refusal(MODEL) == told
+        use_hub_if_it_answers(MODEL.name)
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_name_that_cannot_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(HubName("model.path", "./a/b/c", "model")).startswith("model.path: './a/b/c' is neither a path nor")
+
+
+def test_a_certificate_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+
+    def ask(*_: object, **__: object) -> None:
+        raise ssl.SSLCertVerificationError(1, "certificate verify failed: unable to get local issuer certificate")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", ask)
+    assert "certificate verify failed" in refusal(MODEL)
+    assert "fix: name the certificates of your network in SSL_CERT_FILE, or" in refusal(MODEL)
+
+
+def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal(MODEL) == (
+        f"model.path: {MODEL.name} is not on this machine, and HF_HUB_OFFLINE is set; fix: unset it, or name a folder "
+        "with a model"
+    )
+    download(MODEL)
+    check_names([MODEL])
+
+
+def test_downloads_are_used_while_the_hub_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    download(MODEL)
+    with nobody() as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        check_names([MODEL])
+        assert capfd.readouterr().err == (
+            f"agentfactory: the hub cannot be reached: {url}: [Errno 111] Connection refused; only earlier downloads "
+            "are used\n"
+        )
+        assert constants.HF_HUB_OFFLINE
+        assert os.environ["HF_HUB_OFFLINE"] == "1", "for the processes of the run"
+        # the variable is ours: the reason is the hub's
+        assert "is not on this machine, and the hub cannot be reached" in refusal(MODEL, ROWS)
