@@ -63,8 +63,8 @@ def second_copies(model: nn.Module, sequences: int) -> int:
 def drop_packed(model: nn.Module) -> None:
     """Free second copies; each is created again on its next use."""
     for module in model.modules():
-        if isinstance(module.forward, _PackedLinear):
-            module.forward.drop()
+        if isinstance(forward := module.forward, _PackedLinear):
+            forward.drop()
 
 
 class _PackedLinear:

@@ -30,7 +30,8 @@ class Proof(NamedTuple):
         """Compare the engine's samples with the forward pass of `model`, whose own attention must be restored. Raises
         UnsupportedModel if they differ."""
         request, start = self.request, len(self.request.prompt) - 1
-        ids = torch.tensor([*request.token_ids, *request.tokens], device=model.get_input_embeddings().weight.device)
+        device = next(model.get_input_embeddings().parameters()).device
+        ids = torch.tensor([*request.token_ids, *request.tokens], device=device)
         logits = model(input_ids=ids[None], use_cache=False, **self.arguments).logits[0, start:-1].float()
         for token, bias in request.logit_bias.items():
             logits[:, token] += bias
