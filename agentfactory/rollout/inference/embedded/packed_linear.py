@@ -6,6 +6,7 @@ weights wherever they are. A smaller weight, and one that other modules share (a
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +64,8 @@ def second_copies(model: nn.Module, sequences: int) -> int:
 def drop_packed(model: nn.Module) -> None:
     """Free second copies; each is created again on its next use."""
     for module in model.modules():
-        if isinstance(forward := module.forward, _PackedLinear):
-            forward.drop()
+        if (packed := _packed_of(module)) is not None:
+            packed.drop()
 
 
 class _PackedLinear:
@@ -120,6 +121,11 @@ class _PackedLinear:
         return y[..., :rows, :] if padding else y
 
 
+def _packed_of(module: nn.Module) -> _PackedLinear | None:
+    forward: Any = module.forward
+    return forward if isinstance(forward, _PackedLinear) else None
+
+
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
     return packed
@@ -131,9 +137,9 @@ class ServedWeights:
     def __init__(self, model: nn.Module) -> None:
         self._state = model.state_dict()
         self._packed = {
-            f"{name}.weight": module.forward
+            f"{name}.weight": packed
             for name, module in model.named_modules()
-            if isinstance(module.forward, _PackedLinear) and module.forward.replaced
+            if (packed := _packed_of(module)) is not None and packed.replaced
         }
         names: dict[object, list[str]] = {}
         for name, tensor in self._state.items():
