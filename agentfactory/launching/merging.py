@@ -29,7 +29,7 @@ ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state", "training_state.pt")
 """Files of a checkpoint that a model does not need. training_state.pt: in checkpoints of version 0.1."""
 _ORIGIN = "merged_from.json"
 _TOLERANCE = 1e-3
-"""Largest change of a log-probability in float32 that is taken for rounding."""
+"""Largest mean change of log-probabilities in float32 that is taken for rounding: 1e-5 at 0.5 billion parameters."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,9 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
                 change += float((after - before).double().square().sum())
                 lost += float((after.to(rounded_to).float() - after).double().square().sum())
         model = model.merge_and_unload(safe_merge=True)
-        if (error := float((scores() - unmerged).abs().max())) > _TOLERANCE:
-            problem = (
-                f"{display(adapter)} cannot be merged exactly: merged, it changes log-probabilities by {error:.2g}"
-            )
+        if (error := float((scores() - unmerged).abs().mean())) > _TOLERANCE:
+            what = f"merged, it changes log-probabilities by {error:.2g} on average"
+            problem = f"{display(adapter)} cannot be merged exactly: {what}"
             fix = "train an adapter without modules whose weights are tied to others, such as embeddings"
             raise SettingError("model.lora.from", problem, fix)
     model.to(rounded_to).save_pretrained(output)

@@ -132,6 +132,10 @@ def test_equal_fields_in_other_words_do_not_differ(stages: Path) -> None:
             ["first.model.lora=null", "second.model.lora.merge=true"],
             r"second\.model\.lora\.merge: got true, but stage first trains all weights",
         ),
+        (
+            ["second.train.vision=trained"],
+            r"second\.train\.vision: got 'trained', and stage first trained its adapter with 'frozen'",
+        ),
         (["second.model.lora.merge=true", "second.server.model=model"], r"second\.server\.model: .* merges into it"),
         (
             ["second.model.lora.merge=true", "second.server.url=http://127.0.0.1:9"],
