@@ -91,8 +91,8 @@ async def scripted_chains(
     renderer: TemplateRenderer | None = None,
     **fields: Any,
 ) -> AsyncIterator[Scripted]:
-    """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn. Truncate
-    the answer at the request's token limit.
+    """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn.
+    Truncate the answer at the request's token limit.
 
     There is a tool `note`, and the reward is the number of turns; `fields` are recipe sections.
     """

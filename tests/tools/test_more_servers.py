@@ -3,6 +3,7 @@ good and bad arguments, and by eight chains in parallel with the isolation that 
 
 import asyncio
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from filelock import FileLock
 
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall, ToolSpec, text_of
@@ -23,7 +25,7 @@ from tests.tools.roughness.serving import noticed
 pytestmark = [pytest.mark.long, pytest.mark.processes, pytest.mark.timeout(1800)]
 
 CHAINS = 8
-TEMPLATES = ("qwen2_5", "glm4moe", "llama3_2")
+TEMPLATES = ("qwen2_5", "lfm2_2_5", "nemotron_3_nano")
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +72,8 @@ async def test_eight_chains(tried: Tried, installed: Path, place: Path) -> None:
         number = prompt.count("<tool_response>\n")
         return written(tried.chain[number]) if number < len(tried.chain) else "done"
 
-    fields: dict[str, Any] = {"tools": [], "rewards": ["notes.py:turns"], "limits": {"seconds_per_call": 90}}
-    fields["mcp_servers"] = {"tried": entry_of(tried, installed)}
+    entry = {**entry_of(tried, installed), "timeout_seconds": 90}
+    fields: dict[str, Any] = {"tools": [], "rewards": ["notes.py:turns"], "mcp_servers": {"tried": entry}}
     async with scripted_chains(place, script, **fields) as chains:
         runner = chains.runner
         sampling = Sampling("policy", 1.0, seed="s")
@@ -90,12 +92,16 @@ def written(call: Call) -> str:
     return f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}\n</tool_call>"
 
 
+@cache
+def renderer_of(template: str) -> TemplateRenderer:
+    return make_renderer(make_tokenizer(trl_template(template)))
+
+
 def check_rendered(specs: list[ToolSpec]) -> None:
     """Assert that each template shows the model every tool's name, description and argument names."""
     for template in TEMPLATES:
-        tokenizer = make_tokenizer(trl_template(template))
-        ids = make_renderer(tokenizer).open([{"role": "user", "content": "go"}], specs)
-        text = tokenizer.decode(ids)
+        renderer = renderer_of(template)
+        text = renderer.tokenizer.decode(renderer.open([{"role": "user", "content": "go"}], specs))
         for spec in specs:
             names = [spec.name, *(spec.parameters.get("properties") or {})]
             assert all(json.dumps(name, ensure_ascii=False)[1:-1] in text for name in names), (template, spec.name)
