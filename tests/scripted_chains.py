@@ -1,7 +1,7 @@
 """Chains with scripted turns: the whole runner on a scripted server, with a generated tokenizer."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -84,19 +84,26 @@ def _renderer(template: str, parser: str) -> TemplateRenderer:
 @asynccontextmanager
 async def scripted_chains(
     folder: Path,
-    texts: list[str],
+    texts: list[str] | Callable[[str], str],
     agent: AgentHooks | ClientAgent | None = None,
     template: str | None = None,
     source: str = NOTES,
     renderer: TemplateRenderer | None = None,
     **fields: Any,
 ) -> AsyncIterator[Scripted]:
-    """Answer the n-th request by the n-th of `texts` and the end of the turn, truncated at the request's token limit.
+    """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn.
+    Truncate the answer at the request's token limit.
 
     There is a tool `note`, and the reward is the number of turns; `fields` are recipe sections.
     """
 
+    def ended(text: str) -> list[int]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return [*ids, used.end_of(bool(used.parse(ids).calls))]
+
     def script(prompt: list[int]) -> list[int]:
+        if callable(texts):
+            return ended(texts(tokenizer.decode(prompt)))
         ids = next(answers, None)
         if ids is None:
             raise web.HTTPBadRequest(text="the script is at its end")
@@ -107,8 +114,7 @@ async def scripted_chains(
     recipe = RolloutRecipe.model_validate({**sections, **fields})
     used = renderer or _renderer(template or trl_template("qwen2_5"), recipe.rollout.parser)
     tokenizer = used.tokenizer
-    written = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    answers = iter([[*ids, used.end_of(bool(used.parse(ids).calls))] for ids in written])
+    answers = iter([] if callable(texts) else [ended(text) for text in texts])
     async with (
         serve_script(script) as server,
         InferenceClient(server.url) as client,

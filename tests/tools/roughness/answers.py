@@ -125,6 +125,74 @@ ANSWERS = [
     _result("error-structured", {"isError": True, "structuredContent": {"c": 1}}, '{"c": 1}', CallError.TOOL_ERROR),
     _result("meta-list", {"content": [_A], "_meta": []}, "a"),
     _result("result-type", {"content": [_A], "resultType": "task"}, "a"),
+    # structured content beside text, as servers of PyPI and npm send it
+    _result(
+        "both-equal",
+        {"content": [{"type": "text", "text": '{\n "n": 1\n}'}], "structuredContent": {"n": 1}},
+        '{\n "n": 1\n}',
+    ),
+    _result("both-wrapped", {"content": [_A], "structuredContent": {"result": "a"}}, "a"),
+    _result(
+        "both-lines",
+        {"content": [_A, {"type": "text", "text": "b"}], "structuredContent": {"result": ["a", "b"]}},
+        "a\nb",
+    ),
+    _result(
+        "both-escaped",
+        {"content": [{"type": "text", "text": '{"s": "\\u00fc\\n"}'}], "structuredContent": {"s": "\u00fc\n"}},
+        '{"s": "\\u00fc\\n"}',
+    ),
+    _result(
+        "both-in-prose",
+        {"content": [{"type": "text", "text": "1 of 2.5"}], "structuredContent": {"n": 1.0, "of": 2.5, "ok": True}},
+        "1 of 2.5",
+    ),
+    _result(
+        "summary",
+        {
+            "content": [{"type": "text", "text": "Found 2 items."}],
+            "structuredContent": {"items": [{"id": "x"}, {"id": 7}]},
+        },
+        "Found 2 items.",
+        told="the text of t lacks values of its structuredContent (items.0.id, items.1.id); models read the text",
+    ),
+    _result("blank-text", {"content": [{"type": "text", "text": " "}], "structuredContent": {"a": 1}}, '{"a": 1}'),
+    _result("blank-both", {"content": [{"type": "text", "text": ""}], "structuredContent": {"result": ""}}, ""),
+    _result("none-wrapped", {"content": [], "structuredContent": {"result": None}}, '{"result": null}'),
+    _result(
+        "image-and-metadata",
+        {"content": [{"type": "image", "data": _PNG, "mimeType": "image/png"}], "structuredContent": {"file": "a.png"}},
+        _SHOWN[1:],
+        told="lacks values of its structuredContent (file)",
+    ),
+    # errors as servers of npm write them
+    _error(
+        "sdk-prefix",
+        {"code": -32602, "message": "MCP error -32602: url: Invalid URL."},
+        "Invalid arguments for t: MCP error -32602: url: Invalid URL.",
+        CallError.INVALID_ARGUMENTS,
+        told="",
+    ),
+    _error(
+        "sdk-prefix-inside",
+        {"code": -32603, "message": "MCP error -32603: Failed to run: MCP error -32603: no cluster"},
+        "MCP error -32603: Failed to run: MCP error -32603: no cluster",
+        told="-32603",
+    ),
+    _result("error-as-json", {"content": [{"type": "text", "text": '{"error": "no file"}'}]}, '{"error": "no file"}'),
+    Answer(
+        "banner-before",
+        "Server listening\n" + message_of(result={"content": [_A]}),
+        "a",
+        told="",
+    ),
+    Answer(
+        "progress-before",
+        '{"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": 9, "progress": 1}}\n'
+        '{"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "loud", "data": null}}\n'
+        + message_of(result={"content": [_A]}),
+        "a",
+    ),
     # blocks
     _block("video", {"type": "video", "data": "AA", "mimeType": "video/mp4"}, "a\n[video/mp4 video]"),
     _block("json", {"type": "json", "json": {"n": 1}}, 'a\n[json: {"json": {"n": 1}}]'),

@@ -220,6 +220,45 @@ SCHEMAS = [
         {"a": 1},
         {"a": "b"},
     ),
+    # as servers of PyPI and npm send them
+    Rough(
+        "all-definitions",  # one set of definitions in each tool, with references among them
+        {
+            **_object(p={"$ref": "#/$defs/A"}),
+            "$defs": {"A": _object(b={"$ref": "#/$defs/B"}), "B": _WHOLE, "C": {"$ref": "#/$defs/A"}},
+        },
+        {"p": {"b": 1}},
+        {"p": {"b": "a"}},
+    ),
+    Rough(
+        "nullable-titles",
+        _object(id={"anyOf": [_TEXT, {"type": "null"}], "default": None, "title": "Id"}),
+        {"id": None},
+        {"id": 1},
+    ),
+    Rough("default-of-other-type", _object(title={"default": None, "type": "string"}), {"title": "a"}, {"title": None}),
+    Rough(
+        "example-values",
+        _object(v={"type": "string", "format": "uri", "examples": [1], "x-order": 2}),
+        {"v": "no uri"},
+        {"v": 1},
+    ),
+    Rough("nullable-openapi", _object(v={"type": "string", "nullable": True}), {"v": "a"}, {"v": 1}),
+    Rough(
+        "names-with-dollar", _object(**{"$filter": _WHOLE, "a-b.c": _TEXT, "": _TEXT}), {"$filter": 1}, {"$filter": "a"}
+    ),
+    Rough(
+        "issue-key",
+        _object(key={"type": "string", "pattern": r"^[A-Z][A-Z0-9_]+-\d+(?:-\d+)*$"}),
+        {"key": "AB-1"},
+        {"key": "A-1"},
+    ),
+    Rough(
+        "one-of-constants",
+        _object(kind={"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}]}),
+        {"kind": "b"},
+        {"kind": "c"},
+    ),
     # drafts
     Rough("draft-03", {"$schema": _DRAFT[3], **_object(n={"type": "integer", "required": True})}, {"n": 1}, {}),
     Rough(
