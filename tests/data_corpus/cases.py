@@ -901,6 +901,14 @@ REPORTS = [
         notices=("tools have strict, which models do not get",),
     ),
     Case(
+        "fields beside a tool, parquet",
+        "a.parquet",
+        [{"tools": [ADD | {"name": None, "strict": True}], "messages": HELLO}],
+        [{"tools": [ADD], "messages": HELLO}],
+        sft=True,
+        notices=("tools have strict",),
+    ),
+    Case(
         "JSON as text twice",
         "a.jsonl",
         [{"messages": talk(call("add", json.dumps('{"left": 1}')))}],
