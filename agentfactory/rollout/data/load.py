@@ -1,5 +1,6 @@
 """Loading of tasks, which are rows of a file, a hub dataset or a source."""
 
+import errno
 import gc
 import json
 import os
@@ -23,6 +24,8 @@ from agentfactory.tools.user_code.extension import Extension, load_extension
 Task = dict[str, Any]
 """A row with `question` or `messages`, and any other fields."""
 
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+TOO_DEEP = "its messages or tools have too many levels"
 _IN_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
 """The beginning of messages as JSON text, or as Python writes them."""
 
@@ -80,6 +83,8 @@ def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSp
         return task["messages"], specs_of(task.get("tools"))
     except ValueError as error:
         raise SettingError("data.path", f"row {number}: {error}", "correct it") from error
+    except RecursionError as error:
+        raise SettingError("data.path", f"row {number}: {TOO_DEEP}", "correct it") from error
 
 
 def check_source(config: DataConfig, section: str) -> None:
@@ -128,6 +133,8 @@ def _read(config: DataConfig) -> tuple[list[Any], bool]:
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         problem = f"{config.path} is not a file, and cannot be read as a hub dataset: {error}"
         fix = "correct the name, data.subset or data.split, or name a file"
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            fix = "set HF_HOME to a folder that can be written, with enough space"
         raise SettingError("path", problem, fix) from error
 
 
@@ -175,6 +182,8 @@ def _task(row: Any, number: int, config: DataConfig, has_images: bool, columnar:
         return clean_row(row, _folder(config)), findings
     except ValueError as error:
         raise SettingError(_origin(config), f"{row_name}: {error}", "correct it") from error
+    except RecursionError as error:
+        raise SettingError(_origin(config), f"{row_name}: {TOO_DEEP}", "correct it") from error
 
 
 def _renamed(row: dict[str, Any], row_name: str, config: DataConfig) -> dict[str, Any]:
@@ -199,7 +208,7 @@ def _tools(row: Task, findings: Findings, columnar: bool) -> Tools | None:
     given = row.get("tools")
     try:
         specs = specs_of(given, findings, columnar and not isinstance(given, str))
-    except ValueError:
+    except (ValueError, RecursionError):
         # in reinforcement learning, `tools` may be any field; sft refuses it
         return None
     if isinstance(given, list) and findings.nulls.dropped:
