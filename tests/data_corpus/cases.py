@@ -729,6 +729,14 @@ LAYOUTS = [
     Case("Alpaca", "a.jsonl", [{"instruction": "a", "input": "b", "output": "c"}], r"row 1 .*from_turns"),
 ]
 
+
+def _nested(key: str, levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {key: {"a": value}} if key == "properties" else {key: value}
+    return value
+
+
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"
 _PAGE = b"<!DOCTYPE html>\n<html></html>\n"
 _SAID = {"role": "assistant", "content": "hello"}
@@ -901,6 +909,14 @@ REPORTS = [
         notices=("tools have strict, which models do not get",),
     ),
     Case(
+        "fields beside a tool, parquet",
+        "a.parquet",
+        [{"tools": [ADD | {"name": None, "strict": True}], "messages": HELLO}],
+        [{"tools": [ADD], "messages": HELLO}],
+        sft=True,
+        notices=("tools have strict",),
+    ),
+    Case(
         "JSON as text twice",
         "a.jsonl",
         [{"messages": talk(call("add", json.dumps('{"left": 1}')))}],
@@ -943,7 +959,24 @@ REPORTS = [
     ),
 ]
 
-CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS]
+DEEP = [
+    Case(
+        "arguments and a schema of 300 levels",
+        "a.jsonl",
+        [{"tools": [tool("f", _nested("properties", 300))], "messages": talk(call("f", _nested("a", 300)))}],
+        r"row 1\b.*: its messages or tools have too many levels",
+        sft=True,
+    ),
+    Case(
+        "content of 700 levels",
+        "a.jsonl",
+        [{"messages": [{"role": "user", "content": [_nested("a", 700)]}]}],
+        r"row 1 .*: its messages or tools have too many levels",
+    ),
+]
+"""Cases that a fuzzer, which recurses, does not try."""
+
+CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS, *DEEP]
 
 CONVERTED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     "from_sharegpt": (

@@ -1,7 +1,9 @@
 """Dataset files: formats, columns, order, and errors that name file and row."""
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +80,17 @@ def test_parquet_is_read_without_a_copy_in_the_home_folder(tmp_path: Path, monke
     (tmp_path / "cache").write_text("no folder")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     assert load_tasks(DataConfig(path=str(tmp_path / "t.parquet"))) == rows
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def refuse(*given: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/home/me/.cache")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(SettingError, match=r"some/rows .*Read-only file system.*; fix: set HF_HOME to a folder"):
+        load_tasks(DataConfig(path="some/rows"))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

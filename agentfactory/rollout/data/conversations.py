@@ -128,7 +128,8 @@ def _spec(tool: Any, place: str, findings: Findings, columnar: bool) -> ToolSpec
         raise ValueError(f"{place}.description: got {short(description)}, not text")
     if has_half_surrogate(given):
         raise ValueError(f"{place}: it has {HALF}")
-    beside = {key for key, value in tool.items() if value is not None} if "name" not in tool else set()
+    around = {} if tool.get("function") is None else tool
+    beside = {key for key, value in around.items() if value is not None}
     findings.keys |= (given.keys() | beside) - _TOOL_KEYS
     parameters = drop_from_schema(parameters, findings.nulls, columnar) if count_nulls(parameters) else parameters
     return ToolSpec(given["name"], description, parameters)

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from agentfactory.rollout.data import conversation_of
+from agentfactory.rollout.data.load import TOO_DEEP
 from agentfactory.rollout.data.notices import tell_nulls
 from agentfactory.rollout.data.nulls import nulls_in_calls
 from agentfactory.rollout.groups.group_files import read_groups
@@ -47,6 +48,8 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
         except RenderError as error:
             fix = "correct the row, or change rollout.parser or model.chat_template"
             raise SettingError("data.path", f"row {number}: {error}", fix) from error
+        except RecursionError as error:
+            raise SettingError("data.path", f"row {number}: {TOO_DEEP}", "correct it") from error
     _tell_unlearned(tasks, rows)
     return rows
 
