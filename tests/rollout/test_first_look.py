@@ -163,6 +163,14 @@ def test_advice_on_cut_turns_and_on_answers_without_a_call() -> None:
     assert "tool calls" not in told(look_at(groups(*[chain("3")] * 4), offer(specs=())))
 
 
+def test_calls_of_tools_that_do_not_exist_are_no_calls() -> None:
+    invented = [chain("", tool_calls=2, **{"tool_errors/unknown_tool": 2}) for _ in range(4)]
+    look = look_at(groups(*invented), offer())
+    assert look.called == 0
+    assert "; 8 calls named a tool that does not exist; fix: " in told(look)["tool calls"]
+    assert look_at(groups(chain("", tool_calls=3, **{"tool_errors/unknown_tool": 2})), offer()).called == 1
+
+
 def test_advice_on_malformed_calls() -> None:
     wrong = [chain("<tool_call>") for _ in range(3)]
     for one in wrong:

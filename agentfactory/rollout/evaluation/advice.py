@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from agentfactory.rollout.evaluation.first_look import Look, plural
 from agentfactory.rollout.groups.group_filter import Worth
 from agentfactory.rollout.text.parsers import load_parser
+from agentfactory.tools.messages import CallError
 
 PAGE = "docs/first-look.md"
 MANY, MOST = 0.25, 0.5
@@ -59,6 +60,8 @@ def missing_calls(look: Look) -> Iterator[Advice]:
         turns = "first turns name" if look.named > 1 else "first turn names"
         whys.append(f"{look.named} {'more ' if whys else ''}{turns} a tool, but no format reads a call there")
         fix = fix or "read them, and show the form of a call in rollout.system_prompt, or begin with an sft stage"
+    if look.called == 0 and (unknown := look.misuses[CallError.UNKNOWN_TOOL]):
+        whys.append(f"{plural(unknown, 'call')} named a tool that does not exist")
     if look.called == 0 and look.malformed > MOST * look.chains:
         whys.append(f"{look.malformed} had a call that {look.offer.format} could not read")
         fix = fix or _FIX_MALFORMED

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, Advice, equal_rewards, missing_calls, slow_starts
-from agentfactory.rollout.evaluation.first_look import Offer, look_at
+from agentfactory.rollout.evaluation.first_look import Offer, calls_tool, look_at
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.trajectory import Group, Trajectory
 
@@ -43,7 +43,7 @@ class Alarms:
     def _no_call(self, group: Group) -> Iterator[Advice]:
         if self._without_call is None:
             return
-        if any(chain.metrics.get("tool_calls") for chain in group.trajectories):
+        if any(map(calls_tool, group.trajectories)):
             self._without_call = []
             return
         self._without_call.append(group)
