@@ -25,7 +25,7 @@ def test_a_model_is_looked_at_before_training(
     assert f"ok       first look: 6 chains of 2 tasks with policy at {warm_server}\n         calls: " in said
     assert "calls: 0 of 6 chains called a tool, " in said
     assert "warning  tool calls: no chain of 6 in 2 groups called a tool, though search is offered; " in said
-    assert "\n         rewards: all 0; 0 of 2 groups would teach (their rewards differ)\n" in said
+    assert "\n         rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in said
     assert "\n         time: a step samples its 8 chains in " in said
     assert said.count("\n         first turn (reward 0) ") == 3
     assert "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: no group would teach\n" in said

@@ -114,7 +114,7 @@ def test_the_words_say_what_happened() -> None:
         "first turn (reward 0) so <tool_call>",
         "ends: 5 completed, 1 max_turns, 1 max_tokens, 1 tool_infrastructure; 1 of 8 chains ended as "
         "tool_infrastructure, such as: the server died",
-        "rewards: mean 0.429, from 0 to 1; 1 of 2 groups would teach (their rewards differ)",
+        "rewards: mean 0.429, from 0 to 1; they differ in 1 of 2 groups: the others would teach nothing",
         "a chain: 20 tokens sampled, 2.0 s, 1.0 s of it waiting for pad",
         "time: a step samples its 32 chains in about 8.0 s, and the run its 100 steps in about 13 min; updates and "
         "syncs come on top",
