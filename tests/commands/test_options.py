@@ -12,6 +12,8 @@ from agentfactory.commands.options import parse
         ("xyz", "argument COMMAND: invalid choice: 'xyz' (choose from"),
         ("train", "agentfactory train: error: the following arguments are required: RECIPE\n"),
         ("tools call recipe.yaml", "agentfactory tools call: error: the following arguments are required: TOOL\n"),
+        ("doctor --sample 4", "agentfactory doctor: error: --sample runs chains of a recipe: name a recipe\n"),
+        ("doctor recipe.yaml --sample 0", "agentfactory doctor: error: --sample: got 0; use at least 1 chain\n"),
     ],
 )
 def test_a_slip_is_told_by_what_was_meant(typed: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

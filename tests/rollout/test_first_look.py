@@ -9,8 +9,8 @@ import pytest
 
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.evaluation.advice import advise
-from agentfactory.rollout.evaluation.alarms import CHAINS, EQUAL_BATCHES, Alarms
+from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, advise
+from agentfactory.rollout.evaluation.alarms import EQUAL_BATCHES, Alarms
 from agentfactory.rollout.evaluation.evaluate import offer_of
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
 from agentfactory.rollout.evaluation.look_text import Schedule, describe
@@ -114,7 +114,7 @@ def test_the_words_say_what_happened() -> None:
         "first turn (reward 0) so <tool_call>",
         "ends: 5 completed, 1 max_turns, 1 max_tokens, 1 tool_infrastructure; 1 of 8 chains ended as "
         "tool_infrastructure, such as: the server died",
-        "rewards: mean 0.429, from 0 to 1; 1 of 2 groups would teach (their rewards differ)",
+        "rewards: mean 0.429, from 0 to 1; they differ in 1 of 2 groups: the others would teach nothing",
         "a chain: 20 tokens sampled, 2.0 s, 1.0 s of it waiting for pad",
         "time: a step samples its 32 chains in about 8.0 s, and the run its 100 steps in about 13 min; updates and "
         "syncs come on top",
@@ -163,6 +163,25 @@ def test_advice_on_cut_turns_and_on_answers_without_a_call() -> None:
     assert "tool calls" not in told(look_at(groups(*[chain("3")] * 4), offer(specs=())))
 
 
+def test_calls_of_tools_that_do_not_exist_are_no_calls() -> None:
+    invented = [chain("", tool_calls=2, **{"tool_errors/unknown_tool": 2}) for _ in range(4)]
+    look = look_at(groups(*invented), offer())
+    assert look.called == 0
+    assert "; 8 calls named a tool that does not exist; fix: " in told(look)["tool calls"]
+    assert look_at(groups(chain("", tool_calls=3, **{"tool_errors/unknown_tool": 2})), offer()).called == 1
+
+
+def test_advice_on_malformed_calls() -> None:
+    wrong = [chain("<tool_call>") for _ in range(3)]
+    for one in wrong:
+        one.malformed_turns = [0]
+    none = told(look_at(groups(*wrong, chain("3")), offer()))
+    assert "; 3 had a call that hermes could not read; fix: another rollout.parser" in none["tool calls"]
+    assert "malformed calls" not in none
+    some = told(look_at(groups(*wrong, chain("", tool_calls=1)), offer()))
+    assert some["malformed calls"].startswith("3 of 4 chains had a call that hermes could not read; fix: another")
+
+
 def test_the_first_turn_of_a_text_format_is_read_again() -> None:
     texts = ["Action: calculate\nAction Input: 1 + 2", "Final Answer: 3"]
     look = look_at(groups(*map(chain, texts)), offer("react"))
@@ -194,7 +213,7 @@ def test_no_call_in_many_groups_is_told_once() -> None:
     silent = groups(*[chain(BARE)] * 4 * 40)
     given = [(number, one) for number, group in enumerate(silent, 1) for one in alarms.note(group)]
     ((number, one),) = given
-    assert number * 4 == CHAINS
+    assert number * 4 == ENOUGH_CHAINS
     assert str(one).startswith("no chain of 64 in 16 groups called a tool, though calculate is offered; ")
     # a call begins the count again
     alarms, calling = Alarms(offer(), 2), groups(*[chain("")] * 3, chain("", tool_calls=1))
@@ -215,7 +234,7 @@ def test_equal_rewards_are_told_where_no_step_would_show_them() -> None:
 
 def test_waits_for_processes_are_told_with_the_setting() -> None:
     def waiting(seconds: float) -> list[Group]:
-        chains = [chain("", tool_calls=1) for _ in range(CHAINS)]
+        chains = [chain("", tool_calls=1) for _ in range(ENOUGH_CHAINS)]
         for one in chains:
             one.timeline = [Stretch(Activity.WAIT, 0.0, seconds, name="pad")]
         return groups(*chains)
@@ -226,6 +245,7 @@ def test_waits_for_processes_are_told_with_the_setting() -> None:
     for seconds, number in ((1.5, 1), (0.9, 0)):
         alarms = Alarms(used, 2)
         given = [one for group in waiting(seconds) * 2 for one in alarms.note(group)]
+        assert told(look_at(waiting(seconds)[:-1], used)).keys() & {"waits for pad"} == set()
         assert len(given) == number
         for one in given:
             assert str(one) == (

@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from agentfactory.rollout.evaluation.first_look import Look, plural
 from agentfactory.rollout.groups.group_filter import Worth
 from agentfactory.rollout.text.parsers import load_parser
+from agentfactory.tools.messages import CallError
 
 PAGE = "docs/first-look.md"
 MANY, MOST = 0.25, 0.5
 """Shares of chains beyond which there is advice: with a turn that was cut; without a readable call."""
 WAITS, SHORT_WAIT = 0.5, 0.01
 """Share of a chain's time, and seconds, of a wait for a tool server's process beyond which there is advice."""
+ENOUGH_CHAINS = 64
+"""Chains needed for it: the first ones wait for the first processes."""
+
+_FIX_MALFORMED = "another rollout.parser, or an sft stage on well-formed chains"
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,11 @@ def missing_calls(look: Look) -> Iterator[Advice]:
         turns = "first turns name" if look.named > 1 else "first turn names"
         whys.append(f"{look.named} {'more ' if whys else ''}{turns} a tool, but no format reads a call there")
         fix = fix or "read them, and show the form of a call in rollout.system_prompt, or begin with an sft stage"
+    if look.called == 0 and (unknown := look.misuses[CallError.UNKNOWN_TOOL]):
+        whys.append(f"{plural(unknown, 'call')} named a tool that does not exist")
+    if look.called == 0 and look.malformed > MOST * look.chains:
+        whys.append(f"{look.malformed} had a call that {look.offer.format} could not read")
+        fix = fix or _FIX_MALFORMED
     fix = fix or "say in rollout.system_prompt when to use the tools, or begin with an sft stage on chains that do"
     if text or whys:
         yield Advice("tool calls", "; ".join(part for part in (text, *whys) if part), fix)
@@ -69,12 +79,10 @@ def _fix_format(name: str) -> str:
 
 
 def malformed_calls(look: Look) -> Iterator[Advice]:
-    """Advise if most chains have a call that cannot be parsed."""
-    if look.malformed > MOST * look.chains:
+    """Advise if most chains have a call that cannot be parsed, though some call tools."""
+    if look.called and look.malformed > MOST * look.chains:
         text = f"{look.malformed} of {look.chains} chains had a call that {look.offer.format} could not read"
-        yield Advice(
-            "malformed calls", text, "another rollout.parser, or begin with an sft stage on well-formed chains"
-        )
+        yield Advice("malformed calls", text, _FIX_MALFORMED)
 
 
 def equal_rewards(look: Look) -> Iterator[Advice]:
@@ -107,6 +115,8 @@ def cut_turns(look: Look) -> Iterator[Advice]:
 
 def slow_starts(look: Look) -> Iterator[Advice]:
     """Advise if chains mostly wait for the processes of a tool server."""
+    if look.chains < ENOUGH_CHAINS:
+        return
     for name, (cause, fix) in look.offer.why_wait.items():
         wait = look.waits.get(name, 0.0)
         if wait > WAITS * look.seconds and wait >= SHORT_WAIT:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from agentfactory.rollout.config import EqualRewards
-from agentfactory.rollout.evaluation.advice import Advice, equal_rewards, missing_calls, slow_starts
-from agentfactory.rollout.evaluation.first_look import Offer, look_at
+from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, Advice, equal_rewards, missing_calls, slow_starts
+from agentfactory.rollout.evaluation.first_look import Offer, calls_tool, look_at
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.trajectory import Group, Trajectory
 
-GROUPS, CHAINS = 8, 64
-"""Minimum numbers of groups and chains that an alarm covers."""
+GROUPS = 8
+"""Minimum number of groups that an alarm covers."""
 EQUAL_BATCHES = 5
 """Number of batches whose groups all have equal rewards, as for the symptom no_gradient of `train.stop_when`."""
 
@@ -19,7 +19,7 @@ class Alarms:
 
     def __init__(self, offer: Offer, batch_size: int) -> None:
         self.offer = offer
-        self._enough = max(GROUPS, -(-CHAINS // offer.config.group_size))
+        self._enough = max(GROUPS, -(-ENOUGH_CHAINS // offer.config.group_size))
         self._most_equal = max(GROUPS, EQUAL_BATCHES * batch_size)
         self._without_call: list[Group] | None = []
         """The groups since the last call of a tool; None once that alarm was given, or need not be."""
@@ -43,7 +43,7 @@ class Alarms:
     def _no_call(self, group: Group) -> Iterator[Advice]:
         if self._without_call is None:
             return
-        if any(chain.metrics.get("tool_calls") for chain in group.trajectories):
+        if any(map(calls_tool, group.trajectories)):
             self._without_call = []
             return
         self._without_call.append(group)

@@ -59,7 +59,7 @@ class Look:
     chains: int = 0
     groups: int = 0
     called: int = 0
-    """Chains that called a tool, in the recipe's format."""
+    """Chains that called a tool that exists, in the recipe's format."""
     malformed: int = 0
     """Chains with a turn whose call could not be parsed."""
     cut: int = 0
@@ -116,6 +116,12 @@ class Look:
         return max(0, naming - (self.other_format[1] if self.other_format else 0))
 
 
+def calls_tool(chain: Trajectory) -> bool:
+    """Return whether a chain called a tool that exists."""
+    unknown = chain.metrics.get(f"tool_errors/{CallError.UNKNOWN_TOOL}", 0.0)
+    return chain.metrics.get("tool_calls", 0.0) > unknown
+
+
 def look_at(groups: Sequence[Group], offer: Offer) -> Look:
     """Compute the look of finished chains."""
     chains = [chain for group in groups for chain in group.trajectories]
@@ -124,7 +130,7 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         offer,
         chains=len(chains),
         groups=len(groups),
-        called=sum(chain.metrics.get("tool_calls", 0) > 0 for chain in chains),
+        called=sum(calls_tool(chain) for chain in chains),
         malformed=sum(bool(chain.malformed_turns) for chain in chains),
         cut=sum(chain.metrics.get("truncated_turns", 0) > 0 for chain in chains),
         without_call=sum(

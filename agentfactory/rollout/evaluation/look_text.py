@@ -58,7 +58,8 @@ def _calls(look: Look) -> str:
 
 def _first_turns(look: Look) -> str:
     told = [f"{look.offer.format} reads a call in {look.read} of {look.first_turns}"]
-    told += [f"{name} in {count} of the others" for name, count in look.formats.most_common(2)]
+    others = [f"{name} in {count}" for name, count in look.formats.most_common(2)]
+    told += [f"{others[0]} of the others", *others[1:]] if others else []
     if look.named:
         names = "names" if look.named == 1 else "name"
         more = " more" if look.formats else ""
@@ -80,7 +81,9 @@ def _rewards(look: Look) -> str:
         return told
     if not (groups := look.worths.total()):
         return f"{told}; whether they differ within a group is not known, because each task has one chain"
-    return f"{told}; {look.worths[Worth.TEACHES]} of {plural(groups, 'group')} would teach (their rewards differ)"
+    teach = look.worths[Worth.TEACHES]
+    rest = "" if teach == groups else ": the others would teach nothing" if teach else ": none would teach"
+    return f"{told}; they differ in {teach} of {plural(groups, 'group')}{rest}"
 
 
 def _time(look: Look, schedule: Schedule) -> str:
