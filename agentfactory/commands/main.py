@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
 from agentfactory.tools.http.proxies import spare_loopback
-from agentfactory.tools.processes.endings import exited_by
+from agentfactory.tools.processes.endings import Signalled, exited_by
 from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return supervised(partial(_execute, options))
         except DiedFromInside as error:
             return _end(f"failed: the process of `agentfactory {options.command}` {error}", FAILED)
+        except Signalled as error:
+            return _end(f"interrupted by {error}", INTERRUPTED)
     return _execute(options)
 
 

@@ -90,7 +90,7 @@ def test_a_blocking_call_in_an_async_function_is_named(tmp_path: Path, monkeypat
     found = blocked(tmp_path, monkeypatch, "blocks")
     assert found[0] == (
         "blocks blocks the event loop (asyncs.py, line 9, in pause, called by blocks), so that all chains wait for it; "
-        "fix: write it as `def`, which runs in a thread, or call what blocks by `await asyncio.to_thread(...)`"
+        "fix: write the async function as `def`, which runs in a thread, or call what blocks by `await asyncio.to_thread(...)`"
     )
 
 
