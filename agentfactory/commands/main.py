@@ -86,12 +86,12 @@ def _execute(options: argparse.Namespace) -> int:
         # the reader of our output, such as `head`, has gone: nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except Exception as error:
+    except BaseException as error:  # user code may raise any, such as GeneratorExit
         _show_traceback()
         return _end(f"failed: {type(error).__name__}: {error}{_other_version(error)}", FAILED)
 
 
-def _other_version(error: Exception) -> str:
+def _other_version(error: BaseException) -> str:
     """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
     if not isinstance(error, ImportError):
         return ""

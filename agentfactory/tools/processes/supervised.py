@@ -152,7 +152,8 @@ class _Supervisor:
         if self._first is not None and now - self._first >= _REACT_SECONDS and not self._reacts:
             holds = self._silent > _REACT_SECONDS / 2
             if (where := self._inside.place(main_only=not holds)) is not None:
-                self._end(f"was killed, because user code did not react to a signal: {where}; fix: {HOLDS_LOCK}")
+                fix = HOLDS_LOCK if holds else "let KeyboardInterrupt end it, and handle no SIGTERM and SIGINT in it"
+                self._end(f"was killed, because user code did not react to a signal: {where}; fix: {fix}")
         if self.returned is not None:
             self._look_at_leaving(seconds)
             return
