@@ -178,7 +178,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _supervised() -> int:
+def supervised_main() -> int:
     """Run `main` in a process that this one supervises, and return the exit status."""
     if os.environ.get("RANK", "0") == "0":
         # the launcher shows stdout, and logs stderr
@@ -193,4 +193,4 @@ def _supervised() -> int:
 
 
 if __name__ == "__main__":
-    leave(_supervised())
+    leave(supervised_main())
