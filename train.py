@@ -5,6 +5,6 @@ from agentfactory.tools.user_code.import_path import start_folder_last
 if __name__ == "__main__":
     start_folder_last()
 
-    from agentfactory.train import leave, main
+    from agentfactory.train import leave, supervised_main
 
-    leave(main())
+    leave(supervised_main())

@@ -36,6 +36,7 @@ from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 from agentfactory.tools.files.disk import DiskError
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.proxies import spare_loopback
+from agentfactory.tools.user_code import watch
 from agentfactory.tools.user_code.import_path import append_folders
 from agentfactory.trainers.config import Symptom
 
@@ -181,14 +182,19 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _supervised() -> int:
+def supervised_main() -> int:
     """Run `main` in a process that this one supervises, and return the exit status."""
+    if os.environ.get("RANK", "0") == "0":
+        # the launcher shows stdout, and logs stderr
+        watch.say_by(lambda text: print(text, flush=True))
     try:
         return supervised(main)
     except DiedFromInside as error:
         print_error(f"the trainer's process {error}")
         return 1
+    except Signalled as error:
+        return error.status
 
 
 if __name__ == "__main__":
-    leave(_supervised())
+    leave(supervised_main())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
 from agentfactory.tools.http.proxies import spare_loopback
-from agentfactory.tools.processes.endings import exited_by
+from agentfactory.tools.processes.endings import Signalled, exited_by
 from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return supervised(partial(_execute, options))
         except DiedFromInside as error:
             return _end(f"failed: the process of `agentfactory {options.command}` {error}", FAILED)
+        except Signalled as error:
+            return _end(f"interrupted by {error}", INTERRUPTED)
     return _execute(options)
 
 
@@ -84,12 +86,12 @@ def _execute(options: argparse.Namespace) -> int:
         # the reader of our output, such as `head`, has gone: nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except Exception as error:
+    except BaseException as error:  # user code may raise any, such as GeneratorExit
         _show_traceback()
         return _end(f"failed: {type(error).__name__}: {error}{_other_version(error)}", FAILED)
 
 
-def _other_version(error: Exception) -> str:
+def _other_version(error: BaseException) -> str:
     """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
     if not isinstance(error, ImportError):
         return ""

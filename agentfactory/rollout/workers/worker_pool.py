@@ -113,6 +113,7 @@ class RolloutWorkers:
                 if worker not in told:
                     told.add(worker)
                     text = f"the rollout worker has sent no message for {STALL_SECONDS:g} s: "
-                    text += worker.held_by() or "its process is stopped, or code blocks its event loop"
+                    held = worker.held_by()
+                    text += "; fix: ".join(held) if held else "its process is stopped, or code blocks its event loop"
                     notify(logger, f"{worker.log_file.name} stands still", text, see=str(worker.log_file))
                 worker.end_if_held(seconds)

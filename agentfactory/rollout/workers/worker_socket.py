@@ -32,7 +32,7 @@ from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.processes.endings import HOLDS_LOCK, ended_by
 from agentfactory.tools.processes.stacks import Inside
 from agentfactory.tools.user_code.import_path import own_python
-from agentfactory.tools.user_code.watch import QUIET_SECONDS, growing
+from agentfactory.tools.user_code.watch import BLOCKS_LOOP, QUIET_SECONDS, growing
 
 logger = logging.getLogger(__name__)
 
@@ -225,18 +225,21 @@ class WorkerProcess:
                 continue
             text = f"the rollout worker is not ready after {due:.0f} s: "
             if (held := self.held_by()) is not None:
-                inform(logger, text + held, see=str(self.log_file))
+                inform(logger, text + held[0], see=str(self.log_file))
             elif due >= READY_SECONDS:
                 text += "it loads the tokenizer, opens the tools and tries the first reset"
                 inform(logger, text, see=str(self.log_file))
             due = growing(due)
 
-    def held_by(self) -> str | None:
-        """Return the user code that holds up the worker, which has sent no message for long; None if there is none."""
+    def held_by(self) -> tuple[str, str] | None:
+        """Return the user code that holds up the worker, which has sent no message for long, and the fix; None if there
+        is none."""
         beats = self._inside.beats()
         if (where := self._inside.place(main_only=beats)) is None:
             return None
-        return f"{where}, blocks its event loop" if beats else f"{where}, holds Python's lock"
+        return (
+            (f"{where}, blocks its event loop", BLOCKS_LOOP) if beats else (f"{where}, holds Python's lock", HOLDS_LOCK)
+        )
 
     def end_if_held(self, seconds: float) -> None:
         """Kill the worker, and raise WorkerDiedError, if user code has held it up for `seconds`, which is longer than
@@ -244,7 +247,7 @@ class WorkerProcess:
         longest, setting = self._longest_call
         if seconds > longest and (held := self.held_by()) is not None:
             self._process.kill()
-            problem = f"{held}, for longer than {setting}={longest:g}; fix: {HOLDS_LOCK}"
+            problem = f"{held[0]}, for longer than {setting}={longest:g}; fix: {held[1]}"
             raise WorkerDiedError(f"the rollout worker was killed: {problem}; its log: {self.log_file}")
 
     @property

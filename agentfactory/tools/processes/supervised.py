@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from agentfactory.tools.processes.endings import HOLDS_LOCK, ended_by
+from agentfactory.tools.processes.endings import HOLDS_LOCK, Signalled, ended_by
 from agentfactory.tools.processes.stacks import Inside, is_stopped, show_stacks
 from agentfactory.tools.user_code import watch
 from agentfactory.tools.user_code.watch import QUIET_SECONDS, growing
@@ -34,7 +34,8 @@ def supervised(command: Callable[[], int]) -> int:
 
     The parent passes signals on to the child, which is killed with the parent. It tells the user of user code that
     holds Python's lock, and kills the child when such code reaches the limit of `watch.limited`, or does not react to a
-    signal. Raises DiedFromInside, in the parent, if the child ends before `command` has returned.
+    signal. Raises, in the parent, DiedFromInside if the child ends before `command` has returned, and Signalled if a
+    signal that has arrived here has ended it.
     """
     if not hasattr(signal, "sigtimedwait"):
         return command()
@@ -64,6 +65,9 @@ def supervised(command: Callable[[], int]) -> int:
     status = supervisor.wait(awaited)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     supervisor.hear()
+    if supervisor.returned is None and -status in supervisor.received:
+        # before or after the command has handlers of its own
+        raise Signalled(-status)
     if supervisor.returned is None:
         raise DiedFromInside(ended_by(status, supervisor.doing))
     # after its last word, the child may still get a signal, or end otherwise
@@ -78,6 +82,8 @@ class _Supervisor:
         """The status that the command has returned."""
         self.doing = ""
         """The user code that the child executes, such as `importing tools.py`, if it is known."""
+        self.received: dict[int, float] = {}
+        """Signal -> time at which it arrived last."""
         self._child = child
         self._inside = Inside(child, reader)
         self._limit: tuple[float, str] | None = None
@@ -92,7 +98,6 @@ class _Supervisor:
     def wait(self, awaited: set[signal.Signals]) -> int:
         """Wait until the child has ended, and forward the signals `awaited` meanwhile. Return its exit status, or minus
         the signal that ended it. Raises DiedFromInside if it had to be killed."""
-        forwarded: dict[int, float] = {}
         looked = time.monotonic()
         while True:
             # the child may have ended before the signals were awaited
@@ -102,7 +107,7 @@ class _Supervisor:
             found = signal.sigtimedwait(awaited, _TICK_SECONDS)
             now = time.monotonic()
             if found is not None and found.si_signo != signal.SIGCHLD:
-                self._pass_on(found, now, forwarded)
+                self._pass_on(found, now)
             if now - looked >= _TICK_SECONDS / 2:
                 # this process may itself have been stopped, or the machine asleep
                 self._look(min(now - looked, 2 * _TICK_SECONDS), now)
@@ -124,18 +129,18 @@ class _Supervisor:
                 case "returned":
                     self.returned = int(value)
                 case "stuck":
-                    self._end(f"was killed: {value}; fix: {HOLDS_LOCK}")
+                    self._end(f"was killed: {value}; fix: {watch.BLOCKS_LOOP}")
 
-    def _pass_on(self, found: signal.struct_siginfo, now: float, forwarded: dict[int, float]) -> None:
+    def _pass_on(self, found: signal.struct_siginfo, now: float) -> None:
         self._first = now if self._first is None else self._first
         if now - self._first >= _REACT_SECONDS and not self._reacts:
             name = signal.Signals(found.si_signo).name
             where = self._inside.place()
             code = "user code that holds Python's lock reacts to no signal, such as a slow regular expression"
             self._end(f"still ran {now - self._first:.0f} s after a signal, and {name} killed it; {where or code}")
+        before, self.received[found.si_signo] = self.received.get(found.si_signo, -_SAME_SECONDS), now
         # a terminal sends Ctrl-C to the child too; such signals come from the kernel
-        if found.si_code <= 0 and now - forwarded.get(found.si_signo, -_SAME_SECONDS) >= _SAME_SECONDS:
-            forwarded[found.si_signo] = now
+        if found.si_code <= 0 and now - before >= _SAME_SECONDS:
             os.kill(self._child, found.si_signo)
 
     def _look(self, seconds: float, now: float) -> None:
@@ -147,7 +152,8 @@ class _Supervisor:
         if self._first is not None and now - self._first >= _REACT_SECONDS and not self._reacts:
             holds = self._silent > _REACT_SECONDS / 2
             if (where := self._inside.place(main_only=not holds)) is not None:
-                self._end(f"was killed, because user code did not react to a signal: {where}; fix: {HOLDS_LOCK}")
+                fix = HOLDS_LOCK if holds else "let KeyboardInterrupt end it, and handle no SIGTERM and SIGINT in it"
+                self._end(f"was killed, because user code did not react to a signal: {where}; fix: {fix}")
         if self.returned is not None:
             self._look_at_leaving(seconds)
             return
@@ -162,7 +168,7 @@ class _Supervisor:
             where = self._inside.place()
             self.hear()
             if where is not None and self._silent:
-                watch.print_error(
+                watch.say(
                     f"{where}, has held Python's lock for {self._silent:.0f} s, and nothing else in this process can "
                     f"run; fix: {HOLDS_LOCK}"
                 )
@@ -175,9 +181,9 @@ class _Supervisor:
         before, self._leaving = self._leaving, self._leaving + seconds
         if before < QUIET_SECONDS <= self._leaving:
             where = self._inside.place()
-            watch.print_error(f"the command is done, and its process has not ended: {where or 'it is shutting down'}")
+            watch.say(f"the command is done, and its process has not ended: {where or 'it is shutting down'}")
         if self._leaving >= _LEAVE_SECONDS:
-            watch.print_error(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")
+            watch.say(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, why: str) -> None:

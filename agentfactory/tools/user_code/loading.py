@@ -80,7 +80,7 @@ def load_module(path: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, UserCodeError):
             raise
-        if not isinstance(error, (Exception, SystemExit)):
+        if isinstance(error, KeyboardInterrupt):
             raise
         problem = f"{path} fails on import: {type(error).__name__}: {error}{_place(error, path)}"
         raise UserCodeError(problem, _fix(error, path)) from error

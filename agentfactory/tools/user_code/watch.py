@@ -18,6 +18,11 @@ from types import CodeType, FrameType
 
 from agentfactory.tools.user_code.places import described, frames_of, of_users, place_of
 
+BLOCKS_LOOP = (
+    "write the async function as `def`, which runs in a thread, or call what blocks by `await asyncio.to_thread(...)`"
+)
+"""Fix for user code that blocks an event loop."""
+
 _told: set[CodeType] = set()
 """Users' functions of which the user was warned."""
 
@@ -101,9 +106,9 @@ class _Loop:
         self.blocked[name] += seconds
         if self.blocked[name] >= BLOCKED_SECONDS and (code := self.held.f_code) not in _told:
             _told.add(code)
-            fix = "call what blocks by `await asyncio.to_thread(...)`"
-            if code.co_flags & inspect.CO_COROUTINE:
-                fix = f"write it as `def`, which runs in a thread, or {fix}"
+            fix = BLOCKS_LOOP
+            if not code.co_flags & inspect.CO_COROUTINE:
+                fix = "it runs on the event loop, so let it return sooner"
             text = f"{name} blocks the event loop ({where}), so that all chains wait for it; fix: {fix}"
             with suppress(RuntimeError):  # the loop, which passes warnings on, has just been closed
                 self.warn(f"{code.co_filename}: {name} blocks the event loop", text)
@@ -176,6 +181,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def say(text: str) -> None:
+    """Tell the user, as `say_by` has chosen."""
+    _watch.say(text)
 
 
 def say_by(say: Callable[[str], None]) -> None:
