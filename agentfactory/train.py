@@ -92,8 +92,9 @@ def main() -> int:
     symptom of train.stop_when, 4 most chains dropped, 128 + the signal's number if stopped by a signal."""
     parent_watch.follow_parent()
     spare_loopback(os.environ)
-    # exit through the interpreter, so that the worker and the progress display are closed in order
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # end at once and without a traceback while modules are imported
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # imports create no garbage, but the collector would take a fifth of their time
     gc.disable()
     try:
@@ -114,6 +115,10 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
+    # exit through the interpreter, so that the worker and the progress display are closed in order
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         ended_by = train(recipe, asked)
     except MostChainsDroppedError as error:
