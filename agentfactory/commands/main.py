@@ -178,8 +178,8 @@ def _run(options: argparse.Namespace) -> int:
     except (SettingError, RunFolderError) as error:
         return _refuse(error)
     except KeyboardInterrupt as error:
-        goes_on = "; continue with --resume" if options.command == "train" else ""
-        left = f"; run folder {folder}{goes_on}" if is_run(recipe.output) else ""
+        goes_on = "; continue with --resume" if options.command == "train" and is_run(recipe.output) else ""
+        left = f"; run folder {folder}{goes_on}" if recipe.output.exists() else ""
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}{left}", INTERRUPTED)
     except (ChildFailed, PlacementError) as error:
         return _end(f"failed: {error}; run folder {folder}", FAILED)
