@@ -137,7 +137,7 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["agentfactory=agentfactory.commands.main:main"],
+        "console_scripts": ["agentfactory=agentfactory.commands.process:run"],
         # worlds are found by these alone, as those of other packages are
         "agentfactory.worlds": [
             "alfworld=agentfactory.worlds.alfworld.alfworld:AlfWorld",

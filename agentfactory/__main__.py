@@ -4,6 +4,6 @@ from agentfactory.tools.user_code import import_path
 
 import_path.start_folder_last()
 
-from agentfactory.commands.main import main
+from agentfactory.commands.process import run
 
-raise SystemExit(main())
+run()

@@ -44,7 +44,7 @@ def _formatted(message: Warning | str, category: type[Warning], *where: Any, **m
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status."""
+    """Run one command; return its exit status. Raises KeyboardInterrupt for Ctrl-C before the command begins."""
     if "_ARGCOMPLETE" in os.environ:
         completion.answer(lambda with_viewer: make_parser(with_viewer)[0])
     given = sys.argv[1:] if arguments is None else [*arguments]
@@ -55,12 +55,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(given)
     if arguments is None and options.command not in _WITHOUT_USER_CODE:
         try:
-            return supervised(partial(_execute, options))
+            return supervised(partial(_execute_once, options))
         except DiedFromInside as error:
             return _end(f"failed: the process of `agentfactory {options.command}` {error}", FAILED)
         except Signalled as error:
             return _end(f"interrupted by {error}", INTERRUPTED)
     return _execute(options)
+
+
+def _execute_once(options: argparse.Namespace) -> int:
+    """Run a parsed command; return its exit status, also if a second Ctrl-C arrives while the first one is handled."""
+    try:
+        return _execute(options)
+    except KeyboardInterrupt as error:
+        return (
+            INTERRUPTED
+            if isinstance(error.__context__, KeyboardInterrupt)
+            else _end("interrupted by Ctrl-C", INTERRUPTED)
+        )
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -128,7 +140,7 @@ def _terminable() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     # these imports do not load torch
-    from agentfactory.launching.run_folder import RunFolderError
+    from agentfactory.launching.run_folder import RunFolderError, is_run
     from agentfactory.launching.untrusted_folders import check_run_of
     from agentfactory.recipe.load import load_recipe
     from agentfactory.tools.errors import SettingError
@@ -173,8 +185,9 @@ def _run(options: argparse.Namespace) -> int:
     except (SettingError, RunFolderError) as error:
         return _refuse(error)
     except KeyboardInterrupt as error:
-        goes_on = "; continue with --resume" if options.command == "train" else ""
-        return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {folder}{goes_on}", INTERRUPTED)
+        goes_on = "; continue with --resume" if options.command == "train" and is_run(recipe.output) else ""
+        left = f"; run folder {folder}{goes_on}" if recipe.output.exists() else ""
+        return _end(f"interrupted by {str(error) or 'Ctrl-C'}{left}", INTERRUPTED)
     except (ChildFailed, PlacementError) as error:
         return _end(f"failed: {error}; run folder {folder}", FAILED)
     except MostChainsDroppedError as error:

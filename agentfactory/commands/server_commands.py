@@ -40,7 +40,7 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
     """Serve a checkpoint, or the recipe's model (the last checkpoint, for a staged recipe), until the server or this
     process ends. The log goes to `<output>/serve`, serve-2, ... `chat`: also answer chat requests, on this port (0:
     a free one)."""
-    with Children() as children:
+    with Children(say) as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
         check_hub(served.recipe, "serve")
@@ -137,7 +137,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
     except ServerUnreachableError as error:
         raise ChildFailed(str(error)) from error
     check_writable(recipe.output)
-    with Children() as children:
+    with Children(say) as children:
         run_prepare(recipe, children, say)
         folder = _run_folder("eval", recipe, there.recipe)
         _log_to(folder, "eval")
@@ -264,7 +264,7 @@ def acting(
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 
-    with Children() as children:
+    with Children(say) as children:
         served, server = what_is_served(recipe, checkpoint), None
         urls = served.recipe.server.urls
         check_hub(served.recipe, "eval" if command == "eval" else "rollout")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Self
 
 import psutil
 
+from agentfactory.tools.errors import short
 from agentfactory.tools.files.disk import refusal, writing
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.user_code import watch
@@ -79,11 +81,19 @@ class Children:
     Each child leads its own session, so a terminal's Ctrl-C reaches only this process, which then ends the others in
     order. On Linux, descendants are reparented to this process when their parent dies, so they are found. Children that
     run our code also end when this process is killed (`agentfactory.tools.processes.parent_watch`).
+
+    `say` gets a line when a descendant is stopped (SIGSTOP), and one when it continues.
     """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say
+        self._ended = threading.Event()
 
     def __enter__(self) -> Self:
         self._children: list[Child] = []
         self._hurried = False
+        if self._say is not None:
+            threading.Thread(target=self._watch, args=(self._say,), name="stopped processes", daemon=True).start()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # nohup makes SIGHUP ignored; keep it ignored
@@ -95,6 +105,7 @@ class Children:
         # a second signal must not leave anything behind: it shortens the wait for children that are finishing
         watch.tell("reacts")
         interrupt = signal.signal(signal.SIGINT, self._hurry)
+        self._ended.set()
         for number in self._handlers:
             signal.signal(number, self._hurry)
         for child in reversed(self._children):
@@ -132,16 +143,10 @@ class Children:
         self._children.append(child)
         return child
 
-    def wait(self, child: Child, say: Callable[[str], None] | None = None) -> None:
-        """Wait until `child` ends successfully. Report to `say` that a process of the children is stopped (SIGSTOP).
-        Raises ChildFailed if it fails or another child ends first."""
-        stopped, looked = _StoppedProcesses(), time.monotonic()
+    def wait(self, child: Child) -> None:
+        """Wait until `child` ends successfully. Raises ChildFailed if it fails or another child ends first."""
         while child.process.poll() is None:
             self.check(*(other for other in self._children if other is not child))
-            if say is not None and time.monotonic() > looked + _LOOK_SECONDS:
-                for line in stopped.look(self._children):
-                    say(line)
-                looked = time.monotonic()
             time.sleep(POLL_SECONDS)
         # if another child's end brought this one down, report the other as the cause
         self.check(*(other for other in self._children if other is not child))
@@ -193,6 +198,12 @@ class Children:
     def _hurry(self, number: int, frame: FrameType | None) -> None:
         self._hurried = True
 
+    def _watch(self, say: Callable[[str], None]) -> None:
+        stopped = _StoppedProcesses()
+        while not self._ended.wait(_LOOK_SECONDS):
+            for line in stopped.look([*self._children]):
+                say(line)
+
 
 class _StoppedProcesses:
     """A watch for processes that a signal has stopped, so that they neither work nor end."""
@@ -205,17 +216,23 @@ class _StoppedProcesses:
         """Yield a line for each process that was stopped at this look and at the one before, and for each reported
         process that continues."""
         before, self._seen = self._seen, {}
-        for child in children:
-            own = child.process.pid
-            for pid in [own, *(process.pid for process in _descendants(child))]:
-                name = child.name if pid == own else f"process {pid} of the {child.name}"
-                with suppress(psutil.NoSuchProcess):
-                    if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-                        self._seen[pid] = before.get(pid, 0) + 1
-                        if self._seen[pid] == 2:
-                            yield f"the {name} is stopped by a signal, such as SIGSTOP; fix: kill -CONT {pid}"
-                    elif before.get(pid, 0) >= 2:
-                        yield f"the {name} continues"
+        names = {
+            process.pid: f"process {process.pid} of the {child.name}"
+            for child in children
+            for process in _descendants(child)
+        }
+        names |= {child.process.pid: child.name for child in children}
+        for process in psutil.Process().children(recursive=True):
+            pid = process.pid
+            with suppress(psutil.NoSuchProcess):
+                # others are those of tools in this process
+                name = names.get(pid) or f"process {pid} ({short(' '.join(process.cmdline()))})"
+                if process.status() == psutil.STATUS_STOPPED:
+                    self._seen[pid] = before.get(pid, 0) + 1
+                    if self._seen[pid] == 2:
+                        yield f"the {name} is stopped by a signal, such as SIGSTOP; fix: kill -CONT {pid}"
+                elif before.get(pid, 0) >= 2:
+                    yield f"the {name} continues"
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

@@ -67,7 +67,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                     check_reach(stage.recipe)
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
-            with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children() as children:
+            with tempfile.TemporaryDirectory(prefix="agentfactory-launch-") as private, Children(say) as children:
                 _run_stages(plan, folder, children, Path(private), say)
         except BaseException as error:
             # on a full disk, the terminal shows the cause
@@ -165,7 +165,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
         stage.placement.check_trainers_room()
         stage.assignment(url).write(folder.assignment)
     try:
-        children.wait(trainer, say)
+        children.wait(trainer)
     except ChildFailed:
         summary = folder.read_summary()
         if summary.get("status") == "stopped":

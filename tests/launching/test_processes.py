@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -57,20 +58,23 @@ def written(path: Path) -> str:
 def test_a_stopped_child_is_reported_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.05)
     said: list[str] = []
-    with Children() as children:
-        trainer = start(children, tmp_path, "trainer", "import time; time.sleep(1)")
-        trainer.process.send_signal(signal.SIGSTOP)
 
-        def say(line: str) -> None:
-            said.append(line)
-            trainer.process.send_signal(signal.SIGCONT)
+    def say(line: str) -> None:
+        said.append(line)
+        os.kill(int(line.rpartition(" ")[2]), signal.SIGCONT) if "kill -CONT" in line else None
 
-        children.wait(trainer, say)
-        pid = trainer.process.pid
-    assert said == [
-        f"the trainer is stopped by a signal, such as SIGSTOP; fix: kill -CONT {pid}",
-        "the trainer continues",
-    ]
+    tool = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with Children(say) as children:
+        trainer = start(children, tmp_path, "trainer", "import time; time.sleep(60)")
+        for process, name in ((trainer.process, "trainer"), (tool, f"process {tool.pid}")):
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: said and said[-1].endswith("continues"))
+            assert said[0].startswith(f"the {name}")
+            assert said[0].endswith(f"is stopped by a signal, such as SIGSTOP; fix: kill -CONT {process.pid}")
+            assert said[1].startswith(f"the {name}")
+            said.clear()
+    tool.kill()
+    tool.wait()
 
 
 def is_gone(pid: int) -> bool:

@@ -1,6 +1,9 @@
 """Rank 0's intake from its workers: batches that it accepts and refuses."""
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from agentfactory.rollout.groups.group_files import encode_group
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.workers import worker_pool as workers
+from agentfactory.rollout.workers import worker_socket
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import (
     Delivered,
@@ -210,3 +214,16 @@ def test_a_worker_that_stands_still_is_told_of_beside_one_that_speaks(
         receiving.join()
     text = "the rollout worker has sent no message for 0.3 s: its process is stopped, or code blocks its event loop"
     assert caplog.messages == [f"{text}; see logs/worker-1.log"]
+
+
+@pytest.mark.processes
+def test_a_worker_that_does_not_end_is_killed_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_socket, "END_SECONDS", 0.1)
+    end = worker()
+    end._process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    with connected(end):
+        end.close()
+    assert end._process.returncode == -signal.SIGKILL
+    assert "the rollout worker had not ended after 0.1 s, and was killed: user code still ran" in caplog.text

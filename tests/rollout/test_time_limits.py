@@ -13,6 +13,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.environments import environment_host, pool
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.mcp_servers import recipe_server
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.threads import run_on_loop
 from agentfactory.tools.sessions import tool_session
@@ -48,6 +49,11 @@ class Hall(Environment):
     def close(self):
         if self.hangs == "close":
             never.wait(3)
+
+    def gauges(self):
+        if self.hangs == "gauges":
+            never.wait(3)
+        return {} if self.hangs != "no gauges" else {}["none"]
 
     def reset(self, hangs: str = "", **task):
         self.hangs, self.noted = hangs or self.hangs, False
@@ -183,6 +189,21 @@ async def test_a_release_or_a_close_that_hangs_is_named(
     async with scripted_chains(tmp_path, ["done"], source=HANGS, **HALL, rewards=["notes.py:judged"]) as chains:
         assert (await chains.run(hangs="close")).outcome is Outcome.COMPLETED
     assert "hall: Hall.close() did not return within 0.2 s at the end; fix: correct it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hangs", "said"), [("gauges", "did not return within 0.1 s"), ("no gauges", "raised KeyError: 'none'")]
+)
+async def test_gauges_that_fail_are_named_once(
+    hangs: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recipe_server, "_GAUGE_SECONDS", 0.1)
+    async with scripted_chains(tmp_path, ["done"], source=HANGS, **HALL, rewards=["notes.py:judged"]) as chains:
+        await chains.run(hangs=hangs)
+        for _ in range(2):
+            assert await chains.runner.toolset.gauges() == {}
+    text = f"environment hall: gauges() {said}; its numbers are no longer logged; fix: correct it"
+    assert [record.message for record in caplog.records if "gauges" in record.message] == [text]
 
 
 @pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "asyncio.CancelledError"])

@@ -27,7 +27,7 @@ from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.calls.run_notices import Notice, inform, log
+from agentfactory.tools.calls.run_notices import Notice, inform, log, notify
 from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.processes.endings import HOLDS_LOCK, ended_by
 from agentfactory.tools.processes.stacks import Inside
@@ -40,6 +40,8 @@ ALIVE_SECONDS = 5.0
 """Seconds between the worker's `alive` messages."""
 READY_SECONDS = 30.0
 """Seconds after which the user is informed that a new worker is not ready."""
+END_SECONDS = 5.0
+"""Seconds that a worker gets to end its chains and close its tools."""
 _LENGTHS = struct.Struct("<3Q")
 """Lengths in bytes of a message's parts: its JSON, its group's line and its group's record."""
 _LONGEST = 1 << 36
@@ -301,8 +303,14 @@ class WorkerProcess:
         """End the worker after it has processed all messages."""
         try:
             self.messages.source.shutdown(socket.SHUT_WR)
-            self._process.wait(timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            if isinstance(error, subprocess.TimeoutExpired):
+                text = (
+                    f"the rollout worker had not ended after {END_SECONDS:g} s, and was killed: user code still ran, "
+                )
+                text += "such as the release() or close() of an environment, or the machine is busy"
+                notify(logger, "end of the rollout worker", text, see=str(self.log_file))
             self._process.kill()
             self._process.wait()
         self.messages.source.close()

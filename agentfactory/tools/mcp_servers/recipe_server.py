@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mcp_types import Tool
 
+from agentfactory.tools.calls.mcp_results import content_of
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.environments.environment import Environment
@@ -16,7 +17,7 @@ from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_servers.server_entry import Target
 from agentfactory.tools.mcp_servers.server_messages import REPAIR
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.messages import ToolInfrastructureError, text_of
 from agentfactory.tools.processes.memory import memory_of
 
 logger = logging.getLogger(__name__)
@@ -167,9 +168,20 @@ class ToolServer:
             return {}
         try:
             result = await self._shared.call(self._gauges, {}, "", timeout_seconds=_GAUGE_SECONDS)
-        except (CallTimeout, ToolInfrastructureError):
+        except ToolInfrastructureError:
             return {}
+        except CallTimeout:
+            return self._no_gauges(f"did not return within {_GAUGE_SECONDS:g} s")
+        if result.is_error:
+            return self._no_gauges(f"raised {text_of(content_of(result))}")
         return {key: float(value) for key, value in (result.structured_content or {}).items()}
+
+    def _no_gauges(self, why: str) -> dict[str, float]:
+        """Warn that the gauges failed, and do not ask for them again: each call that hangs keeps a thread."""
+        self._gauges = None
+        text = f"environment {self.name}: gauges() {why}; its numbers are no longer logged; fix: correct it"
+        notify(logger, f"gauges of {self.name}", text)
+        return {}
 
     async def _connect(self, reopens: bool = False) -> Connection:
         seconds = self.config.timeout_seconds

@@ -23,7 +23,7 @@ BY_BLOCKS = "flex_attention_by_blocks"
 """transformers' flex_attention, on lines of whole blocks: it replaces flex_attention."""
 IGNORED = {"s_aux": "attention sinks", "indices": "selected keys", "block_indices": "selected keys"}
 """Arguments of attention functions in transformers that torch's kernel does not support, and their meaning."""
-SELECTIONS = ("index_topk", "index_topk_blocks")
+SELECTIONS = ("index_topk", "index_topk_blocks", "indexer_budget")
 """Fields of configurations whose networks select some keys per query."""
 BLOCK = 128
 """Tokens per block of FlexAttention's masks."""
