@@ -41,6 +41,7 @@ TEMPLATES = {
     "pythonic": "lfm2_v2",
     "react": "qwen2_5",
     "code_block": "llama3_1",
+    "json": "gemma3",
     "tags": "gemma3",
 }
 
@@ -146,7 +147,7 @@ def test_the_formats_that_a_template_would_fit_are_named() -> None:
     ]:
         with pytest.raises(ValueError, match=rf"does not read: .*use rollout\.parser={fit}"):
             renderer_of("hermes", template)
-    with pytest.raises(ValueError, match=r"act in plain text: rollout\.parser=react or code_block or tags"):
+    with pytest.raises(ValueError, match=r"act in plain text: rollout\.parser=json or react or code_block or tags"):
         renderer_of("pythonic", "gemma3")
 
 
@@ -193,7 +194,7 @@ def conversation(calls: list[tuple[str, dict[str, Any]]], words: str = "") -> li
     return [*messages, {"role": "assistant", "content": "It will."}]
 
 
-@pytest.mark.parametrize("name", ["react", "code_block", "tags"])
+@pytest.mark.parametrize("name", ["react", "code_block", "json", "tags"])
 def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(name: str) -> None:
     renderer = renderer_of(name)
     calls = CODE if name == "code_block" else SEARCH
@@ -209,7 +210,7 @@ def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(nam
         parsed = renderer.parse(sampled, n, specs=SPECS)
         assert parsed.error is None
         assert [(c.name, c.arguments) for c in parsed.calls] == calls[n : n + 1]
-        assert parsed.answer == (None if n < 2 or name == "code_block" else "It will.")
+        assert parsed.answer == (None if n < 2 or name in ("code_block", "json") else "It will.")
         if n < 2:
             assert parsed.message["content"].startswith("I look.\n")
             new = renderer.dialogue.answers(parsed.calls, [ToolResult(f"Result {n}.")])
@@ -231,6 +232,9 @@ def test_transcripts_that_a_format_cannot_express_are_refused() -> None:
         code.conversation_row(conversation(SEARCH), SPECS)
     with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot write it: .*results come from the tools"):
         tags.conversation_row(conversation(SEARCH, "<information>"), SPECS)
+    for words in ("```python", '{"name": "search", "arguments": {}}', "[result of search]"):
+        with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot write it: .* is read as"):
+            renderer_of("json").conversation_row(conversation(SEARCH, words), SPECS)
     weights = conversation(SEARCH[:1])
     weights[3:4] = [{**weights[3], "weight": 0.5}, {**weights[3], "weight": 1.0}]
     with pytest.raises(ValueError, match="message 3: a turn's results become one message; give them equal weights"):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.store import ImageStore
+from agentfactory.rollout.text.format_tokens import format_tokens
 from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
 from agentfactory.rollout.text.template_and_format import Reasoning, Use, choose_template, recognise
@@ -76,6 +78,7 @@ def make_renderer(
     appends = choice.use in (Use.APPEND, Use.TRAINING_VARIANT)
     if appends and not renderer.tokens_agree(PROBE_TOOLS if tools else []):
         info["reasons"].append("tokens merge across the turn boundary: the boundary is tokenised separately")
+    info["tokens"] = asdict(format_tokens(renderer))
     if log:
         log({"renderer": info})
     return renderer

@@ -3,7 +3,7 @@
 peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -27,9 +27,15 @@ def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
     return not isinstance(model, PreTrainedModel)
 
 
-def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | list[str], seed: int) -> "PeftModel":
-    """Return the network with the policy's adapter on `modules` (peft's `target_modules`). The adapter's weights are
-    float32 and determined by `seed`; the base is frozen."""
+def add_adapter(
+    network: PreTrainedModel,
+    config: LoraConfig,
+    modules: str | list[str],
+    seed: int,
+    tokens: Mapping[str, list[int]] | None = None,
+) -> "PeftModel":
+    """Return the network with the policy's adapter on `modules` (peft's `target_modules`), and on rows of tables: see
+    `token_rows.tables_of`. The adapter's weights are float32 and determined by `seed`; the base is frozen."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -40,6 +46,7 @@ def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | lis
         lora_dropout=config.dropout,
         target_modules=modules,
         task_type="CAUSAL_LM",
+        trainable_token_indices=dict(tokens) if tokens else None,
     )
     torch.manual_seed(seed)
     model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
@@ -54,7 +61,7 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    own = {name: value for name, value in trained.items() if f".{POLICY_ADAPTER}." in name}
+    own = {name: value for name, value in trained.items() if POLICY_ADAPTER in name.split(".")}
     return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
 
 
