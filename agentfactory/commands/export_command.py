@@ -124,15 +124,15 @@ def _name_base(folder: Path, base: str) -> None:
 def _merge(checkpoint: Path, base: str, output: Path) -> None:
     """Merge the adapter into its base: add its product in float32, and round once, to the training's dtype."""
     import torch
-    from peft import PeftModel
     from transformers import AutoConfig
 
     from agentfactory.rollout.images.families import copy_processor
+    from agentfactory.trainers.networks.lora import merge_adapter
     from agentfactory.trainers.networks.network import class_of
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
     network = class_of(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(network, checkpoint).merge_and_unload(safe_merge=True)
+    merged = merge_adapter(network, checkpoint)
     merged.to(getattr(torch, read_info(checkpoint)["recipe"]["model"]["dtype"])).save_pretrained(output)
     copy_processor(base, output)
 

@@ -5,10 +5,11 @@ peft is imported only if there is an adapter: with the optional packages that it
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.rollout.config import LoraConfig
@@ -63,6 +64,25 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     own = {name: value for name, value in trained.items() if POLICY_ADAPTER in name.split(".")}
     return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+
+
+def merge_adapter(network: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Return the network with the adapter of a peft folder merged into its weights."""
+    from peft import PeftModel
+
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if tied:
+        # peft adds the factors of each table to its weight, and would add both to a shared one
+        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+        network.config.tie_word_embeddings = False
+    merged: Any = PeftModel.from_pretrained(network, folder).merge_and_unload(safe_merge=True)
+    if tied:
+        if not torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight):
+            raise ValueError("the adapter changes head and embedding, which are one table, differently")
+        merged.config.tie_word_embeddings = True
+        merged.tie_weights()
+    return merged
 
 
 def use_adapter(model: "PeftModel", name: str) -> None:

@@ -189,8 +189,8 @@ def make_policy(
     device: torch.device | str = "cpu",
     tokens: Sequence[int] = (),
 ) -> Policy:
-    """Make a policy from a network: apply the recipe's options and add its adapter, if any, with the rows of `tokens`. No
-    weight is read, so the network may have none, as in agentfactory.placement.trainer_memory."""
+    """Make a policy from a network: apply the recipe's options and add its adapter, if any, with the rows of
+    `tokens`. No weight is read, so the network may have none, as in agentfactory.placement.trainer_memory."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)

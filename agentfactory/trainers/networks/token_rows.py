@@ -1,5 +1,5 @@
-"""Rows of single tokens in the head and the embedding: finding rows that were never trained, and training rows beside an
-adapter.
+"""Rows of single tokens in the head and the embedding: finding rows that were never trained, and training rows beside
+an adapter.
 
 Many vocabularies have tokens that pretraining never saw. Their rows are all equal, so the network gives all of them the
 same probability, and an adapter on the layers cannot change that.
@@ -129,8 +129,8 @@ def describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
     most = max(alike.values(), key=lambda found: found.others)
     return (
         f"the network cannot tell {named} from {most.others:,} other tokens such as {name(most.nearest)!r} "
-        f"({most.nearest}): their rows of the {most.table} differ by {most.distance:.1g} of their length, so they were "
-        "never trained"
+        f"({most.nearest}): their rows of the {most.table} are equal to {max(most.distance, 1e-4):.1g} of their length, "
+        "so they were never trained"
     )
 
 
@@ -215,8 +215,8 @@ def copy_rows(network: Any, source: str, target: str) -> None:
 
 
 def compute_rows_alone(network: Any) -> None:
-    """Make peft's layers compute the trained rows beside the frozen table. Their own forward pass copies the whole table
-    into each pass, and computes the gradient of all its rows."""
+    """Make peft's layers compute the trained rows beside the frozen table. Their own forward pass copies the whole
+    table, and their backward pass computes the gradient of all its rows."""
     for _, layer in rows_of(network):
         layer.forward_adapters = MethodType(_forward, layer)
 
