@@ -29,12 +29,12 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 VOCABULARY = 512
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,
     "initializer_range": 0.3,
     "max_position_embeddings": 256,
 }
@@ -63,7 +63,7 @@ def make_untrained(kind: str, folder: Path, needs: TokenNeeds) -> Path:
     tags = [needs.tokens.written[OPEN], needs.tokens.written[CLOSE]]
     with torch.no_grad():
         for table in (network.get_input_embeddings(), network.get_output_embeddings()):
-            table.weight[[*tags, *range(470, 512)]] = table.weight[511] + 1e-3 * torch.randn(44, 32)
+            table.weight[[*tags, *range(470, 512)]] = table.weight[511] + 1e-3 * torch.randn(44, 64)
     network.save_pretrained(folder)
     needs.tokenizer.save_pretrained(folder)
     return folder

@@ -22,7 +22,7 @@ from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, Family
 from tests.model_families import renderer_of as family_renderer
 from tests.scripted_server import serve_script
 
@@ -152,6 +152,24 @@ def test_the_formats_that_a_template_would_fit_are_named() -> None:
 
 
 # --- the prefix ------------------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_shows_other_calls_than_it_writes_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As published with Qwen2.5-Coder-1.5B, which copies the doubled braces."""
+    right = trl_template("qwen2_5")
+    wrong = right.replace('{\\"name\\": <function-name>', '{{\\"name\\": <function-name>')
+    assert wrong != right
+    assert renderer_of("hermes", right).behaviour.misprint is None
+    renderer = renderer_of("hermes", wrong)
+    assert (renderer.behaviour.misprint or "").startswith('<tool_call>\n{{"name"')
+    assert any("shows calls as '<tool_call>" in reason for reason in renderer.info["reasons"])
+    assert "instructions show calls as" in caplog.text
+    assert "rollout.parser=json, which reads both" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_published_templates_show_the_calls_that_they_write(family: Family) -> None:
+    assert family_renderer(family).behaviour.misprint is None
 
 
 def test_a_prefix_is_a_part_of_the_turn() -> None:

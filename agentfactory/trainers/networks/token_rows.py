@@ -129,8 +129,8 @@ def describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
     most = max(alike.values(), key=lambda found: found.others)
     return (
         f"the network cannot tell {named} from {most.others:,} other tokens such as {name(most.nearest)!r} "
-        f"({most.nearest}): their rows of the {most.table} are equal to {max(most.distance, 1e-4):.1g} of their length, "
-        "so they were never trained"
+        f"({most.nearest}): their rows of the {most.table} are equal to {max(most.distance, 1e-4):.1g} of their "
+        "length, so they were never trained"
     )
 
 
