@@ -1,24 +1,33 @@
 """Tokens that a network cannot tell from others, and the training of their rows beside an adapter."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.tools.calls.run_notices import notice_of
+from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.lora import adapters_off, merge_adapter
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike, rows_of
+from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike, rows_of, with_trained_rows
 from agentfactory.trainers.sync.canary import canary_rows, with_tokens
 from agentfactory.trainers.sync.server_control import SyncError
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state
+from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
+from tests.saved_checkpoint import save_checkpoint
+from tests.trainers.conftest import make_row
 from tests.trainers.float64 import assert_equal, in_float64
 from tests.untrained_tokens import (
     CLOSE,
@@ -37,7 +46,10 @@ def needs() -> TokenNeeds:
     return make_needs()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+FURTHER = [pytest.param(kind, marks=pytest.mark.extended) for kind in KINDS if kind not in ("tied", "untied")]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied", *FURTHER])
 def dead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, needs: TokenNeeds) -> Path:
     return make_untrained(request.param, tmp_path_factory.mktemp(request.param), needs)
 
@@ -192,6 +204,39 @@ def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: Tok
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.tie_word_embeddings == policy.network.config.tie_word_embeddings
     torch.testing.assert_close(logprobs(merged, ids), expected, atol=1e-4, rtol=0)
+
+
+def test_rows_are_read_back_from_what_is_written(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
+    policy = trained(dead, needs)
+    state = policy.gather()
+    file = policy.save_adapter(tmp_path, state)
+    read = with_trained_rows(policy.network, load_file(file))
+    assert read.keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(read[name], value, atol=1e-6, rtol=0)
+
+
+def test_a_learner_trains_the_rows_and_is_restored(
+    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    learner = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    before = {name: value.clone() for name, value in learner.policy.gather().items()}
+    rng = random.Random(0)
+    rows = [make_row(rng) for _ in range(4)]
+    for row in rows:
+        row.token_ids[-2:] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
+        row.mask[-2:] = 1, 1
+    made = [found for row in rows if (found := training_row(row, 1.0)) is not None]
+    update_policy(learner, learner.deal(made), recipe_of(dead))
+    learner.end_step()
+    after = learner.policy.gather()
+    changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    assert [name for name in changed if name.endswith("trainable_tokens_delta")]
+    path = save_checkpoint(tmp_path, 1, learner, needs.tokenizer, {})
+    again = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    load_state(path, again)
+    for name, value in again.policy.gather().items():
+        assert torch.equal(value, after[name]), name
 
 
 def test_the_embedded_engine_serves_the_rows(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:

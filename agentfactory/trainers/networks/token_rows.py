@@ -186,6 +186,8 @@ def set_initial_rows(network: Any, tokens: Sequence[int], needs: TokenNeeds, see
     the rows of the pieces of the token's text."""
     for _, layer in rows_of(network):
         if layer.tied_adapter is None:
+            # in host memory, for files that are written while the network's memory is used otherwise
+            layer.original_rows = layer.base_layer.weight[list(tokens)].float().cpu()
             rows = _initial_rows(layer.base_layer.weight, tokens, needs, seed)
             layer.trainable_tokens_delta[POLICY_ADAPTER].data.copy_(rows)
 
@@ -255,7 +257,7 @@ def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -
         assert rows is not None
         first = rows if first is None else first
         tokens = layer.token_indices[POLICY_ADAPTER]
-        change = rows.cpu().float() - layer.trainable_tokens_original[POLICY_ADAPTER].cpu().float()
+        change = rows.cpu().float() - _original(layer)
         select = torch.zeros(len(tokens), layer.base_layer.weight.shape[0])
         select[torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
         prefix = f"base_model.model.{name}"
@@ -272,4 +274,27 @@ def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -
     # alpha / rank is 1
     config.rank_pattern, config.alpha_pattern = {**ranks}, {**ranks}
     config.trainable_token_indices = None
+    return state
+
+
+def _original(layer: Any) -> Tensor:
+    rows: Tensor = (layer.tied_adapter or layer).original_rows
+    return rows
+
+
+def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter with its low-rank factors of embedding and head as trained rows, the inverse of
+    `with_low_rank_rows`. Raises ValueError if they are of other tokens than the network's adapter trains."""
+    state = dict(state)
+    for name, layer in rows_of(network):
+        prefix = f"base_model.model.{name}"
+        if isinstance(layer.base_layer, nn.Embedding):
+            select, change = state.pop(f"{prefix}.lora_embedding_A"), state.pop(f"{prefix}.lora_embedding_B").T
+        else:
+            change, select = state.pop(f"{prefix}.lora_A.weight"), state.pop(f"{prefix}.lora_B.weight").T
+        tokens = layer.token_indices[POLICY_ADAPTER]
+        if select.argmax(1).tolist() != list(tokens):
+            raise ValueError(f"the adapter has rows of the tokens {select.argmax(1).tolist()}, not of {list(tokens)}")
+        if layer.tied_adapter is None:
+            state[f"{prefix}.token_adapter.trainable_tokens_delta"] = _original(layer) + change
     return state

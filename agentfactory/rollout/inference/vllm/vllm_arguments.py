@@ -28,7 +28,7 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
         flags += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if server.quantization is not None:
         flags += ["--quantization", server.quantization]
-    ranks = [_adapter_rank(path) for path in adapters.values()] + ([_rank(lora)] if lora else [])
+    ranks = [_adapter_rank(path) for path in adapters.values()] + ([adapter_rank(lora)] if lora else [])
     if ranks:
         rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
         flags += ["--enable-lora", "--max-loras", str(recipe.max_loras), "--max-lora-rank", str(rank)]
@@ -57,7 +57,7 @@ def _image_flags(recipe: RolloutRecipe) -> list[str]:
     return flags
 
 
-def _rank(lora: LoraConfig) -> int:
+def adapter_rank(lora: LoraConfig) -> int:
     """Return the rank of an adapter that will be trained. Rows of tokens have the number of tokens as their rank."""
     if lora.trainable_tokens is None:
         return lora.rank
