@@ -66,7 +66,7 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
     return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
 
 
-def merge_adapter(network: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def merge_adapter(network: Any, folder: Path) -> PreTrainedModel:
     """Return the network with the adapter of a peft folder merged into its weights."""
     from peft import PeftModel
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,9 +22,6 @@ from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.lora import POLICY_ADAPTER
-
-if TYPE_CHECKING:
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
 
 logger = logging.getLogger(__name__)
 
@@ -144,9 +141,9 @@ def _fix(alike: dict[int, Alike], tokens: FormatTokens) -> str:
 def _id_of(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     found: Any = tokenizer.get_vocab().get(text)
     if found is None:
-        raise SettingError(
-            "model.lora.trainable_tokens", f"got {text!r}, which is no token of the vocabulary", "use auto"
-        )
+        known = ", ".join(sorted(tokenizer.get_added_vocab())[:5])
+        problem, fix = f"got {text!r}, which is no token of the vocabulary", f"use auto, or tokens such as {known}"
+        raise SettingError("model.lora.trainable_tokens", problem, fix)
     return int(found)
 
 
@@ -168,7 +165,7 @@ def tables_of(network: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
     return {name: list(tokens) for name, module in network.named_modules() if module in tables} if tokens else {}
 
 
-def rows_of(network: Any) -> "list[tuple[str, TrainableTokensLayer]]":
+def rows_of(network: Any) -> list[tuple[str, Any]]:
     """Return peft's layers with the trained rows of embedding and head, by the name of the table; a tied head's layer
     refers to the embedding's rows."""
     from peft.utils.other import TrainableTokensWrapper
