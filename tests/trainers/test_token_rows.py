@@ -1,5 +1,6 @@
 """Tokens that a network cannot tell from others, and the training of their rows beside an adapter."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.text.format_tokens import FormatTokens
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
@@ -288,3 +293,27 @@ def test_pushed_rows_are_proven(kind: str, needs: TokenNeeds, tmp_path: Path) ->
         for number, lost in enumerate(["lm_head", "embed_tokens"]):
             with pytest.raises(SyncError, match=r"it does not have these rows|from the trainer's at the start"):
                 push_versions(model, needs, url, tmp_path / f"lost{number}", lost)
+
+
+# --- a real model ----------------------------------------------------------------------------------------------------
+
+REAL = os.environ.get("AGENTFACTORY_REAL_MODELS")
+"""A folder with Qwen2.5-Coder-0.5B-Instruct as `qwen-0.5b`."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(REAL is None, reason="AGENTFACTORY_REAL_MODELS names no folder of real models")
+def test_the_tags_of_qwen_coder_were_never_trained() -> None:
+    folder = Path(REAL or "") / "qwen-0.5b"
+    tokenizer = load_tokenizer(str(folder))
+    found = {}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for parser in ("auto", "json"):
+            tokens = FormatTokens.of_info(make_renderer(tokenizer, parser=parser).info)
+            assert tokens is not None
+            head = find_alike("head", file.get_tensor("lm_head.weight"), tokens.written.values())
+            embedding = find_alike("embedding", file.get_tensor("model.embed_tokens.weight"), tokens.read.values())
+            found[parser] = {**head, **embedding}
+    assert {str(tokenizer.convert_ids_to_tokens(token)) for token in found["auto"]} == {OPEN, CLOSE}
+    assert all(alike.others > 3_000 for alike in found["auto"].values())
+    assert found["json"] == {}
