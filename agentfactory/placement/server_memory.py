@@ -19,7 +19,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.inference.embedded.packed_linear import second_copies
 from agentfactory.rollout.inference.embedded.step_plan import has_sliding_window, head_width
-from agentfactory.rollout.inference.vllm.vllm_arguments import LORA_RANKS
+from agentfactory.rollout.inference.vllm.vllm_arguments import LORA_RANKS, adapter_rank
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES, BUFFERS
 
@@ -146,7 +146,7 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
     if lora is None:
         return 0
     linear = [(m.in_features, m.out_features) for m in network.modules() if isinstance(m, nn.Linear)]
-    rank = lora.rank
+    rank = adapter_rank(lora)
     if server.engine == "vllm":
         linear += [(m.num_embeddings, m.embedding_dim) for m in network.modules() if isinstance(m, nn.Embedding)]
         rank = next((known for known in LORA_RANKS if known >= rank), rank)

@@ -82,7 +82,7 @@ def _weights(model: nn.Module) -> dict[str, int]:
     sizes = {"weights": 0, "adapter": 0, "critic": 0, "reference": 0}
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         row = "critic" if role_of(name) == Role.CRITIC else "adapter" if ".lora_" in name else "weights"
-        if f".{REFERENCE_ADAPTER}." in name:
+        if REFERENCE_ADAPTER in name.split("."):
             row = "reference"
         sizes[row] += weight.numel() * weight.itemsize
     return sizes

@@ -21,6 +21,8 @@ _MERGE = "set model.lora.merge=true, which merges it into the base first"
 _OF_A_RUN = {"from", "merge", "dropout", "quantization"}
 """Fields of model.lora that describe how a run trains its adapter, not the adapter."""
 _FACTOR = re.compile(r"base_model\.model\..+\.lora_[AB]\.weight")
+_ROW_FACTOR = re.compile(r"base_model\.model\..+\.lora_embedding_[AB]")
+"""Factors of an embedding, with which model.lora.trainable_tokens saves its rows."""
 
 
 def shape_of(lora: LoraConfig) -> dict[str, Any]:
@@ -86,16 +88,19 @@ def saved_shape(folder: Path) -> dict[str, Any]:
     """Return the fields of model.lora that describe the adapter in `folder`. Raises SettingError."""
     config = _read(folder)
     targets: Any = config.get("target_modules")
+    tokens: Any = None
     if (folder / INFO).is_file():
         # peft writes the names of modules, and the recipe may have a shorter form
         try:
-            targets = read_info(folder)["recipe"]["model"]["lora"]["target_modules"]
+            lora = read_info(folder)["recipe"]["model"]["lora"]
+            # checkpoints of earlier versions have no tokens
+            targets, tokens = lora["target_modules"], lora.get("trainable_tokens")
         except (OSError, ValueError, LookupError, TypeError) as error:
             problem = f"{display(folder)}: {INFO} cannot be read: {error!r}"
             raise SettingError(_FROM, problem, "name another checkpoint") from None
     elif isinstance(targets, list):
         targets = sorted(targets)
-    return {"rank": config["r"], "alpha": config["lora_alpha"], "target_modules": targets}
+    return {"rank": config["r"], "alpha": config["lora_alpha"], "target_modules": targets, "trainable_tokens": tokens}
 
 
 def check_adapter(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
@@ -116,12 +121,15 @@ def check_adapter(recipe: Recipe, prepared: Path | None, after: str | None) -> N
     if lora.merge:
         return
     where = f"the adapter in {display(folder)}"
-    others = ("exclude_modules", "layers_to_transform")
+    shape = saved_shape(folder)
+    others = ["exclude_modules", "layers_to_transform"]
+    if shape["trainable_tokens"] is None:
+        others += ["rank_pattern", "alpha_pattern"]
     reason = unsupported(config) or next((f"{name}: {config[name]!r}" for name in others if config.get(name)), None)
     if reason is not None:
         raise SettingError(_FROM, f"{where} cannot be trained further: {reason}", _MERGE)
-    _check_equal(shape_of(lora), saved_shape(folder), where)
-    _check_tensors(folder, where)
+    _check_equal(shape_of(lora), shape, where)
+    _check_tensors(folder, where, has_rows=shape["trainable_tokens"] is not None)
 
 
 def doubts_about_adapter(recipe: Recipe) -> list[str]:
@@ -221,14 +229,15 @@ def _read(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_tensors(folder: Path, where: str) -> None:
-    """Raise SettingError unless the adapter's file contains nothing but the factors of linear modules."""
+def _check_tensors(folder: Path, where: str, has_rows: bool) -> None:
+    """Raise SettingError unless the adapter's file contains nothing but the factors of linear modules, and with
+    `has_rows` of an embedding."""
     try:
         with safe_open(folder / WEIGHTS, framework="np") as file:
             names = list(file.keys())
     except (OSError, SafetensorError) as error:
         raise SettingError(_FROM, f"{where}: {WEIGHTS} cannot be read: {error}", "name another adapter") from None
-    others = [name for name in names if not _FACTOR.fullmatch(name)]
+    others = [name for name in names if not _FACTOR.fullmatch(name) and not (has_rows and _ROW_FACTOR.fullmatch(name))]
     if others or not names:
         what = f"it has the tensor {others[0]}" if others else "it has no tensors"
         raise SettingError(_FROM, f"{where} cannot be trained further: {what}", _MERGE)

@@ -41,6 +41,9 @@ class LoraConfig(Section):
     target_modules: str | list[str] = "all-linear"
     """Linear modules that get an adapter: all-linear, a list of names, or a regular expression that matches full module
     names. In a multimodal model, all-linear covers only the language model, unless train.vision is trained."""
+    trainable_tokens: Literal["auto"] | list[str] | None = None
+    """Tokens whose rows of head and embedding are trained, too. auto: the tokens of the format that the network cannot
+    tell from others, because they were never trained. Null: none; such tokens are then refused."""
     quantization: Literal["nf4"] | None = None
     """QLoRA (arXiv:2305.14314): store the base model at four bits per weight during training. Needs bitsandbytes, and
     either a single process or ddp."""

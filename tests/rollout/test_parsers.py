@@ -194,6 +194,37 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
         ("Action: move\nAction Input: north", [("move", {"to": "north"})], ""),
         ("Action: python\nAction Input:\nfor i in []:\n    i", [("python", {"code": "for i in []:\n    i"})], ""),
     ],
+    "json": [
+        ('I go.\n```json\n{"name": "look", "arguments": {}}\n```\nThen.', [("look", {})], "I go.\nThen."),
+        ('I go. {"name": "look", "parameters": {}} Then.', [("look", {})], "I go.\nThen."),
+        (
+            '```\n[{"name": "search", "arguments": {"query": "```"}},\n {"name": "look", "arguments": {}}]\n```',
+            [("search", {"query": "```"}), ("look", {})],
+            "",
+        ),
+        # as templates show it whose braces are doubled by mistake
+        ('{{"name": "move", "arguments": {"to": "n"}}}', [("move", {"to": "n"})], ""),
+        ('{{"name": "move", "arguments": {"to": "n"}} ok', [("move", {"to": "n"})], "ok"),
+        ('{"arguments": {"to": "n"}, "name": "move"}', [("move", {"to": "n"})], ""),
+        (
+            '{"type": "function", "function": {"name": "fly", "arguments": {}}}',
+            [("fly", {})],
+            '{"type": "function", "function":\n}',
+        ),
+        ('{"name": "look"}', [("look", {})], ""),
+        # JSON that is no call
+        ('{"name": "Ada"}', [], '{"name": "Ada"}'),
+        ('{"name": "look", "age": 3}', [], '{"name": "look", "age": 3}'),
+        ('{"parameters": {"a": 1}}', [], '{"parameters": {"a": 1}}'),
+        ('{"name": [', [], '{"name": ['),
+        ("It is {3}.", [], "It is {3}."),
+        (
+            '```python\nf({"name": "look", "arguments": {}})\n```',
+            [],
+            '```python\nf({"name": "look", "arguments": {}})\n```',
+        ),
+        ('```python\nx\n```\n{"name": "look", "arguments": {}}', [("look", {})], "```python\nx\n```"),
+    ],
     "code_block": [
         ("I count.\n```python\nprint(1)\n```\nThen.", [("python", {"code": "print(1)"})], "I count.\nThen."),
         ("```py\na = 1\n```\n```python\na\n```", [("python", {"code": "a = 1\n\na"})], ""),
@@ -308,6 +339,14 @@ REFUSED = {
         ('Action: add\nAction Input: {"a": 1} ok', "text follows the JSON object"),
         ("Action: fly\nAction Input: high", "Action Input of fly: expected a JSON object"),
     ],
+    "json": [
+        ('{"name": "look", "arguments": {}}\n[result of look]\na wall', "results come from the tools"),
+        ('{"name": "look", "arguments": {', "not valid JSON"),
+        ('```json\n{"name": "look", "arguments": {}\n```', "not valid JSON"),
+        ('{"name": "look", "arguments": "{}"}', '"arguments" must be a JSON object, not a string'),
+        ('{"name": "look", "arguments": {"a": 1, "a": 2}}', "the key 'a' is given twice"),
+        ('{"name": "look", "arguments": {}} {"name": "look", "arguments": {]}', "not valid JSON"),
+    ],
     "code_block": [("```python\nprint(1)", "without its closing line")],
     "tags": [
         ("I wonder.", "neither a call nor an <answer>"),
@@ -418,7 +457,7 @@ def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> Non
     calls = [ToolCall("call_0", "search", {}), ToolCall("call_1", "look", {})]
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     results = [ToolResult("It rains.", info={"rank": 1}), ToolResult([image])]
-    for name in ("react", "code_block", "tags"):
+    for name in ("react", "code_block", "json", "tags"):
         parser = parser_of(name)
         told = parser.instructions(SPECS)
         assert told is not None
@@ -636,6 +675,7 @@ BEGINNINGS = {
     "pythonic": ["[look(a=", "[look(a='", "<|tool_call_start|>[look(a=["],
     "react": ["Action: look\nAction Input: ", "Final Answer: "],
     "code_block": ["```", "```python\n"],
+    "json": ['{"name": "look", "arguments": {"a": ', '{{"name": "look", "x": ', "```json\n", "```python\n"],
     "tags": ["<search>", "<move>{", "<answer>"],
     "deepseek_v3": [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{",
@@ -669,6 +709,7 @@ BEGINNINGS = {
     "seed_oss": ["<seed:tool_call><function=look><parameter=a>", "<seed:tool_call><function=put><parameter=items>["],
 }
 OWN_UNITS = {
+    "json": ['{"name": "look", "arguments": {}}', '{"name": "a", "x": ', '{"name": "a", "x": [', '{{"name": 1}', "[{"],
     "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"],
     "deepseek_v31": ["<｜tool▁call▁begin｜>look<｜tool▁sep｜>{}<｜tool▁call▁end｜>"],
     "deepseek_v32": ['<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter> "],

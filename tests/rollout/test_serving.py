@@ -44,6 +44,17 @@ def test_vllm_gets_adapters_of_a_rank_that_it_knows(tmp_path: Path) -> None:
     assert f"--lora-modules checkpoint={tmp_path}" in text
 
 
+def test_vllm_accepts_rows_of_tokens_as_adapters_of_tables(tmp_path: Path) -> None:
+    assert "--table-adapters" not in command(lora=9)
+    for tokens, rank in (("auto", 16), ([f"<{n}>" for n in range(20)], 32)):
+        model = {"path": "m", "lora": {"rank": 4, "trainable_tokens": tokens}}
+        flags = server_command(RolloutRecipe.model_validate({"model": model}))
+        assert "--table-adapters" in flags
+        assert flags[flags.index("--max-lora-rank") + 1] == str(rank)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "rank_pattern": {"lm_head": 20}}))
+    assert "--max-lora-rank 32 --table-adapters" in command(adapters={"checkpoint": tmp_path})
+
+
 def test_the_embedded_engine_gets_what_it_knows(tmp_path: Path) -> None:
     text = command("file", {"checkpoint": tmp_path}, engine="embedded", api_key_env="KEY")
     assert " -m agentfactory.rollout.inference.embedded m --host 127.0.0.1 --port 0 --dtype bfloat16 " in text

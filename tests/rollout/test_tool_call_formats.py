@@ -22,7 +22,7 @@ from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, Family
 from tests.model_families import renderer_of as family_renderer
 from tests.scripted_server import serve_script
 
@@ -41,6 +41,7 @@ TEMPLATES = {
     "pythonic": "lfm2_v2",
     "react": "qwen2_5",
     "code_block": "llama3_1",
+    "json": "gemma3",
     "tags": "gemma3",
 }
 
@@ -146,11 +147,29 @@ def test_the_formats_that_a_template_would_fit_are_named() -> None:
     ]:
         with pytest.raises(ValueError, match=rf"does not read: .*use rollout\.parser={fit}"):
             renderer_of("hermes", template)
-    with pytest.raises(ValueError, match=r"act in plain text: rollout\.parser=react or code_block or tags"):
+    with pytest.raises(ValueError, match=r"act in plain text: rollout\.parser=json or react or code_block or tags"):
         renderer_of("pythonic", "gemma3")
 
 
 # --- the prefix ------------------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_shows_other_calls_than_it_writes_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As published with Qwen2.5-Coder-1.5B, which copies the doubled braces."""
+    right = trl_template("qwen2_5")
+    wrong = right.replace('{\\"name\\": <function-name>', '{{\\"name\\": <function-name>')
+    assert wrong != right
+    assert renderer_of("hermes", right).behaviour.misprint is None
+    renderer = renderer_of("hermes", wrong)
+    assert (renderer.behaviour.misprint or "").startswith('<tool_call>\n{{"name"')
+    assert any("shows calls as '<tool_call>" in reason for reason in renderer.info["reasons"])
+    assert "instructions show calls as" in caplog.text
+    assert "rollout.parser=json, which reads both" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_published_templates_show_the_calls_that_they_write(family: Family) -> None:
+    assert family_renderer(family).behaviour.misprint is None
 
 
 def test_a_prefix_is_a_part_of_the_turn() -> None:
@@ -193,7 +212,7 @@ def conversation(calls: list[tuple[str, dict[str, Any]]], words: str = "") -> li
     return [*messages, {"role": "assistant", "content": "It will."}]
 
 
-@pytest.mark.parametrize("name", ["react", "code_block", "tags"])
+@pytest.mark.parametrize("name", ["react", "code_block", "json", "tags"])
 def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(name: str) -> None:
     renderer = renderer_of(name)
     calls = CODE if name == "code_block" else SEARCH
@@ -209,7 +228,7 @@ def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(nam
         parsed = renderer.parse(sampled, n, specs=SPECS)
         assert parsed.error is None
         assert [(c.name, c.arguments) for c in parsed.calls] == calls[n : n + 1]
-        assert parsed.answer == (None if n < 2 or name == "code_block" else "It will.")
+        assert parsed.answer == (None if n < 2 or name in ("code_block", "json") else "It will.")
         if n < 2:
             assert parsed.message["content"].startswith("I look.\n")
             new = renderer.dialogue.answers(parsed.calls, [ToolResult(f"Result {n}.")])
@@ -231,6 +250,9 @@ def test_transcripts_that_a_format_cannot_express_are_refused() -> None:
         code.conversation_row(conversation(SEARCH), SPECS)
     with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot write it: .*results come from the tools"):
         tags.conversation_row(conversation(SEARCH, "<information>"), SPECS)
+    for words in ("```python", '{"name": "search", "arguments": {}}', "[result of search]"):
+        with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot write it: .* is read as"):
+            renderer_of("json").conversation_row(conversation(SEARCH, words), SPECS)
     weights = conversation(SEARCH[:1])
     weights[3:4] = [{**weights[3], "weight": 0.5}, {**weights[3], "weight": 1.0}]
     with pytest.raises(ValueError, match="message 3: a turn's results become one message; give them equal weights"):

@@ -12,7 +12,7 @@ _KNOWN_FIELDS = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "inference_mode"),
     *("init_lora_weights", "layers_to_transform", "layers_pattern", "loftq_config", "eva_config", "corda_config"),
-    *("megatron_core", "qalora_group_size"),
+    *("megatron_core", "qalora_group_size", "rank_pattern", "alpha_pattern"),
 }
 
 

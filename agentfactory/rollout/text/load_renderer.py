@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.store import ImageStore
+from agentfactory.rollout.text.format_tokens import format_tokens
 from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
 from agentfactory.rollout.text.template_and_format import Reasoning, Use, choose_template, recognise
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.text.tokenizer import generation_eos, load_tokenizer
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
 
+logger = logging.getLogger(__name__)
+_PAGE = "docs/tool-call-formats.md"
 Log = Callable[[dict[str, Any]], None]
 
 
@@ -76,6 +82,11 @@ def make_renderer(
     appends = choice.use in (Use.APPEND, Use.TRAINING_VARIANT)
     if appends and not renderer.tokens_agree(PROBE_TOOLS if tools else []):
         info["reasons"].append("tokens merge across the turn boundary: the boundary is tokenised separately")
+    if misprint := choice.behaviour.misprint:
+        fix = "set model.chat_template to a corrected one, or rollout.parser=json, which reads both"
+        text = f"the chat template's instructions show calls as {misprint!r}, but it writes them otherwise"
+        notify(logger, "misprint in the chat template", f"{text}: models copy what they are shown; {fix}", see=_PAGE)
+    info["tokens"] = asdict(format_tokens(renderer))
     if log:
         log({"renderer": info})
     return renderer

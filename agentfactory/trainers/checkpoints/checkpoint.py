@@ -12,12 +12,14 @@ from accelerate import Accelerator
 from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.text.format_tokens import FormatTokens
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO, figure, find_best, metric_names
 from agentfactory.trainers.checkpoints.checkpoint_folder import ONLY_BEST, checkpoints, prune, read_info
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.checkpoints.train_state import TrainState
 from agentfactory.trainers.config import TrainConfig
+from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
 
@@ -61,6 +63,14 @@ class Checkpoints:
         """Set the chat template and the description of its renderer that each checkpoint contains (rank 0)."""
         self._tokenizer.chat_template = chat_template
         self._info["renderer"] = renderer
+
+    def token_needs(self, accelerator: Accelerator) -> TokenNeeds | None:
+        """Return, in all ranks, the tokens that rank 0's renderer needs; None if it is unknown. Every process calls
+        it."""
+        found = [FormatTokens.of_info(self._info.get("renderer", {}))]
+        if accelerator.num_processes > 1:
+            dist.broadcast_object_list(found, src=0)
+        return None if found[0] is None else TokenNeeds(found[0], self._tokenizer)
 
     def due(self, step: int) -> bool:
         """Return whether the recipe requests a checkpoint of `step`."""

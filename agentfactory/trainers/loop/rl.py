@@ -108,7 +108,10 @@ def train_rl(
     images. Version 0 is the initial weights; step k ends with version k.
     """
     with services.turns.training():
-        learner = Learner(recipe, accelerator, recipe.rollout.temperature, images)
+        needs = checkpoints.token_needs(accelerator)
+        learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)
+        if services.canary is not None:
+            services.canary.watch(learner.policy.trained_tokens)
         services.turns.share(learner)
         checkpoints.restore(learner)
         loop = _Loop(recipe, accelerator, checkpoints, learner, services)

@@ -103,7 +103,7 @@ def train_sft(
     main = accelerator.is_main_process
     stop = stop or Stop()
     train_state = checkpoints.train_state
-    learner = Learner(recipe, accelerator, images=images)
+    learner = Learner(recipe, accelerator, images=images, needs=checkpoints.token_needs(accelerator))
     checkpoints.restore(learner)
     consumed = train_state.step * train.batch_size
     examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())

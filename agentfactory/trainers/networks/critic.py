@@ -16,6 +16,7 @@ from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, copy_adapter, has_adapter, use_adapter
 from agentfactory.trainers.networks.network import apply_options, body_of, load_network
 from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.networks.token_rows import copy_rows, table_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -30,7 +31,7 @@ class Role(StrEnum):
 
 def role_of(name: str) -> Role:
     """Return the role that trains the weight of this name in an ActorCritic (or in a Policy alone)."""
-    return Role.CRITIC if name.startswith("critic.") or f".{CRITIC_ADAPTER}." in name else Role.POLICY
+    return Role.CRITIC if name.startswith("critic.") or CRITIC_ADAPTER in name.split(".") else Role.POLICY
 
 
 class Critic(nn.Module):
@@ -127,11 +128,12 @@ def make_actor_critic(
     network (`network`, by default loaded from `model.path`), with weights in float32 and no language-model head. Call
     it before the policy is prepared.
     """
-    output = policy.network.get_output_embeddings().weight
+    output = table_of(policy.network.get_output_embeddings())
     backbone = None
     if has_adapter(policy.model):
         torch.manual_seed(recipe.seed)
         policy.model.add_adapter(CRITIC_ADAPTER, copy.deepcopy(policy.model.peft_config[POLICY_ADAPTER]))
+        copy_rows(policy.network, POLICY_ADAPTER, CRITIC_ADAPTER)
         for name, parameter in policy.named_parameters():
             if role_of(name) == Role.CRITIC:
                 parameter.data = parameter.data.float()

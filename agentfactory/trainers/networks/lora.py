@@ -5,18 +5,17 @@ peft is imported only if there is an adapter: with the optional packages that it
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.rollout.config import LoraConfig
-from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS
+from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.tools.errors import SettingError, short
 
 if TYPE_CHECKING:
@@ -35,9 +34,15 @@ def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
     return not isinstance(model, PreTrainedModel)
 
 
-def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | list[str], seed: int) -> "PeftModel":
-    """Return the network with the policy's adapter on `modules` (peft's `target_modules`). The adapter's weights are
-    float32 and determined by `seed`; the base is frozen."""
+def add_adapter(
+    network: PreTrainedModel,
+    config: LoraConfig,
+    modules: str | list[str],
+    seed: int,
+    tokens: Mapping[str, list[int]] | None = None,
+) -> "PeftModel":
+    """Return the network with the policy's adapter on `modules` (peft's `target_modules`), and on rows of tables: see
+    `token_rows.tables_of`. The adapter's weights are float32 and determined by `seed`; the base is frozen."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -49,6 +54,7 @@ def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | lis
         target_modules=modules,
         task_type="CAUSAL_LM",
         use_rslora=_uses_rslora(config),
+        trainable_token_indices=dict(tokens) if tokens else None,
     )
     torch.manual_seed(seed)
     model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
@@ -74,16 +80,15 @@ def add_reference_adapter(model: "PeftModel") -> None:
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[POLICY_ADAPTER]))
     for name, weight in model.named_parameters():
-        if f".{REFERENCE_ADAPTER}." in name:
+        if REFERENCE_ADAPTER in name.split("."):
             weight.data = weight.data.float()
         weight.requires_grad_(name in trained)
 
 
 @torch.no_grad()
-def load_adapter(model: "PeftModel", folder: Path) -> None:
-    """Load the weights of the adapter in `folder` into the policy's adapter, and into the reference's if there is one.
-    Raises SettingError unless they fit exactly."""
-    saved = load_file(folder / WEIGHTS)
+def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) -> None:
+    """Load `saved`, the weights of the adapter in `folder`, into the policy's adapter, and the reference's if there is
+    one. Raises SettingError unless they fit exactly."""
     for name in (POLICY_ADAPTER, REFERENCE_ADAPTER):
         if name not in model.peft_config:
             continue
@@ -125,8 +130,27 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    own = {name: value for name, value in trained.items() if f".{POLICY_ADAPTER}." in name}
+    own = {name: value for name, value in trained.items() if POLICY_ADAPTER in name.split(".")}
     return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+
+
+def untie(network: Any) -> bool:
+    """Give a head that is tied to the embedding its own weight, and return whether it was. peft adds the factors of
+    both tables to their weights, and would add both to a shared one. See `tie_again`."""
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    network.config.tie_word_embeddings = False
+    return True
+
+
+def tie_again(merged: Any) -> None:
+    """Tie the head of a network after a merge. Raises ValueError if head and embedding have become different."""
+    if not torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight):
+        raise ValueError("the adapter changes head and embedding, which are one table, differently")
+    merged.config.tie_word_embeddings = True
+    merged.tie_weights()
 
 
 def use_adapter(model: "PeftModel", name: str) -> None:

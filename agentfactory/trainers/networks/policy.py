@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import set_usual_modes, writing
 from agentfactory.trainers.batches.batch import Batching
@@ -32,6 +33,16 @@ from agentfactory.trainers.networks.lora import (
 )
 from agentfactory.trainers.networks.network import apply_options, load_network
 from agentfactory.trainers.networks.row_layouts import ids, resolve_batching
+from agentfactory.trainers.networks.token_rows import (
+    TokenNeeds,
+    compute_rows_alone,
+    set_initial_rows,
+    table_of,
+    tables_of,
+    tokens_to_train,
+    with_low_rank_rows,
+    with_trained_rows,
+)
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
 
@@ -62,13 +73,15 @@ class Policy(Backbone):
         dtype: torch.dtype,
         batching: Batching = "padded",
         banned: Sequence[int] = (),
+        trained_tokens: Sequence[int] = (),
     ) -> None:
         """`batching` is the layout of rows for this network; `banned` tokens get the servers' bias, so that they are
-        never sampled. For the other arguments, see Backbone."""
+        never sampled. The adapter trains the rows of `trained_tokens`. For the other arguments, see Backbone."""
         super().__init__(model, dtype)
         self.batching = batching
         self.banned = list(banned)
         self._adapter = POLICY_ADAPTER
+        self.trained_tokens = list(trained_tokens)
 
     def forward(
         self,
@@ -92,7 +105,7 @@ class Policy(Backbone):
             use_adapter(self.model, self._adapter)
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
-            size = max(1, LOGITS_PER_CHUNK // self.network.get_output_embeddings().weight.shape[0])
+            size = max(1, LOGITS_PER_CHUNK // table_of(self.network.get_output_embeddings()).shape[0])
             score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
             if len(labels) <= size:
                 return score(hidden, labels)
@@ -151,6 +164,7 @@ class Policy(Backbone):
         with writing(file):
             # a copy: a checkpoint and a sync may be written at the same time
             config = copy.copy(self.model.peft_config[POLICY_ADAPTER])
+            state = with_low_rank_rows(self.network, config, state)
             # the saved adapter is for inference, not for training; the flag is part of peft's format
             config.inference_mode = True
             config.save_pretrained(str(folder))
@@ -168,9 +182,9 @@ def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Policy:
+def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: TokenNeeds | None = None) -> Policy:
     """Load the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
-    only on rank 0: see `sharding`).
+    only on rank 0: see `sharding`). `needs` are the tokens that the run needs; None if it is unknown.
 
     With `model.lora`, the base is frozen and kept in the model's dtype, and the adapter's initial weights are those of
     `model.lora.from`, or determined by the recipe's seed. Raises ValueError if the model cannot be trained as
@@ -178,23 +192,31 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Poli
     """
     network = load_network(recipe, device)
 
-    def checked() -> Batching:
+    def checked() -> tuple[Batching, list[int]]:
         _check_head(network)
-        return resolve_batching(network, recipe.train)
+        return resolve_batching(network, recipe.train), tokens_to_train(network, recipe, needs)
 
     # the checks compute with the weights
-    batching = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
-    policy = make_policy(recipe, network, batching, device)
-    if has_adapter(policy.model) and recipe.model.lora is not None and recipe.model.lora.from_ is not None:
-        load_adapter(policy.model, Path(recipe.model.lora.from_))
+    batching, tokens = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
+    policy = make_policy(recipe, network, batching, device, tokens)
+    if needs is not None and tokens:
+        set_initial_rows(policy.network, tokens, needs, recipe.seed)
+    lora = recipe.model.lora
+    if has_adapter(policy.model) and lora is not None and lora.from_ is not None:
+        folder = Path(lora.from_)
+        load_adapter(policy.model, folder, with_trained_rows(policy.network, load_file(folder / WEIGHTS)))
     return policy
 
 
 def make_policy(
-    recipe: TrainRecipe, network: PreTrainedModel, batching: Batching, device: torch.device | str = "cpu"
+    recipe: TrainRecipe,
+    network: PreTrainedModel,
+    batching: Batching,
+    device: torch.device | str = "cpu",
+    tokens: Sequence[int] = (),
 ) -> Policy:
-    """Make a policy from a network: apply the recipe's options and add its adapter, if any. No weight is read, so the
-    network may have none, as in agentfactory.placement.trainer_memory."""
+    """Make a policy from a network: apply the recipe's options and add its adapter, if any, with the rows of
+    `tokens`. No weight is read, so the network may have none, as in agentfactory.placement.trainer_memory."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)
@@ -202,10 +224,11 @@ def make_policy(
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
     adapted = adapted_modules(network, config.lora.target_modules, recipe.train.trains_vision)
-    model = add_adapter(network, config.lora, adapted, recipe.seed)
+    model = add_adapter(network, config.lora, adapted, recipe.seed, tables_of(network, tokens))
     if config.lora.from_ is not None and recipe.train.has_reference:
         add_reference_adapter(model)
-    return Policy(model, dtype, batching, banned).train()
+    compute_rows_alone(network)
+    return Policy(model, dtype, batching, banned, tokens).train()
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.policy import BAN, Policy
-from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict
+from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict, judge_rows
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import (
     INITIAL_LABEL,
@@ -56,6 +56,8 @@ CONTEXTS_AGAIN = 2
 """Number of contexts scored again before the next push; other weights would change them all."""
 CANDIDATES = 16
 """Tokens scored after each context; vLLM returns at most 20."""
+WATCHED = 4
+"""Number of tokens with trained rows in each context and among its candidates."""
 _INVALID = -9999.0
 """Value that vLLM sends for a NaN log-probability."""
 
@@ -96,6 +98,21 @@ def canary_rows(
     draw = random.Random(seed)
     length, count = min(length, longest), min(CANDIDATES, len(vocabulary))
     return [CanaryRow(draw.choices(vocabulary, k=length), draw.sample(vocabulary, count)) for _ in range(CONTEXTS)]
+
+
+def with_tokens(row: CanaryRow, tokens: Sequence[int], number: int) -> CanaryRow:
+    """Return a row with some of `tokens`, which ones depends on its `number`: as candidates, and in every other row
+    also in the context unless that has an image."""
+    if not tokens:
+        return row
+    some = list(dict.fromkeys(tokens[(number + n) % len(tokens)] for n in range(WATCHED)))
+    others = [token for token in row.candidates if token not in some]
+    candidates = [*some, *others][: len(row.candidates)]
+    context = list(row.context)
+    if number % 2 == 0 and not row.images:
+        for n in range(WATCHED):
+            context[(n + 1) * len(context) // (WATCHED + 1)] = some[n % len(some)]
+    return replace(row, candidates=candidates, context=context)
 
 
 def with_image_rows(
@@ -205,8 +222,16 @@ class Canary:
         (`model.dtype`). `rounded`: servers and trainer use different weights by design (see TrainRecipe.rounding)."""
         self.rows = list(rows)
         self._servers = servers
+        self._dtype = dtype
+        self._watched: set[int] = set()
         self._proven: SyncReport | None = None
         self._drifts: defaultdict[Replica, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows), rounded))
+
+    def watch(self, tokens: Sequence[int]) -> None:
+        """Include these tokens in the contexts and candidates, in every process and before the first proof: random rows
+        would not show whether a server has their weights."""
+        self.rows = [with_tokens(row, tokens, number) for number, row in enumerate(self.rows)]
+        self._watched = {*tokens}
 
     def trainer_scores(
         self, policy: Policy, forward: Forward | None = None, images: ImageLoader | None = None
@@ -259,6 +284,16 @@ class Canary:
             with suppress(ServerGoneError):
                 on_each(self._servers, lambda server: self._compare_with_proof(server, report))
 
+    def _touched(self) -> np.ndarray:
+        """Return whether each score depends on a watched token: as the candidate, or in the context."""
+        return np.array(
+            [
+                token in self._watched or not self._watched.isdisjoint(row.context)
+                for row in self.rows
+                for token in row.candidates
+            ]
+        )
+
     def _compare_with_proof(self, server: ServerControl, report: SyncReport) -> None:
         restarted = report.is_adapter and report.model not in served_models(server)
         if server.asleep or restarted:
@@ -293,6 +328,8 @@ class Canary:
             fresh = server_scores(server, self.rows, report, fresh=True, replica=replica)
             cached = server_scores(server, self.rows, report, fresh=False, replica=replica)
             verdict = drift.start(cached, fresh, trainer)
+        if self._watched and verdict.failure is None:
+            verdict = replace(verdict, failure=judge_rows(fresh - trainer, self._touched(), self._dtype))
         if not verdict.provable:
             logger.info("version %d: not yet provable by its log-probabilities on %s", report.version, server.url)
         return _accept(server, replica, report, verdict)

@@ -149,5 +149,18 @@ class Drift:
         return float(np.median((x * y).sum(1) / (x * x).sum(1)))
 
 
+def judge_rows(gap: Scores, touched: np.ndarray, dtype: str) -> str | None:
+    """Return the evidence that a server lacks the trained rows of tokens: where scores depend on them (`touched`),
+    their `gap` between server and trainer is far wider than elsewhere. None if there is none."""
+    elsewhere = max(_rms(gap[~touched]), LEAST_NOISE[dtype])
+    far = _rms(gap[touched])
+    if far <= ASTRAY * elsewhere:
+        return None
+    return (
+        f"the server's log-probabilities of tokens with trained rows are {far:.3g} nats from the trainer's, and those "
+        f"of other tokens {elsewhere:.3g}: it does not have these rows"
+    )
+
+
 def _rms(values: Scores) -> float:
     return float(np.sqrt(np.mean(np.square(values))))

@@ -22,6 +22,7 @@ from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_
 from agentfactory.trainers.networks.image_check import check_images
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.reference_policy import make_reference
+from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
@@ -68,15 +69,17 @@ class Learner:
         accelerator: Accelerator,
         temperature: float = 1.0,
         images: Path | None = None,
+        needs: TokenNeeds | None = None,
     ) -> None:
-        """`images` is the folder of the ImageStore with the rows' images."""
+        """`images` is the folder of the ImageStore with the rows' images, and `needs` are the tokens that the run
+        needs."""
         train = recipe.train
         self.accelerator = accelerator
         self.temperature = temperature
         self.max_grad_norm = train.max_grad_norm
         self.token_budget = train.token_budget
         self.entropy_gradient = train.loss.entropy_bonus > 0
-        self.policy: Policy = load_policy(recipe, accelerator.device)
+        self.policy: Policy = load_policy(recipe, accelerator.device, needs)
         self.batching = self.policy.batching
         self.vision = load_vision(recipe.model.path) if sees(self.policy.network.config) else None
         self.images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None

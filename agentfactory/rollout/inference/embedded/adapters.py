@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ _serial = itertools.count(1)
 
 
 Factors = dict[str, tuple[Tensor, Tensor]]
-"""Per linear module: A [in, rank] and B [rank, out], with B already scaled by alpha / rank."""
+"""Per module: A [in, rank] and B [rank, out], with B already scaled by alpha / rank."""
 
 
 class AdapterError(ValueError):
@@ -48,18 +49,23 @@ class Segment(NamedTuple):
 class AdapterLayers:
     """Forward hooks that add the adapters' products to the outputs of the model's linear modules.
 
-    `segments` must be set before each step; tokens outside them use the base model alone.
+    `segments`, and for the head `sampled_segments`, must be set before each step; tokens outside them use the base
+    model alone.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments: list[Segment] = []
+        self.sampled_segments: list[Segment] = []
+        """The segments of the head's input, which has only the tokens after which one is sampled."""
         # Memory of factors, and the adapter that uses it. A new adapter reuses the memory of a deleted one, so CUDA
         # graphs that read it stay valid from one adapter version to the next.
         self._places: list[tuple[Factors, weakref.ref[Adapter]]] = []
-        # no head, whose input has one row per sampled token instead of one per token of the step, and no vision tower,
-        # whose features would depend on the adapter
-        layers = {module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)}
-        self._linear = {name: module for name, module in model.named_modules() if module in layers}
+        # no vision tower, whose features would depend on the adapter
+        layers: set[nn.Module] = {module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)}
+        self._head, self._embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        # a vision-language model's images are embedded before the segments are known
+        tables = {self._head, self._embedding} if not hasattr(model.config, "vision_config") else set()
+        self._modules = {name: module for name, module in model.named_modules() if module in layers | tables}
         self._hooked: set[str] = set()
         self._device = model.device  # not the device of the weights, which may sleep on the CPU
 
@@ -76,20 +82,27 @@ class AdapterLayers:
         modules: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             module, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
-            if module not in self._linear or factor not in ("A.weight", "B.weight"):
+            is_table = module in self._modules and self._modules[module] is self._embedding
+            expected = ("embedding_A", "embedding_B") if is_table else ("A.weight", "B.weight")
+            if module not in self._modules or factor not in expected:
                 raise AdapterError(
-                    f"tensor {key}: adapters are supported on linear modules of the language model's layers only"
+                    f"tensor {key}: adapters are supported on linear modules of the language model's layers, and on "
+                    "head and embedding of text models"
                 )
-            modules.setdefault(module, {})[factor[0]] = tensor
-        scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+            modules.setdefault(module, {})["A" if "A" in factor else "B"] = tensor
         factors = {}
         for module, pair in modules.items():
-            linear = self._linear[module]
-            want = {"A": (config["r"], linear.in_features), "B": (linear.out_features, config["r"])}
+            weight = self._modules[module].weight
+            assert isinstance(weight, Tensor)
+            sizes = weight.shape if self._modules[module] is self._embedding else weight.shape[::-1]
+            rank = _by_pattern(config, "rank_pattern", module, config["r"])
+            scale = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"]) / (
+                rank**0.5 if config.get("use_rslora") else rank
+            )
+            want = {"A": (rank, sizes[0]), "B": (sizes[1], rank)}
             got = {factor: tuple(tensor.shape) for factor, tensor in pair.items()}
             if got != want:
                 raise AdapterError(f"{module}: the adapter's factors have shapes {got}, the model needs {want}")
-            weight = linear.weight
             factors[module] = (
                 pair["A"].to(self._device, weight.dtype).T.contiguous(),
                 (pair["B"].float() * scale).to(self._device, weight.dtype).T.contiguous(),
@@ -120,13 +133,18 @@ class AdapterLayers:
 
     def _hook(self, name: str) -> None:
         def add_products(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            for factors, begin, end, others in self.segments:
+            for factors, begin, end, others in self.sampled_segments if module is self._head else self.segments:
                 if pair := factors.get(name):
-                    product = (args[0][:, begin:end] @ pair[0]) @ pair[1]
+                    part = args[0][:, begin:end]
+                    if module is self._embedding:
+                        # scaled as Gemma's embedding scales the table's rows
+                        product = nn.functional.embedding(part, pair[0]) @ pair[1] * getattr(module, "embed_scale", 1.0)
+                    else:
+                        product = (part @ pair[0]) @ pair[1]
                     # fill instead of multiplying: a NaN of one adapter must not reach other adapters' tokens
                     output[:, begin:end] += product if others is None else product.masked_fill_(others, 0)
 
-        self._linear[name].register_forward_hook(add_products)
+        self._modules[name].register_forward_hook(add_products)
         self._hooked.add(name)
 
 
@@ -146,3 +164,9 @@ def segments(adapters: Sequence[Adapter | None], after: np.ndarray) -> list[Segm
                 made.append(Segment(adapter.factors, begin, int(after[index])))
             begin = int(after[index])
     return made
+
+
+def _by_pattern(config: dict[str, Any], field: str, module: str, default: Any) -> Any:
+    """Return a module's value of rank or alpha: that of the first pattern that fits the end of its name, as in peft."""
+    patterns = config.get(field) or {}
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

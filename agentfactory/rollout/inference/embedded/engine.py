@@ -190,6 +190,7 @@ class Engine:
                 raise
             self._evicted = [self._weights, factors]
         self.cache, self._rows, self._plan, self.adapters.segments = None, [], None, []
+        self.adapters.sampled_segments = []
         if self.static is not None:
             self.static.clear()
         drop_packed(self.model)
@@ -326,6 +327,7 @@ class Engine:
                 tensor(ids),
                 tensor(rotary),
                 keep=tensor(after[sampled] - 1),
+                kept=segments([adapters[i] for i in sampled], np.arange(1, len(sampled) + 1)),
                 **more,
             )
             self._plan = None  # frees its masks before the sampler and the next step need memory
@@ -341,11 +343,13 @@ class Engine:
         ids: Tensor,
         rotary: Tensor,
         keep: Tensor | None = None,
+        kept: list[Segment] | None = None,
         **more: Any,
     ) -> Float[Tensor, "n vocabulary"]:
-        """Return the logits of the step's tokens, or only at the indices `keep`. `rotary` [tokens], or [3, tokens], are
-        the rotary positions, and `more` the model's further arguments."""
+        """Return the logits of the step's tokens, or only at the indices `keep`, whose segments are `kept`. `rotary`
+        [tokens], or [3, tokens], are the rotary positions, and `more` the model's further arguments."""
         self._plan, self.adapters.segments = plan, segments
+        self.adapters.sampled_segments = segments if kept is None else kept
         logits: Tensor = self.model(
             input_ids=ids[None],
             position_ids=rotary.unsqueeze(-2),

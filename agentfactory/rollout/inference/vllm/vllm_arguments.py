@@ -3,9 +3,13 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.config import LoraConfig, RolloutRecipe
+from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS
 
+AUTO_TOKENS = 16
+"""Largest number of tokens that `model.lora.trainable_tokens: auto` trains."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM accepts."""
 
@@ -24,10 +28,12 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
         flags += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if server.quantization is not None:
         flags += ["--quantization", server.quantization]
-    ranks = [_adapter_rank(path) for path in adapters.values()] + ([lora.rank] if lora else [])
+    ranks = [_adapter_rank(path) for path in adapters.values()] + ([adapter_rank(lora)] if lora else [])
     if ranks:
         rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
         flags += ["--enable-lora", "--max-loras", str(recipe.max_loras), "--max-lora-rank", str(rank)]
+    if (lora and lora.trainable_tokens is not None) or any(_has_rows(path) for path in adapters.values()):
+        flags += [TABLE_ADAPTERS]
     if adapters:
         flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     if weight_transfer is not None:
@@ -51,5 +57,23 @@ def _image_flags(recipe: RolloutRecipe) -> list[str]:
     return flags
 
 
+def adapter_rank(lora: LoraConfig) -> int:
+    """Return the rank of an adapter that will be trained. Rows of tokens have the number of tokens as their rank."""
+    if lora.trainable_tokens is None:
+        return lora.rank
+    return max(lora.rank, AUTO_TOKENS if lora.trainable_tokens == "auto" else len(lora.trainable_tokens))
+
+
 def _adapter_rank(folder: Path) -> int:
-    return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    config = _config(folder)
+    return max(int(config["r"]), *(config.get("rank_pattern") or {}).values(), 0)
+
+
+def _has_rows(folder: Path) -> bool:
+    """Return whether an adapter has rows of tokens: see `token_rows`."""
+    return bool(_config(folder).get("rank_pattern"))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return config

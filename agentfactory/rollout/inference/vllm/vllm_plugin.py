@@ -7,6 +7,7 @@ processes import this module.
 """
 
 import importlib
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS_VARIABLE
 from agentfactory.rollout.inference.weight_digest import UNKNOWN, weight_digest
 from agentfactory.tools.http.loopback import is_loopback
 
@@ -46,6 +48,12 @@ def register() -> None:
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     for module in (torch.distributed, rendezvous, vllm.distributed.utils):
         module.TCPStore = LoopbackStore  # type: ignore[attr-defined, misc, union-attr]
+    if os.environ.get(TABLE_ADAPTERS_VARIABLE):
+        from vllm.model_executor.models.interfaces import SupportsLoRA
+
+        # the default of models that do not set it, such as Qwen2; their embedding and head are the same layers as in
+        # models that do, such as Llama
+        SupportsLoRA.embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
 
 
 class LoopbackStore(TCPStore):

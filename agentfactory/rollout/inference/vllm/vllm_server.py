@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
+from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS, TABLE_ADAPTERS_VARIABLE
 from agentfactory.rollout.inference.vllm.vllm_guard import KEY_VARIABLE
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.loopback import is_loopback, listeners_users, loopback_interface
@@ -65,6 +66,9 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
         "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
     )
     parser.add_argument("--weight-transfer-config", metavar="JSON", help='backend for full weights: {"backend": NAME}')
+    parser.add_argument(
+        TABLE_ADAPTERS, action="store_true", help="accept adapters of embedding and head for all models"
+    )
     # vLLM also needs these
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help="replicas of the model")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices per replica")
@@ -204,6 +208,7 @@ def main() -> None:
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             # as a flag, any process list would show it
             KEY_VARIABLE: api_key,
+            **({TABLE_ADAPTERS_VARIABLE: "1"} if args.table_adapters else {}),
         }
         warming = (args.host, port, args.served_model_name, api_key)
         threading.Thread(target=_warm_up, args=warming, daemon=True).start()

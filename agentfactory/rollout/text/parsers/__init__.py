@@ -38,6 +38,7 @@ PARSERS = {
     "phi4": "agentfactory.rollout.text.parsers.formats.json_lists:Phi4",
     "phi4_mini": "agentfactory.rollout.text.parsers.formats.json_lists:Phi4Mini",
     "seed_oss": "agentfactory.rollout.text.parsers.formats.qwen3_coder:SeedOss",
+    "json": "agentfactory.rollout.text.parsers.formats.json_calls:JsonCalls",
     "react": "agentfactory.rollout.text.parsers.formats.react:React",
     "code_block": "agentfactory.rollout.text.parsers.formats.code_block:CodeBlock",
     "tags": "agentfactory.rollout.text.parsers.formats.tags:Tags",

@@ -41,6 +41,8 @@ class Behaviour:
     """True if it renders images in user messages."""
     images_of_tools: bool = True
     """True if it renders images in tool messages, or never gets any."""
+    misprint: str | None = None
+    """The beginning of a call as the instructions show it, if the template's own calls begin differently."""
     rewrites: str | None = None
     notes: list[str] = field(default_factory=list)
     conversations: list[list[Message]] = field(default_factory=list)

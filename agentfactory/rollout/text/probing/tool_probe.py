@@ -1,6 +1,7 @@
 """Probes of tools: the template's description of them, and its format of calls and results."""
 
 import json
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -20,6 +21,8 @@ from agentfactory.rollout.text.probing.turn_probe import (
 from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError, Tools
 from agentfactory.tools.messages import Message
 
+_TAG = re.compile(r"<[^<>/\s][^<>\s]*>|\[[A-Z_]+\]")
+_EXAMPLE = re.compile(r"\s*(?:[{\[(]|<[^/])")
 USE = "use rollout.parser="
 """Begins the fix of an error about a format."""
 
@@ -72,6 +75,10 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     _probe_two_calls(template, behaviour, parser, specs, reads)
     if parser.write(expected[:1], PROBE_TOOLS) not in text:
         behaviour.notes.append("re-serialises tool calls: sampled ids are kept")
+    spoken = said(text, opened, behaviour.tags, parser, closing)
+    if shown := shown_otherwise(opened, spoken, expected[0][0]):
+        behaviour.misprint = shown
+        behaviour.notes.append(f"shows calls as {shown!r}, but writes them otherwise: models copy what they are shown")
     beside, _ = probe_calls(parser, 1, "wordbeside")
     try:
         shown = said(template.render(beside, specs), opened, behaviour.tags, parser, closing)
@@ -91,6 +98,25 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         )
     if not behaviour.complains_as_tool:
         behaviour.notes.append("has no tool message without a call: a user message reports a malformed call")
+
+
+def shown_otherwise(opened: str, turn: str, name: str) -> str | None:
+    """Return the beginning of a call as a template's instructions show it, if its own calls begin differently; None if
+    they begin alike, or if it shows none. `turn` has a call of the tool `name`."""
+    begins = _TAG.search(turn[: turn.find(name)])
+    if begins is None:
+        return None
+    written = _compact(turn[begins.end() : turn.find(name)])
+    shown = [opened[tag.end() :] for tag in re.finditer(re.escape(begins[0]), opened)]
+    # prose follows a tag that is only named, and the closing tag one that is shown empty
+    examples = [text for text in shown if _EXAMPLE.match(text)]
+    if not examples or any(_compact(text[:200]).startswith(written) for text in examples):
+        return None
+    return begins[0] + examples[0][: len(written) + 12].rstrip()
+
+
+def _compact(text: str) -> str:
+    return re.sub(r"[\s\"']", "", text)
 
 
 def shows_tools(text: str) -> bool:

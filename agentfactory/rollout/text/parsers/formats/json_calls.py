@@ -1,0 +1,127 @@
+"""Calls as JSON in ordinary text, fenced or bare. Many instruction-tuned models write this form, whatever format their
+chat template describes."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from agentfactory.rollout.text.parsers.blocks import read_call_object
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec, join_results
+from agentfactory.rollout.text.parsers.values import read_json, skip_space
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+
+_KEYS = ("arguments", "parameters")
+_RESULT = "[result of "
+_OBJECT = re.compile(r'\{\{?\s*+"(?:name|arguments|parameters)"\s*+:')
+_CALL = re.compile(r'\{\s*+"name"\s*+:\s*+"[^"\n]*+"\s*+,\s*+"(?:arguments|parameters)"\s*+:')
+"""The beginning of a call; if it continues as anything else, the turn is malformed."""
+_FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+_LANGUAGES = ("", "json", "tool_call", "tool_code")
+_AFTER = re.compile(r"[\s\],;]*+(?:(?<=\n)[ \t]*+`{3,}+[ \t]*+(?=\n|\Z))?")
+
+
+class JsonCalls(Parser):
+    """`{"name": "search", "arguments": {"query": "rain"}}`, once per call, with or without a fence.
+
+    `parameters` may stand for `arguments`, the calls may be a list, and the outer braces may be doubled, as some chat
+    templates show them. Other JSON is ordinary text, and so are blocks in other languages.
+    """
+
+    stops = (f"\n{_RESULT}",)
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        """See Parser."""
+        if any(line.startswith(_RESULT) for line in text.splitlines()):
+            raise FormatError(f"The turn has {_RESULT.strip()}: results come from the tools, after the turn")
+        calls: list[Call] = []
+        outside: list[str] = []
+        position = 0
+        for begin, end, call in _calls(text, specs):
+            outside.append(text[position:begin].rstrip(" \t\r\n["))
+            calls.append(call)
+            after = _AFTER.match(text, end)
+            position = after.end() if after else end
+        outside.append(text[position:])
+        return Reading("\n".join(part.strip() for part in outside if part.strip()), calls)
+
+    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See Parser."""
+        objects = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
+        return "\n".join(f"```json\n{call}\n```" for call in objects)
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """See Parser."""
+        told = super().instructions(specs)
+        return told and f"{told}\nThen wait: you are told the result. A turn without a call is your answer."
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """See Parser: `[result of search]` and the result."""
+        told = zip(calls, results, strict=True)
+        return [join_results([(f"{_RESULT}{call.name}]\n", result, "") for call, result in told])]
+
+
+def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Call]]:
+    """Yield the calls of a turn, each with its begin and end. Raises FormatError."""
+    blocks = _blocks(text)
+    block = next(blocks, None)
+    position = last = 0
+    while found := _OBJECT.search(text, position):
+        begin = found.start()
+        while block is not None and block.end <= begin:
+            block = next(blocks, None)
+        if block is not None and block.begin <= begin and block.language not in _LANGUAGES:
+            position = block.end
+            continue
+        doubled = text.startswith("{{", begin)
+        is_call = _CALL.match(text, begin + doubled) is not None
+        try:
+            value, end = read_json(text, begin + doubled)
+            is_call = is_call or _is_call(value, specs)
+            call = read_call_object(value, *_KEYS) if is_call else None
+        except ValueError as error:
+            cause = error.__cause__
+            if is_call or not isinstance(cause, json.JSONDecodeError):
+                raise FormatError(f"Malformed tool call: {error}") from error
+            # not begin + 1: nested beginnings would take quadratic time
+            position = max(begin + 1, cause.pos)
+            continue
+        position = end
+        if call is not None:
+            if doubled:
+                closing = skip_space(text, end)
+                position = closing + 1 if text.startswith("}", closing) else end
+            # a fence that opens the first call in it is part of the call
+            fenced = block is not None and last <= block.begin <= begin
+            if fenced and block is not None and not text[block.code : begin].strip(" \t\r\n["):
+                begin = block.begin
+            last = position
+            yield begin, position, call
+
+
+def _is_call(value: dict[str, Any], specs: Sequence[ToolSpec]) -> bool:
+    name = value.get("name")
+    if not isinstance(name, str):
+        return False
+    return not value.keys().isdisjoint(_KEYS) or (len(value) == 1 and find_spec(name, specs) is not None)
+
+
+class _Block(NamedTuple):
+    """A fenced block; the text between `begin` and `code` is its opening fence."""
+
+    begin: int
+    code: int
+    end: int
+    language: str
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif not fence[2] and len(fence[1]) >= len(opened[1]):
+            yield _Block(opened.start(), opened.end(), fence.end(), opened[2].lower())
+            opened = None
+    if opened is not None:
+        yield _Block(opened.start(), opened.end(), len(text), opened[2].lower())

@@ -1,0 +1,298 @@
+"""Rows of single tokens in the head and the embedding: finding rows that were never trained, and training rows beside
+an adapter.
+
+Many vocabularies have tokens that pretraining never saw. Their rows are all equal, so the network gives all of them the
+same probability, and an adapter on the layers cannot change that.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.rollout.text.format_tokens import FormatTokens, pieces_of
+from agentfactory.tools.calls.run_notices import inform, notify
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER
+
+logger = logging.getLogger(__name__)
+
+EQUAL = 0.02
+"""Distance of two rows, relative to their length, below which no network tells their tokens apart."""
+CLOSE, CROWD = 0.2, 32
+"""A row with at least CROWD others within the relative distance CLOSE was never trained either: quantisation and weight
+decay leave untrained rows slightly different. Rows of trained tokens are .3 or more apart."""
+_PAGE = "docs/lora.md"
+_ROWS_AT_A_TIME = 2**14
+
+
+@dataclass(frozen=True)
+class Alike:
+    """A row of a table that is (nearly) equal to those of `others` tokens, at the relative `distance` from that of
+    `nearest`."""
+
+    table: str
+    others: int
+    nearest: int
+    distance: float
+
+
+@dataclass(frozen=True)
+class TokenNeeds:
+    """The tokens that a run needs, with their tokenizer."""
+
+    tokens: FormatTokens
+    tokenizer: PreTrainedTokenizerBase
+
+
+@torch.no_grad()
+def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: Iterable[int]) -> dict[int, Alike]:
+    """Return the tokens whose rows cannot be told apart from those of others."""
+    ids = sorted(set(tokens))
+    if not ids:
+        return {}
+    rows = weight[ids].float()
+    lengths = rows.norm(dim=1).clamp(min=1e-12)
+    found = []
+    for part in weight.split(_ROWS_AT_A_TIME):
+        # the exact difference: rows that are equal have a distance of 0
+        found.append(torch.stack([(part.float() - row).norm(dim=1) for row in rows]) / lengths[:, None])
+    distances = torch.cat(found, 1)
+    distances[torch.arange(len(ids)), torch.tensor(ids)] = torch.inf
+    alike = {}
+    for number, token in enumerate(ids):
+        nearest = int(distances[number].argmin())
+        distance = float(distances[number, nearest])
+        close = int((distances[number] <= CLOSE).sum())
+        if distance <= EQUAL or close >= CROWD:
+            alike[token] = Alike(table, max(close, 1), nearest, distance)
+    return alike
+
+
+def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
+    """Return the needed tokens that the network cannot tell from others: by its head, the ones that it writes; by its
+    embedding, also the ones that it only reads."""
+    written, read = tokens.written.values(), tokens.read.values()
+    head = find_alike("head", table_of(network.get_output_embeddings()), written)
+    return find_alike("embedding", table_of(network.get_input_embeddings()), [*written, *read]) | head
+
+
+def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None) -> list[int]:
+    """Return the ids of the tokens whose rows the recipe trains beside its adapter (model.lora.trainable_tokens).
+
+    Raises SettingError if the run needs a token that the network cannot tell from others, and an adapter leaves it so.
+    If all weights are trained, warn of it.
+    """
+    lora = recipe.model.lora
+    asked = lora.trainable_tokens if lora is not None else None
+    if needs is None:
+        if asked is not None:
+            raise ValueError("model.lora.trainable_tokens needs the run's tokenizer and format")
+        return []
+    alike = untrained_tokens(network, needs.tokens)
+    if lora is None:
+        if alike:
+            fix = (
+                "they can be learned, but slowly: watch the share of malformed turns, or choose another rollout.parser"
+            )
+            notify(logger, "untrained tokens", f"{describe(alike, needs)}; {fix}", see=_PAGE)
+        return []
+    if isinstance(asked, list):
+        trained = [_id_of(text, needs.tokenizer) for text in asked]
+    else:
+        trained = sorted(alike) if asked == "auto" else []
+    if left := {token: found for token, found in alike.items() if token not in trained}:
+        problem = "missing" if asked is None else f"got {', '.join(map(repr, asked or []))}"
+        problem = f"{problem}, but {describe(left, needs)}, and an adapter on the layers cannot change that"
+        raise SettingError("model.lora.trainable_tokens", problem, _fix(left, needs.tokens))
+    if asked == "auto":
+        told = f"{describe(alike, needs)}; their rows are trained" if alike else "no row needs training"
+        inform(logger, f"model.lora.trainable_tokens=auto: {told}", see=_PAGE)
+    return trained
+
+
+def describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
+    """Return a sentence about tokens that the network cannot tell from others, with figures."""
+    name = needs.tokenizer.convert_ids_to_tokens
+    named = ", ".join(f"{name(token)} ({token})" for token in alike)
+    most = max(alike.values(), key=lambda found: found.others)
+    return (
+        f"the network cannot tell {named} from {most.others:,} other tokens such as {name(most.nearest)!r} "
+        f"({most.nearest}): their rows of the {most.table} are equal to {max(most.distance, 1e-4):.1g} of their "
+        "length, so they were never trained"
+    )
+
+
+def _fix(alike: dict[int, Alike], tokens: FormatTokens) -> str:
+    train = "train their rows, too: model.lora.trainable_tokens=auto"
+    if alike.keys() & {*tokens.ends, *tokens.read.values()}:
+        return f"{train}; or set model.chat_template to one with tokens that the network knows"
+    return f"{train}; or write calls without these tokens: rollout.parser=json"
+
+
+def _id_of(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    found: Any = tokenizer.get_vocab().get(text)
+    if found is None:
+        known = ", ".join(sorted(tokenizer.get_added_vocab())[:5])
+        problem, fix = f"got {text!r}, which is no token of the vocabulary", f"use auto, or tokens such as {known}"
+        raise SettingError("model.lora.trainable_tokens", problem, fix)
+    return int(found)
+
+
+# ---- training
+
+
+def table_of(module: Any) -> Tensor:
+    """Return the weight of a head or an embedding, without trained rows."""
+    adapter = getattr(module, "token_adapter", None)
+    weight: Tensor = module.weight if adapter is None else adapter.base_layer.weight
+    return weight
+
+
+def tables_of(network: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
+    """Return peft's `trainable_token_indices`: the names of embedding and head, with `tokens`; the embedding's alone if
+    they are one table, which peft then trains as one."""
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    tables = [embedding] if head.weight is embedding.weight else [embedding, head]
+    return {name: list(tokens) for name, module in network.named_modules() if module in tables} if tokens else {}
+
+
+def rows_of(network: Any) -> list[tuple[str, Any]]:
+    """Return peft's layers with the trained rows of embedding and head, by the name of the table; a tied head's layer
+    refers to the embedding's rows."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    return [
+        (name, module.token_adapter)
+        for name, module in network.named_modules()
+        if isinstance(module, TrainableTokensWrapper)
+    ]
+
+
+@torch.no_grad()
+def set_initial_rows(network: Any, tokens: Sequence[int], needs: TokenNeeds, seed: int) -> None:
+    """Set the policy's rows of `tokens` to their own values, or if those are (nearly) equal to others, to the mean of
+    the rows of the pieces of the token's text."""
+    for _, layer in rows_of(network):
+        if layer.tied_adapter is None:
+            # in host memory, for files that are written while the network's memory is used otherwise
+            layer.original_rows = layer.base_layer.weight[list(tokens)].float().cpu()
+            rows = _initial_rows(layer.base_layer.weight, tokens, needs, seed)
+            layer.trainable_tokens_delta[POLICY_ADAPTER].data.copy_(rows)
+
+
+def _initial_rows(
+    table: Float[Tensor, "vocabulary width"], tokens: Sequence[int], needs: TokenNeeds, seed: int
+) -> Float[Tensor, "tokens width"]:
+    rows = table[list(tokens)].float()
+    alike = find_alike("", table, tokens)
+    for number, token in enumerate(tokens):
+        text = str(needs.tokenizer.convert_ids_to_tokens(token))
+        pieces = [piece for piece in pieces_of(needs.tokenizer, text) if piece != token]
+        if token in alike and pieces:
+            mean = table[pieces].float().mean(0)
+            # texts of the same pieces must differ, too
+            noise = torch.randn(len(mean), generator=torch.Generator().manual_seed(seed + token)).to(mean.device)
+            rows[number] = mean + (0.05 * mean.norm() / noise.norm()) * noise
+    return rows
+
+
+@torch.no_grad()
+def copy_rows(network: Any, source: str, target: str) -> None:
+    """Give the adapter `target` the rows of the adapter `source`."""
+    for _, layer in rows_of(network):
+        if layer.tied_adapter is None:
+            layer.trainable_tokens_delta[target].data = layer.trainable_tokens_delta[source].data.clone()
+
+
+def compute_rows_alone(network: Any) -> None:
+    """Make peft's layers compute the trained rows beside the frozen table. Their own forward pass copies the whole
+    table, and their backward pass computes the gradient of all its rows."""
+    for _, layer in rows_of(network):
+        layer.forward_adapters = MethodType(_forward, layer)
+
+
+def _forward(self: Any, inputs: Tensor, active_adapters: list[str]) -> Tensor:
+    """Return the output of the table with its rows replaced by those of the active adapter. See peft's method."""
+    table = self.base_layer
+    output: Tensor = table(inputs)
+    name = next((name for name in active_adapters if name in self.trainable_tokens_delta), None)
+    if self.disable_adapters or name is None:
+        return output
+    rows = self.trainable_tokens_delta[name]
+    tokens = torch.tensor(self.token_indices[name], device=inputs.device)
+    if isinstance(table, nn.Embedding):
+        hit = inputs[..., None] == tokens
+        # scaled as the table's rows are, which Gemma's embedding multiplies
+        chosen = rows[hit.int().argmax(-1)] * getattr(table, "embed_scale", 1.0)
+        return torch.where(hit.any(-1, keepdim=True), chosen.to(output.dtype), output)
+    bias = table.bias[tokens] if table.bias is not None else None
+    return output.index_copy(-1, tokens, nn.functional.linear(inputs, rows.to(inputs.dtype), bias).to(output.dtype))
+
+
+# ---- as low-rank factors
+
+
+def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a gathered adapter with its trained rows as low-rank factors of embedding and head, which peft and servers
+    load; `config` (peft's) is changed accordingly. This is exact: one factor has the rows' differences, the other
+    selects the tokens."""
+    if not config.trainable_token_indices:
+        return state
+    state, ranks = dict(state), {}
+    first: Tensor | None = None
+    for name, layer in rows_of(network):
+        rows = state.pop(f"base_model.model.{name}.token_adapter.trainable_tokens_delta", first)
+        assert rows is not None
+        first = rows if first is None else first
+        tokens = layer.token_indices[POLICY_ADAPTER]
+        change = rows.cpu().float() - _original(layer)
+        select = torch.zeros(len(tokens), layer.base_layer.weight.shape[0])
+        select[torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
+        prefix = f"base_model.model.{name}"
+        if isinstance(layer.base_layer, nn.Embedding):
+            state |= {f"{prefix}.lora_embedding_A": select, f"{prefix}.lora_embedding_B": change.T.contiguous()}
+        else:
+            state |= {f"{prefix}.lora_A.weight": change, f"{prefix}.lora_B.weight": select.T.contiguous()}
+        ranks[name] = len(tokens)
+    targets = config.target_modules
+    if isinstance(targets, str):
+        config.target_modules = "|".join([f"(?:{targets})", *(re.escape(name) for name in ranks)])
+    else:
+        config.target_modules = {*targets, *ranks}
+    # a scale of 1
+    config.rank_pattern = ranks
+    config.alpha_pattern = {name: rank**0.5 if config.use_rslora else rank for name, rank in ranks.items()}
+    config.trainable_token_indices = None
+    return state
+
+
+def _original(layer: Any) -> Tensor:
+    rows: Tensor = (layer.tied_adapter or layer).original_rows
+    return rows
+
+
+def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter with its low-rank factors of embedding and head as trained rows, the inverse of
+    `with_low_rank_rows`. Raises ValueError if they are of other tokens than the network's adapter trains."""
+    state = dict(state)
+    for name, layer in rows_of(network):
+        prefix = f"base_model.model.{name}"
+        if isinstance(layer.base_layer, nn.Embedding):
+            select, change = state.pop(f"{prefix}.lora_embedding_A"), state.pop(f"{prefix}.lora_embedding_B").T
+        else:
+            change, select = state.pop(f"{prefix}.lora_A.weight"), state.pop(f"{prefix}.lora_B.weight").T
+        tokens = layer.token_indices[POLICY_ADAPTER]
+        if select.argmax(1).tolist() != list(tokens):
+            raise ValueError(f"the adapter has rows of the tokens {select.argmax(1).tolist()}, not of {list(tokens)}")
+        if layer.tied_adapter is None:
+            state[f"{prefix}.token_adapter.trainable_tokens_delta"] = _original(layer) + change
+    return state

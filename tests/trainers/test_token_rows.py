@@ -1,0 +1,319 @@
+"""Tokens that a network cannot tell from others, and the training of their rows beside an adapter."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.text.format_tokens import FormatTokens
+from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.tokenizer import load_tokenizer
+from agentfactory.tools.calls.run_notices import notice_of
+from agentfactory.trainers.batches.batch import training_row
+from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.networks.lora import adapters_off, merge_adapter
+from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike, rows_of, with_trained_rows
+from agentfactory.trainers.sync.canary import canary_rows, with_tokens
+from agentfactory.trainers.sync.server_control import SyncError
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import load_state
+from agentfactory.trainers.update.policy_update import update_policy
+from tests.conftest import embedded_server
+from tests.saved_checkpoint import save_checkpoint
+from tests.trainers.conftest import make_row
+from tests.trainers.float64 import assert_equal, in_float64
+from tests.untrained_tokens import (
+    CLOSE,
+    KINDS,
+    OPEN,
+    change,
+    make_needs,
+    make_untrained,
+    push_versions,
+    recipe_of,
+)
+
+
+@pytest.fixture(scope="module")
+def needs() -> TokenNeeds:
+    return make_needs()
+
+
+FURTHER = [pytest.param(kind, marks=pytest.mark.extended) for kind in KINDS if kind not in ("tied", "untied")]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied", *FURTHER])
+def dead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, needs: TokenNeeds) -> Path:
+    return make_untrained(request.param, tmp_path_factory.mktemp(request.param), needs)
+
+
+def trained(model: Path, needs: TokenNeeds) -> Policy:
+    """A policy with an adapter and rows that are not their initial values."""
+    return change(load_policy(recipe_of(model), needs=needs), 1).eval()
+
+
+def ids_with(needs: TokenNeeds) -> Tensor:
+    ids = torch.arange(24).reshape(2, 12) % 400
+    ids[:, 3], ids[0, 7] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
+    return ids
+
+
+def score(policy: Policy, ids: Tensor) -> Tensor:
+    places = torch.tensor([3, 7, 9, 15, 23])
+    return policy(ids, places - 1, ids.flatten()[places])[0]
+
+
+def logprobs(network: Any, ids: Tensor) -> Tensor:
+    places = torch.tensor([3, 7, 9, 15, 23])
+    chosen = network(ids).logits.flatten(0, 1)[places - 1].log_softmax(-1)
+    return chosen.gather(-1, ids.flatten()[places, None]).squeeze(-1)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead: Path, needs: TokenNeeds) -> None:
+    with pytest.raises(ValueError, match="trainable_tokens: missing, but the network cannot tell") as refused:
+        load_policy(recipe_of(dead, None), needs=needs)
+    told = str(refused.value)
+    assert f"{OPEN} ({needs.tokens.written[OPEN]}), {CLOSE} (" in told
+    assert "from 43 other tokens such as" in told
+    assert "rows of the head are equal to 0.00" in told
+    assert "model.lora.trainable_tokens=auto; or write calls without these tokens: rollout.parser=json" in told
+    with pytest.raises(ValueError, match=rf"got '{OPEN}', but the network cannot tell {CLOSE} "):
+        load_policy(recipe_of(dead, [OPEN]), needs=needs)
+    with pytest.raises(ValueError, match="got '<call>', which is no token of the vocabulary"):
+        load_policy(recipe_of(dead, ["<call>"]), needs=needs)
+
+
+def test_full_training_is_warned(dead: Path, needs: TokenNeeds, caplog: pytest.LogCaptureFixture) -> None:
+    load_policy(recipe_of(dead, lora=False), needs=needs)
+    (notice,) = [notice for record in caplog.records if (notice := notice_of(record))]
+    assert f"the network cannot tell {OPEN}" in notice.text
+
+
+def test_another_format_needs_no_dead_token(dead: Path) -> None:
+    needs = make_needs("json")
+    assert needs.tokens.written.keys() == {"<|im_end|>"}
+    assert load_policy(recipe_of(dead), needs=needs).trained_tokens == []
+
+
+def test_trained_rows_are_not_found(model_folder: Path, needs: TokenNeeds) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(600, 64)
+    assert find_alike("head", rows, range(600)) == {}
+    rows[5] = rows[9]
+    assert find_alike("head", rows, range(600)).keys() == {5, 9}, "two of a kind are enough if they are equal"
+    rows[5] = rows[9] * 1.1
+    assert find_alike("head", rows, [5]) == {}, "two similar rows are told apart"
+    rows[100:140] = rows[9] + 0.01 * torch.randn(40, 64)
+    assert find_alike("head", rows, [9])[9].others == 41, "quantised rows are never quite equal"
+
+
+def test_a_dead_token_that_ends_turns_asks_for_another_template(tmp_path: Path, needs: TokenNeeds, dead: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(dead)
+    with torch.no_grad():
+        for table in (network.get_input_embeddings(), network.get_output_embeddings()):
+            table.weight[needs.tokens.ends] = table.weight[511].clone()
+    network.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot tell .*<\|im_end\|>.*or set model\.chat_template to one with tokens"):
+        load_policy(recipe_of(tmp_path, None), needs=needs)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def test_initial_rows_are_told_apart(dead: Path, needs: TokenNeeds) -> None:
+    policy = load_policy(recipe_of(dead), needs=needs)
+    tags = [needs.tokens.written[OPEN], needs.tokens.written[CLOSE]]
+    assert sorted(policy.trained_tokens) == sorted(tags)
+    for _, layer in rows_of(policy.network):
+        assert find_alike("", layer.get_merged_weights(["default"]), tags) == {}
+
+
+def test_an_explicit_token_that_is_trained_begins_with_its_own_row(dead: Path, needs: TokenNeeds) -> None:
+    policy = load_policy(recipe_of(dead, [OPEN, CLOSE, "<think>"]), needs=needs)
+    token = needs.tokenizer.convert_tokens_to_ids("<think>")
+    for _, layer in rows_of(policy.network):
+        assert torch.equal(layer.trainable_tokens_delta["default"][2], layer.base_layer.weight[token])
+
+
+def test_rows_are_computed_as_by_peft(dead: Path, needs: TokenNeeds) -> None:
+    """Outputs and gradients, in float64; peft's own layers copy the whole tables."""
+    policy = in_float64(trained(dead, needs))
+    for _, layer in rows_of(policy.network):
+        layer.trainable_tokens_original.double()
+    ids = ids_with(needs)
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+
+    def results() -> list[Tensor]:
+        found = score(policy, ids)
+        return [found, *torch.autograd.grad(found.sum(), weights)]
+
+    ours = results()
+    for _, layer in rows_of(policy.network):
+        del layer.forward_adapters
+    assert_equal(ours, results())
+    rows = [name for name, weight in policy.named_parameters() if weight.requires_grad and "token_adapter" in name]
+    assert len(rows) == (1 if policy.network.config.tie_word_embeddings else 2)
+
+
+def test_the_reference_has_the_rows_off(dead: Path, needs: TokenNeeds) -> None:
+    policy, ids = trained(dead, needs), ids_with(needs)
+    base = AutoModelForCausalLM.from_pretrained(dead)
+    with adapters_off(policy.model):
+        torch.testing.assert_close(score(policy, ids), logprobs(base, ids))
+    assert not torch.allclose(score(policy, ids), logprobs(base, ids), atol=0.1)
+
+
+def test_a_critic_has_rows_of_its_own(dead: Path, needs: TokenNeeds) -> None:
+    recipe = recipe_of(dead, advantage={"estimator": "gae"})
+    policy = load_policy(recipe, needs=needs)
+    both: ActorCritic = make_actor_critic(recipe, policy)
+    for role in Role:
+        rows = [p for n, p in both.named_parameters() if "token_adapter" in n and p.requires_grad and p.ndim == 2]
+        assert len(both.parameters_of(role)) > 0
+    assert len(rows) == (2 if policy.network.config.tie_word_embeddings else 4)
+    ids = ids_with(needs)
+    places = torch.tensor([3, 7, 9])
+    both.critic.head.data.fill_(0.1)
+    both(Role.CRITIC, ids, places, places).sum().backward()
+    named = {name for name, p in both.named_parameters() if p.grad is not None and "token_adapter" in name}
+    assert named
+    assert all(name.endswith(".critic") for name in named)
+
+
+# --- written, served, exported ---------------------------------------------------------------------------------------
+
+
+def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
+    policy, ids = trained(dead, needs), ids_with(needs)
+    expected = score(policy, ids)
+    policy.save_adapter(tmp_path / "adapter", policy.gather())
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(dead), tmp_path / "adapter")
+    torch.testing.assert_close(logprobs(loaded, ids), expected, atol=1e-4, rtol=0)
+    network: PreTrainedModel = merge_adapter(AutoModelForCausalLM.from_pretrained(dead), tmp_path / "adapter")
+    network.save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.tie_word_embeddings == policy.network.config.tie_word_embeddings
+    torch.testing.assert_close(logprobs(merged, ids), expected, atol=1e-4, rtol=0)
+
+
+def test_rows_are_read_back_from_what_is_written(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
+    policy = trained(dead, needs)
+    state = policy.gather()
+    file = policy.save_adapter(tmp_path, state)
+    read = with_trained_rows(policy.network, load_file(file))
+    assert read.keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(read[name], value, atol=1e-6, rtol=0)
+
+
+def test_a_learner_trains_the_rows_and_is_restored(
+    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    learner = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    before = {name: value.clone() for name, value in learner.policy.gather().items()}
+    rng = random.Random(0)
+    rows = [make_row(rng) for _ in range(4)]
+    for row in rows:
+        row.token_ids[-2:] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
+        row.mask[-2:] = 1, 1
+    made = [found for row in rows if (found := training_row(row, 1.0)) is not None]
+    update_policy(learner, learner.deal(made), recipe_of(dead))
+    learner.end_step()
+    after = learner.policy.gather()
+    changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    assert [name for name in changed if name.endswith("trainable_tokens_delta")]
+    path = save_checkpoint(tmp_path, 1, learner, needs.tokenizer, {})
+    again = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    load_state(path, again)
+    for name, value in again.policy.gather().items():
+        assert torch.equal(value, after[name]), name
+
+
+def test_the_embedded_engine_serves_the_rows(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
+    policy = trained(dead, needs)
+    policy.save_adapter(tmp_path, policy.gather())
+    engine = Engine(AutoModelForCausalLM.from_pretrained(dead), max_num_seqs=4, max_model_len=64)
+    adapter = engine.adapters.load("rows", str(tmp_path))
+    prompts = [ids_with(needs)[number % 2].numpy() for number in range(4)]
+    requests = []
+    for number, prompt in enumerate(prompts):
+        request = Request(prompt, 3, lambda request: None)
+        request.adapter = adapter if number in (1, 3) else None
+        requests.append(request)
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    base = AutoModelForCausalLM.from_pretrained(dead)
+    for number, request in enumerate(requests):
+        ids = torch.tensor([[*prompts[number], *request.tokens]])
+        places = torch.arange(len(prompts[number]), ids.shape[1])
+        if number in (1, 3):
+            expected = policy(ids, places - 1, ids[0][places])[0]
+        else:
+            expected = base(ids).logits[0, places - 1].log_softmax(-1).gather(-1, ids[0][places, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_the_canary_sees_the_rows() -> None:
+    rows = canary_rows(range(10, 400), 144)
+    for number, row in enumerate(rows):
+        watched = with_tokens(row, [450, 451, 452, 453, 454], number)
+        assert len(watched.candidates) == len(set(watched.candidates)) == len(row.candidates)
+        assert len({450, 451, 452, 453, 454} & {*watched.candidates}) == 4
+        assert len({450, 451, 452, 453, 454} & {*watched.context}) == (4 if number % 2 == 0 else 0)
+        assert len(watched.context) == len(row.context)
+    assert with_tokens(rows[0], [], 0) == rows[0]
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_pushed_rows_are_proven(kind: str, needs: TokenNeeds, tmp_path: Path) -> None:
+    """On the embedded engine; tests/vllm/vllm_token_rows.py does the same on vLLM."""
+    model = make_untrained(kind, tmp_path / "model", needs)
+    with embedded_server(model, "--max-model-len", "160") as url:
+        metrics = push_versions(model, needs, url, tmp_path / "sync")
+        assert metrics["sync/provable"] == 1.0
+        assert metrics["sync/canary_slope"] == pytest.approx(1.0, abs=0.01)
+        for number, lost in enumerate(["lm_head", "embed_tokens"]):
+            with pytest.raises(SyncError, match=r"it does not have these rows|from the trainer's at the start"):
+                push_versions(model, needs, url, tmp_path / f"lost{number}", lost)
+
+
+# --- a real model ----------------------------------------------------------------------------------------------------
+
+REAL = os.environ.get("AGENTFACTORY_REAL_MODELS")
+"""A folder with Qwen2.5-Coder-0.5B-Instruct as `qwen-0.5b`."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(REAL is None, reason="AGENTFACTORY_REAL_MODELS names no folder of real models")
+def test_the_tags_of_qwen_coder_were_never_trained() -> None:
+    folder = Path(REAL or "") / "qwen-0.5b"
+    tokenizer = load_tokenizer(str(folder))
+    found = {}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for parser in ("auto", "json"):
+            tokens = FormatTokens.of_info(make_renderer(tokenizer, parser=parser).info)
+            assert tokens is not None
+            head = find_alike("head", file.get_tensor("lm_head.weight"), tokens.written.values())
+            embedding = find_alike("embedding", file.get_tensor("model.embed_tokens.weight"), tokens.read.values())
+            found[parser] = {**head, **embedding}
+    assert {str(tokenizer.convert_ids_to_tokens(token)) for token in found["auto"]} == {OPEN, CLOSE}
+    assert all(alike.others > 3_000 for alike in found["auto"].values())
+    assert found["json"] == {}
