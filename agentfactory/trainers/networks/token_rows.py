@@ -180,7 +180,7 @@ def rows_of(network: Any) -> list[tuple[str, Any]]:
 @torch.no_grad()
 def set_initial_rows(network: Any, tokens: Sequence[int], needs: TokenNeeds, seed: int) -> None:
     """Set the policy's rows of `tokens` to their own values, or if those are (nearly) equal to others, to the mean of
-    the rows of the pieces of the token's text."""
+    the rows of the pieces of the token's text, half of it the first piece's."""
     for _, layer in rows_of(network):
         if layer.tied_adapter is None:
             # in host memory, for files that are written while the network's memory is used otherwise
@@ -198,7 +198,9 @@ def _initial_rows(
         text = str(needs.tokenizer.convert_ids_to_tokens(token))
         pieces = [piece for piece in pieces_of(needs.tokenizer, text) if piece != token]
         if token in alike and pieces:
-            mean = table[pieces].float().mean(0)
+            # the first piece counts as much as all others: `<` and `</` are what tells an opening from a closing tag
+            first, rest = table[pieces[0]].float(), table[pieces[1:] or pieces].float().mean(0)
+            mean = (first + rest) / 2
             # texts of the same pieces must differ, too
             noise = torch.randn(len(mean), generator=torch.Generator().manual_seed(seed + token)).to(mean.device)
             rows[number] = mean + (0.05 * mean.norm() / noise.norm()) * noise
