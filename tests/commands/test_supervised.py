@@ -39,7 +39,8 @@ def end(how: str) -> str:
 
 def start(folder: Path, how: str) -> "subprocess.Popen[str]":
     (folder / "ends.py").write_text(TOOLS)
-    (folder / "tools.yaml").write_text("mcp_servers:\n  ends: {module: ends.py:end, timeout_seconds: 3}\n")
+    seconds = 3 if how == "hold" else 100
+    (folder / "tools.yaml").write_text(f"mcp_servers:\n  ends: {{module: ends.py:end, timeout_seconds: {seconds}}}\n")
     command = [sys.executable, "-m", "agentfactory", "tools", "call", "tools.yaml", "end", f"how={how}"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
