@@ -39,7 +39,8 @@ def end(how: str) -> str:
 
 def start(folder: Path, how: str) -> "subprocess.Popen[str]":
     (folder / "ends.py").write_text(TOOLS)
-    (folder / "tools.yaml").write_text("mcp_servers:\n  ends: {module: ends.py:end, timeout_seconds: 3}\n")
+    seconds = 3 if how == "hold" else 100
+    (folder / "tools.yaml").write_text(f"mcp_servers:\n  ends: {{module: ends.py:end, timeout_seconds: {seconds}}}\n")
     command = [sys.executable, "-m", "agentfactory", "tools", "call", "tools.yaml", "end", f"how={how}"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -47,7 +48,7 @@ def start(folder: Path, how: str) -> "subprocess.Popen[str]":
 @pytest.mark.extended
 def test_a_tool_that_ends_the_process_is_reported(tmp_path: Path) -> None:
     running = {how: start(tmp_path, how) for how in ("exit", "crash", "kill")}
-    said = {how: process.communicate(timeout=60)[1] for how, process in running.items()}
+    said = {how: process.communicate(timeout=180)[1] for how, process in running.items()}
     assert {how: process.returncode for how, process in running.items()} == dict.fromkeys(running, 1)
     begin = "agentfactory: failed: the process of `agentfactory tools` "
     assert f"{begin}ended with status 3, as by os._exit in user code; fix: correct the tool" in said["exit"]
@@ -65,11 +66,11 @@ def test_signals_reach_the_command_and_it_ends_with_its_parent(tmp_path: Path) -
         running[number] = start(folder, "wait")
     for number, process in running.items():
         pid = tmp_path / number.name / "pid"
-        wait_for(lambda pid=pid: pid.exists() and pid.read_text())
+        wait_for(lambda pid=pid: pid.exists() and pid.read_text(), 120)
         inside = int(pid.read_text())
         assert inside != process.pid
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
         assert process.returncode == (130 if number != signal.SIGKILL else -9)
         assert expected[number] in said
         wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))
@@ -92,7 +93,7 @@ def test_code_that_holds_the_lock_is_killed_after_a_signal_or_its_limit_and_with
         inside = int(pid.read_text())
         if number is not None:
             process.send_signal(number)
-        _, said = process.communicate(timeout=40)
+        _, said = process.communicate(timeout=90)
         assert process.returncode == (-9 if number is signal.SIGKILL else 1)
         assert expected[number] in said
         wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))
@@ -161,7 +162,7 @@ def test_user_code_that_ends_train_or_serve_before_any_chain_is_reported(tmp_pat
             arguments, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
     for (command, at, status), process in running.items():
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=180)
         assert process.returncode == 1, said
         assert exits[at].format(command=command, status=status) in said
 

@@ -149,14 +149,15 @@ class _Supervisor:
         if is_stopped(self._child):
             self._silent = 0.0
             return
-        if self._first is not None and now - self._first >= _REACT_SECONDS and not self._reacts:
-            holds = self._silent > _REACT_SECONDS / 2
-            if (where := self._inside.place(main_only=not holds)) is not None:
-                fix = HOLDS_LOCK if holds else "let KeyboardInterrupt end it, and handle no SIGTERM and SIGINT in it"
-                self._end(f"was killed, because user code did not react to a signal: {where}; fix: {fix}")
         if self.returned is not None:
             self._look_at_leaving(seconds)
             return
+        if self._first is not None and now - self._first >= _REACT_SECONDS and not self._reacts:
+            # a busy machine delays beats
+            holds = self._silent >= _REACT_SECONDS and not self._inside.beats()
+            if (where := self._inside.place(main_only=not holds)) is not None:
+                fix = HOLDS_LOCK if holds else "let KeyboardInterrupt end it, and handle no SIGTERM and SIGINT in it"
+                self._end(f"was killed, because user code did not react to a signal: {where}; fix: {fix}")
         if self._limit is not None and self._silent > max(self._limit[0], QUIET_SECONDS):
             where = self._inside.place() or "user code"
             # it may have come back while this process looked
