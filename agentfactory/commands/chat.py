@@ -33,6 +33,7 @@ from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import size_of
 from agentfactory.tools.messages import Message, ToolInfrastructureError, text_of
+from agentfactory.tools.processes.interrupts import run_interruptible
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 NEW = "/new"
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     recipe, checkpoint = _of_run(options.run, options.checkpoint)
     served = what_is_served(recipe, checkpoint)
     print(f"starting the {served.recipe.server.engine} server on {served.label}", flush=True)
-    asyncio.run(_chat(served))
+    run_interruptible(_chat(served))
 
 
 def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:

@@ -24,6 +24,7 @@ from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command import address_fault, chat_fault, outside_fault, server_command
 from agentfactory.tools.http.server_keys import key_file_of
+from agentfactory.tools.processes.interrupts import run_interruptible
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -62,7 +63,7 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
             children.wait(server)
         else:
             _log_to(folder, "chat")
-            asyncio.run(_chat(served, url, folder, chat, say, partial(children.check, server)))
+            run_interruptible(_chat(served, url, folder, chat, say, partial(children.check, server)))
 
 
 async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say, check: Callable[[], None]) -> None:

@@ -43,6 +43,7 @@ from agentfactory.tools.messages import (
     text_of,
 )
 from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.processes.interrupts import run_interruptible
 from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.user_code.loading import load_object
@@ -82,13 +83,13 @@ def run(options: argparse.Namespace) -> None:
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
         match options.action:
             case "list" if options.prompt:
-                asyncio.run(_prompt(recipe, Path(images)))
+                run_interruptible(_prompt(recipe, Path(images)))
             case "list":
-                asyncio.run(_list(recipe, options.json))
+                run_interruptible(_list(recipe, options.json))
             case "call":
-                asyncio.run(_call(recipe, options, Path(images)))
+                run_interruptible(_call(recipe, options, Path(images)))
             case "check":
-                asyncio.run(_check(recipe, prepared, options.task, Path(images)))
+                run_interruptible(_check(recipe, prepared, options.task, Path(images)))
 
 
 @dataclass

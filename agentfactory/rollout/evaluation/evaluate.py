@@ -26,6 +26,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
 from agentfactory.tools.http.proxies import Proxy
+from agentfactory.tools.processes.interrupts import run_interruptible
 from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ def run_eval(
             runner.setup.tool_errors.report()
             return played
 
-    played = asyncio.run(run())
+    played = run_interruptible(run())
     chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
     found = Evaluation(
         _means(recipe, played),
@@ -279,6 +280,6 @@ def run_rollout(
             runner.setup.tool_errors.report()
             return list(groups)
 
-    metrics = mean_figures(asyncio.run(run()))
+    metrics = mean_figures(run_interruptible(run()))
     log({f"rollout/{key}": value for key, value in metrics.items()})
     return metrics
