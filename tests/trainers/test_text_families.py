@@ -184,7 +184,6 @@ def test_rows_share_a_line_under_a_soft_cap() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - COMPOSITE - NOT_BUILT))
-@pytest.mark.timeout(60)
 def test_every_family_is_exact_or_refused(family: str) -> None:
     network = tiny_network(family)
     try:
