@@ -186,6 +186,8 @@ def test_the_first_turn_of_a_text_format_is_read_again() -> None:
     texts = ["Action: calculate\nAction Input: 1 + 2", "Final Answer: 3"]
     look = look_at(groups(*map(chain, texts)), offer("react"))
     assert (look.read, look.first_turns, look.formats) == (1, 2, {})
+    invented = look_at(groups(chain("Action: compute\nAction Input: 1 + 2")), offer("react"))
+    assert (invented.read, invented.formats) == (0, {})
 
 
 async def test_chains_as_they_run(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class Look:
     """Tool server -> seconds that a chain waits for an instance of it, mean."""
     first_turns: int = 0
     read: int = 0
-    """First turns in which the recipe's format reads a call."""
+    """First turns in which the recipe's format reads a call of a tool that exists."""
     unread: list[str] = field(default_factory=list)
     """The other first turns, without their reasoning."""
     shown: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ def _note_sizes(look: Look, chains: Sequence[Trajectory]) -> None:
 
 
 def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
-    offer = look.offer
+    offer, offered = look.offer, {spec.name for spec in look.offer.specs}
     # one of each group, then the second of each group, and so on
     ranked = sorted(
         (
@@ -176,7 +176,11 @@ def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
             continue
         look.first_turns += 1
         text = split_reasoning(text_of(message.get("content") or ""), opened=False)[2]
-        if message.get("tool_calls") or (not offer.parser.native and offer.parser.parse(text, offer.specs).calls):
+        names = {call["function"]["name"] for call in message.get("tool_calls") or []}
+        if not offer.parser.native:
+            names |= {name for name, _ in offer.parser.parse(text, offer.specs).calls}
+        # an agent may bring tools that the recipe does not know
+        if names and (not offered or names <= offered):
             look.read += 1
         else:
             look.unread.append(text)
