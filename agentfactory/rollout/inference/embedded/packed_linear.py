@@ -49,7 +49,7 @@ def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
     ]
 
 
-def second_copies(model: nn.Module, sequences: int) -> int:
+def second_copies(model: Any, sequences: int) -> int:
     """Return the bytes of weights that are kept twice, for a model on the meta device and at most `sequences` rows in
     its head."""
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
