@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,8 @@ ADAPTER = "adapter_config.json"
 
 _BLOCK = 1 << 20
 _PREPARED = "prepared"
+_EVALUATION = re.compile(r"(eval|rollout)(-\d+)?")
+"""Folders below `output` that commands other than `train` write."""
 """Folder that the user's `prepare` fills, and may replace with a link."""
 
 
@@ -70,14 +73,17 @@ class RunFolder:
         """Create the folder and store the resolved recipe (YAML) in it.
 
         Raises RunFolderError if something exists there already; with `overwrite`, an existing run folder is deleted.
+        Evaluations before the run are kept, and what was prepared for them is prepared again.
         """
         check_free(path, overwrite)
         folder = cls(path)
         with _usable(path):
-            if path.exists():
+            if is_run(path):
                 shutil.rmtree(path)
+            elif (path / _PREPARED).exists():
+                shutil.rmtree(path / _PREPARED)
             for part in folder.parts:
-                part.mkdir(parents=True)
+                part.mkdir(parents=True, exist_ok=True)
             folder.recipe.write_text(recipe, encoding="utf-8")
         return folder
 
@@ -304,6 +310,15 @@ def is_free(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
+def _holds_evaluations_only(path: Path) -> bool:
+    """Return whether `path` has nothing but what `eval` and `rollout` write before the run."""
+    if not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    runs = {name for name in names if _EVALUATION.fullmatch(name) and is_run(path / name)}
+    return bool(runs) and names - runs <= {_PREPARED, "logs", ".lock"}
+
+
 def check_writable(path: Path) -> None:
     """Raise RunFolderError unless files can be written in `path`, which need not exist."""
     with _usable(path):
@@ -333,7 +348,7 @@ def _unusable(path: Path, error: OSError) -> RunFolderError:
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise RunFolderError unless a run may be written to `path`."""
     check_writable(path)
-    if is_free(path):
+    if is_free(path) or _holds_evaluations_only(path):
         return
     if not is_run(path):
         # a typo must not delete a folder

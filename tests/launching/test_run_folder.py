@@ -52,6 +52,26 @@ def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None
     assert folder.last_checkpoint() == folder.checkpoints / "step-1000000"
 
 
+def test_a_run_begins_beside_earlier_evaluations(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    for name in ("eval", "eval-2", "rollout"):
+        RunFolder.create(output / name, "")
+    (output / "prepared").mkdir()
+    (output / "logs").mkdir()
+    folder = RunFolder.create(output, "a: 1\n")
+    assert folder.recipe.read_text() == "a: 1\n"
+    assert not (output / "prepared").exists()
+    assert all(RunFolder(output / name).recipe.is_file() for name in ("eval", "eval-2", "rollout"))
+
+
+@pytest.mark.parametrize("name", ["notes", "evaluation"])
+def test_a_run_begins_beside_nothing_else(tmp_path: Path, name: str) -> None:
+    RunFolder.create(tmp_path / "run" / "eval", "")
+    (tmp_path / "run" / name).mkdir()
+    with pytest.raises(RunFolderError, match="not empty and not a run folder"):
+        check_free(tmp_path / "run", overwrite=False)
+
+
 @pytest.mark.parametrize("place", ["/proc/x/y", "/dev/null/y", "/sys/x"])
 def test_a_place_that_cannot_be_written_is_named(place: str) -> None:
     with pytest.raises(RunFolderError, match=f"^output: {place[:9]}.*(is a|cannot be).*; fix: output=OTHER$"):
