@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -29,6 +30,8 @@ train.stop_when; done, but most chains were dropped; no fault, but not everythin
 
 _WITHOUT_USER_CODE = ("new", "view", "export", "completion")
 """Commands that execute no code of a recipe; the process of any other one is supervised."""
+_ADDRESS_SPACE = 4 * 2**30
+"""Bytes of address space below which a run is likely to fail."""
 _TRACEBACK_LINES = 16
 """Maximum lines of a traceback to print, so that it fits on a screen with the error."""
 
@@ -79,7 +82,7 @@ def _execute(options: argparse.Namespace) -> int:
     """Run a parsed command; return its exit status."""
     run = _COMMANDS.get(options.command, _registered)
     try:
-        if (notice := _notice_of_tmpdir()) is not None:
+        for notice in filter(None, (_notice_of_tmpdir(), _notice_of_memory())):
             print(f"agentfactory: {notice}", file=sys.stderr, flush=True)
     except FileNotFoundError as error:
         return _end(f"TMPDIR: {error.strerror}; fix: set it to a folder with space that you can write", REFUSED)
@@ -112,6 +115,15 @@ def _other_version(error: BaseException) -> str:
     problem = unmet("agentfactory")
     fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
     return f"; {problem}; fix: {fix}" if problem else ""
+
+
+def _notice_of_memory() -> str | None:
+    """Return a notice if the limit of address space leaves little more than what torch's libraries map, else None."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or limit >= _ADDRESS_SPACE:
+        return None
+    what = f"each process may map {limit / 2**30:.1f} GiB (ulimit -v), and the libraries alone map 1.2 GiB"
+    return f"{what}; fix: raise it to 8 GiB and the size of the model, or limit memory by a control group"
 
 
 def _notice_of_tmpdir() -> str | None:

@@ -488,6 +488,15 @@ def test_temporary_files_that_go_elsewhere_are_told(
     )
 
 
+def test_a_small_limit_of_address_space_is_told() -> None:
+    command = f"ulimit -v 3145728; {sys.executable} -m agentfactory completion bash"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    notice = (
+        "agentfactory: each process may map 3.0 GiB (ulimit -v), and the libraries alone map 1.2 GiB; fix: raise it"
+    )
+    assert done.stderr.startswith(notice)
+
+
 def test_a_reader_that_leaves_is_no_defect(project: Path) -> None:
     command = f"{sys.executable} -m agentfactory train recipe.yaml --dry-run"
     pipe = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True)
