@@ -103,8 +103,9 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
             weight_version=args.weight_version,
             encoder=encoder,
         )
-        # the weights were read, converted and packed one by one
+        # only now: weights that were packed one by one must not leave memory for reuse behind
         give_back_freed()
+        keep_freed_memory()
         server = Server(
             engine,
             served_model_name=args.served_model_name,
@@ -164,7 +165,6 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     parent_watch.follow_parent()
-    keep_freed_memory()
     args = _arguments()
     api_key = None
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
