@@ -12,8 +12,9 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
+from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.text.format_tokens import FormatTokens
@@ -22,8 +23,9 @@ from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
-from agentfactory.trainers.networks.lora import adapters_off, merge_adapter
+from agentfactory.trainers.networks.lora import adapters_off
 from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.reference_policy import make_reference
 from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike, rows_of, with_trained_rows
 from agentfactory.trainers.sync.canary import canary_rows, with_tokens
 from agentfactory.trainers.sync.server_control import SyncError
@@ -204,8 +206,8 @@ def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: Tok
     policy.save_adapter(tmp_path / "adapter", policy.gather())
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(dead), tmp_path / "adapter")
     torch.testing.assert_close(logprobs(loaded, ids), expected, atol=1e-4, rtol=0)
-    network: PreTrainedModel = merge_adapter(AutoModelForCausalLM.from_pretrained(dead), tmp_path / "adapter")
-    network.save_pretrained(tmp_path / "merged")
+    (tmp_path / "merged").mkdir()
+    merge_adapter(tmp_path / "adapter", str(dead), "float32", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.tie_word_embeddings == policy.network.config.tie_word_embeddings
     torch.testing.assert_close(logprobs(merged, ids), expected, atol=1e-4, rtol=0)
@@ -278,6 +280,25 @@ def test_the_canary_sees_the_rows() -> None:
         assert len({450, 451, 452, 453, 454} & {*watched.context}) == (4 if number % 2 == 0 else 0)
         assert len(watched.context) == len(row.context)
     assert with_tokens(rows[0], [], 0) == rows[0]
+
+
+def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path, accelerator: Accelerator) -> None:
+    before, ids = trained(dead, needs), ids_with(needs)
+    before.save_adapter(tmp_path, before.gather())
+    recipe = recipe_of(dead, loss={"kl": {"coefficient": 0.1}})
+    assert recipe.model.lora is not None
+    recipe.model.lora.from_ = str(tmp_path)
+    policy = load_policy(recipe, needs=needs).eval()
+    torch.testing.assert_close(score(policy, ids), score(before, ids), atol=1e-5, rtol=0)
+    reference = make_reference(recipe, policy, accelerator)
+    places = torch.tensor([3, 7, 9, 15, 23])
+    inputs = (ids, places - 1, ids.flatten()[places])
+    began = reference.logprobs(policy, *inputs)
+    assert torch.equal(began, score(policy, ids)), "the KL divergence of the first step is exactly 0"
+    change(policy, 2)
+    assert (score(policy, ids) - began).abs().max() > 0.01
+    assert torch.equal(reference.logprobs(policy, *inputs), began)
+    assert policy.gather().keys() == before.gather().keys(), "the reference is neither saved nor sent"
 
 
 @pytest.mark.extended
