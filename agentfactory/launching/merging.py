@@ -30,7 +30,6 @@ ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state", "training_state.pt")
 _ORIGIN = "merged_from.json"
 _TOLERANCE = 1e-3
 """Largest mean change of log-probabilities in float32 that is taken for rounding: 1e-5 at 0.5 billion parameters."""
-_UNTIED = "train an adapter without modules whose weights are tied to others, such as embeddings"
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     from transformers import AutoConfig
 
     from agentfactory.rollout.images.families import copy_processor
-    from agentfactory.trainers.networks.lora import tie_again, untie
+    from agentfactory.trainers.networks.lora import tie_equal, untie
     from agentfactory.trainers.networks.network import class_of
     from agentfactory.trainers.networks.row_layouts import ids
 
@@ -135,13 +134,9 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
         if (error := float((scores() - unmerged).abs().mean())) > _TOLERANCE:
             what = f"merged, it changes log-probabilities by {error:.2g} on average"
             problem = f"{display(adapter)} cannot be merged exactly: {what}"
-            raise SettingError("model.lora.from", problem, _UNTIED)
+            raise SettingError("model.lora.from", problem, "train another adapter")
     if is_tied:
-        try:
-            tie_again(model)
-        except ValueError as error:
-            problem = f"{display(adapter)} cannot be merged exactly: {error}"
-            raise SettingError("model.lora.from", problem, _UNTIED) from None
+        tie_equal(model)
     model.to(rounded_to).save_pretrained(output)
     copy_processor(base, output)
     if not lost or not change:

@@ -121,7 +121,7 @@ def test_a_tool_that_raises_at_most_of_its_calls_is_told(
     overrides += [f"tools=[{tmp_path}/broken.py:Broken]", "data.limit=4", "eval.data.limit=4", "eval.samples=4"]
     result = agentfactory(command, str(quickstart_run / "grpo" / "recipe.yaml"), *overrides)
     assert result.returncode == 0, result.stderr
-    (told,) = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    (told,) = [line for line in result.stdout.splitlines() if line.startswith("warning: tool ")]
     assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls failed, such as: ValueError: no legs", told)
 
 

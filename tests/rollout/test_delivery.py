@@ -1,5 +1,6 @@
 """Rank 0's intake from its workers: batches that it accepts and refuses."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from agentfactory.rollout.workers.worker_socket import (
     encode_delivered,
 )
 from agentfactory.tools.calls.run_notices import Notice, notice_of
+from agentfactory.tools.processes.stacks import Inside
 from tests.waiting import wait_for
 
 
@@ -223,6 +225,7 @@ def test_a_worker_that_does_not_end_is_killed_with_a_word(
     monkeypatch.setattr(worker_socket, "END_SECONDS", 0.1)
     end = worker()
     end._process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    end._inside = Inside(end._process.pid, os.open(os.devnull, os.O_RDONLY))
     with connected(end):
         end.close()
     assert end._process.returncode == -signal.SIGKILL

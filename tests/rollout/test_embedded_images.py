@@ -363,7 +363,9 @@ def test_adapters_on_language_layers_and_none_on_the_tower(model: Path, tmp_path
     run(engine, plain, with_adapter)
     check(load(model), engine, plain)
     check(adapted, engine, with_adapter)
-    with pytest.raises(AdapterError, match=r"visual.*language model's layers only"):
+    with pytest.raises(
+        AdapterError, match=r"visual.*language model's layers, and on head and embedding of text models"
+    ):
         engine.adapters.load("tower", str(tmp_path / "tower"))
 
 

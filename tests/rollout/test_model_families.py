@@ -169,7 +169,7 @@ def test_prompts_have_the_ids_that_the_template_gives(family: Family) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_families_without_native_calls_are_refused_with_the_reason(name: str) -> None:
     template, reason = REFUSED[name]
-    with pytest.raises(RenderError, match=f"{reason}.*rollout.parser=react"):
+    with pytest.raises(RenderError, match=f"{reason}.*rollout.parser=json or react"):
         renderer_of(Family(name, template, ""))
 
 

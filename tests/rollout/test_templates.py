@@ -179,7 +179,10 @@ def test_a_refused_template_names_text_formats_only_if_it_renders_without_tools(
             make_renderer(tokenizer)
         return str(raised.value)
 
-    names, other = "; act in plain text: rollout.parser=react or code_block or tags; or set model", "; set model"
+    names, other = (
+        "; act in plain text: rollout.parser=json or react or code_block or tags; or set model",
+        "; set model",
+    )
     foreign = CHATML.replace("<tool_call>", "<invocation>").replace("</tool_call>", "</invocation>")
     needing = foreign.replace("{%- for m in messages %}", "{{ tools | length }}{%- for m in messages %}", 1)
     assert names in refusal(foreign)

@@ -45,12 +45,12 @@ USERS = """
 import atexit, ctypes, os, re, signal, threading, time
 
 def hold():
-    Path("pid").write_text(str(os.getpid()))
     thread = threading.Thread(target=slow)
     thread.start()
     thread.join()
 
 def slow():
+    Path("pid").write_text(str(os.getpid()))
     re.match("(a+)+$", "a" * 60 + "b")
 
 def ignore():

@@ -283,15 +283,17 @@ def test_every_adapter_of_peft_is_merged(model_folder: Path, of_peft: Any, kind:
     assert (expected - scores_of(AutoModelForCausalLM.from_pretrained(model_folder))).abs().max() > 0.01
 
 
-def test_an_adapter_on_tied_embeddings_which_no_merge_reproduces_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    """The adapter changes the input alone, and merging it would change the head, too."""
+def test_an_adapter_on_tied_embeddings_is_merged_into_an_untied_network(model_folder: Path, tmp_path: Path) -> None:
+    """The adapter changes the input alone; added to the shared table, it would change the head, too."""
     network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     model: Any = get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj", "embed_tokens"]))
     disturb(model, 5)
     model.save_pretrained(tmp_path / "peft")
-    with pytest.raises(SettingError, match=r"merged, it changes log-probabilities by .* tied"):
-        merge_adapter(tmp_path / "peft", str(model_folder), "float32", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+    expected = scores_of(model)
+    merge_adapter(tmp_path / "peft", str(model_folder), "float32", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not merged.config.tie_word_embeddings
+    torch.testing.assert_close(scores_of(merged), expected, atol=1e-5, rtol=0)
 
 
 def test_the_rounding_of_a_merge_is_named(model_folder: Path, of_peft: Any, tmp_path: Path) -> None:

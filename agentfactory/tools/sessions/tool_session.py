@@ -264,6 +264,8 @@ class ToolSession:
                     await self._control(share, "close", {})
         except (ToolInfrastructureError, TimeoutError) as error:
             share.spoiled = True
+            if share.generation not in (None, share.connection.generation):
+                return  # it died meanwhile, which was told
             name = share.server.name
             what = f"its {share.server.hidden['close'].name}"
             if (kind := share.server.environment_class) is not None:

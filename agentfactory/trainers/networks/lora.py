@@ -135,8 +135,8 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
 
 
 def untie(network: Any) -> bool:
-    """Give a head that is tied to the embedding its own weight, and return whether it was. peft adds the factors of
-    both tables to their weights, and would add both to a shared one. See `tie_again`."""
+    """Give a head that is tied to the embedding its own weight, and return whether it was. An adapter may change the
+    two differently, and a merge would change both. See `tie_equal`."""
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -145,12 +145,11 @@ def untie(network: Any) -> bool:
     return True
 
 
-def tie_again(merged: Any) -> None:
-    """Tie the head of a network after a merge. Raises ValueError if head and embedding have become different."""
-    if not torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight):
-        raise ValueError("the adapter changes head and embedding, which are one table, differently")
-    merged.config.tie_word_embeddings = True
-    merged.tie_weights()
+def tie_equal(network: Any) -> None:
+    """Tie the head to the embedding if their weights are equal."""
+    if torch.equal(network.get_output_embeddings().weight, network.get_input_embeddings().weight):
+        network.config.tie_word_embeddings = True
+        network.tie_weights()
 
 
 def use_adapter(model: "PeftModel", name: str) -> None:

@@ -13,7 +13,11 @@ from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 _KEYS = ("arguments", "parameters")
 _RESULT = "[result of "
-_OBJECT = re.compile(r'\{\{?\s*+"(?:name|arguments|parameters)"\s*+:')
+_OBJECT = re.compile(
+    r'\{\{?\s*+"(?:name|arguments|parameters)"\s*+:\s*+(?:"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"\s*+[,}]|[^"\s])'
+)
+"""The beginning of an object that can be a call. It includes the first value if that is text: a JSON error takes as
+long as the text before it, so beginnings that cannot go on must not be read."""
 _CALL = re.compile(r'\{\s*+"name"\s*+:\s*+"[^"\n]*+"\s*+,\s*+"(?:arguments|parameters)"\s*+:')
 """The beginning of a call; if it continues as anything else, the turn is malformed."""
 _FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
