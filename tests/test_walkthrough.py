@@ -167,7 +167,7 @@ def page_of(name: str) -> Path:
 
 def test_every_page_with_commands_is_followed() -> None:
     pages = {page.stem for page in [page_of("README"), *DOCS.glob("*.md")] if blocks(page, "bash")}
-    # tests/test_database_page.py follows that page, which also writes files; tests/commands/test_sample.py the other one
+    # those are followed by tests/test_database_page.py and tests/commands/test_sample.py
     assert pages == FOLLOWED | {"database", "first-look"}
 
 
