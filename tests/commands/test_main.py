@@ -491,9 +491,7 @@ def test_temporary_files_that_go_elsewhere_are_told(
 def test_a_small_limit_of_address_space_is_told() -> None:
     command = f"ulimit -v 3145728; {sys.executable} -m agentfactory completion bash"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    notice = (
-        "agentfactory: each process may map 3.0 GiB (ulimit -v), and the libraries alone map 1.2 GiB"
-    )
+    notice = "agentfactory: each process may map 3.0 GiB (ulimit -v), and the libraries alone map 1.2 GiB"
     assert done.stderr.startswith(notice)
 
 
