@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
+from agentfactory.rollout.data.notices import tell_null_fields
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
 from agentfactory.rollout.trajectory import Outcome, Trajectory
@@ -200,6 +201,13 @@ def test_what_a_check_raises_names_the_reward_and_the_row(error: Exception, said
 
     with pytest.raises(SettingError, match=re.escape(f"rewards.0: Checked.check {said}")):
         Rewards([Checked()]).check_rows([{"question": "1"}, {"question": "2"}], "data")
+
+
+def test_needed_fields_that_are_nan_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    # as pandas writes a lacking value: no answer equals it
+    tell_null_fields([{"answer": "4"}, {"answer": float("nan")}, {"answer": None}], "data", {"answer": "exact"})
+    text = "data: the field answer, which exact needs, is null or NaN in 2 of 3 rows, first in row 2"
+    assert [text in record.message for record in caplog.records] == [True]
 
 
 async def test_rewards_are_summed_and_metrics_kept() -> None:
