@@ -1,11 +1,12 @@
 """Records of chains: trajectories, groups, outcomes and times."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from agentfactory.rollout.token_row import Row
 from agentfactory.tools.messages import Message
+from agentfactory.tools.user_code.own_copy import own_copy
 
 
 class Outcome(StrEnum):
@@ -131,6 +132,10 @@ class Trajectory:
     """The folders of its ended programs, if the recipe keeps them (`keep_workspaces`)."""
     timeline: list[Stretch] = field(default_factory=list)
     """The activities of the chain, ordered by their ends."""
+
+    def copied(self) -> "Trajectory":
+        """Return a copy for a user's function. The rows are shared."""
+        return replace(self, **{name: own_copy(value) for name, value in vars(self).items()})
 
     def note_turn(self, anchor: str | None = None) -> None:
         """Count an assistant turn; `anchor` identifies the environment's state before it."""

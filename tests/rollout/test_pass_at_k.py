@@ -1,12 +1,15 @@
 """avg@k and pass@k against an independent reference: enumeration."""
 
 import math
+from collections import Counter
 from itertools import combinations
 
 import pytest
 
+from agentfactory.rollout.evaluation.evaluate import mean_figures
 from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, pass_at_k, powers_of_two, sample_figures
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.trainers.metrics import group_metrics
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])
@@ -31,6 +34,21 @@ def test_pass_at_k_of_more_than_was_sampled_is_refused() -> None:
         pass_at_k(3, 1, 4)
     with pytest.raises(ValueError, match="4 of 3"):
         pass_at_k(3, 4, 2)
+
+
+def test_means_cover_the_chains_that_have_the_value() -> None:
+    """As docs/metrics.md says, and as training does; a lacking value counted as 0 here."""
+    metrics: list[dict[str, float]] = [{"success": 1.0, "extra": 5.0}, {}, {"success": 0.0}, {}]
+    chains = [Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0, metrics=each) for each in metrics]
+    groups = [Group("g", {"question": "?"}, chains)]
+    assert mean_figures(groups) == {"failed": 0.0, "reward": 1.0, "success": 0.5, "extra": 5.0}
+    assert group_metrics(groups, Counter())["success"] == 0.5
+    assert {name: found.value for name, found in estimates(groups, 4).items() if name != "reward"} == {
+        "success": 0.5,
+        "avg@4": 0.5,
+        "pass@1": 0.5,
+        "pass@2": 1.0,
+    }
 
 
 def test_powers_of_two() -> None:

@@ -4,15 +4,17 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
+from agentfactory.rollout.data.notices import tell_null_fields
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
 from agentfactory.rollout.trajectory import Outcome, Trajectory
@@ -98,6 +100,13 @@ def load(tmp_path: Path) -> Callable[..., Rewards]:
     return load
 
 
+class Unreadable(Exception):
+    """An error whose text cannot be read."""
+
+    def __str__(self) -> str:
+        return None  # type: ignore[return-value]
+
+
 def chain(text: str, reward: float | None = 0.0, **fields: Any) -> Trajectory:
     return Trajectory(text, [{"role": "assistant", "content": text}], [], Outcome.COMPLETED, reward, turns=1, **fields)
 
@@ -124,6 +133,81 @@ async def test_arguments_come_by_name() -> None:
 
     await Rewards([asks]).score(TRAJECTORY, {"answer": "4", "level": 3}, None)
     assert seen == {"final": "4", "prediction": "4", "trajectory": TRAJECTORY, "answer": "4", "row": {"level": 3}}
+
+
+async def test_a_reward_changes_copies_only() -> None:
+    # `trajectory.messages.pop()` and `gold.pop()` changed the saved chain, and the rewards of the task's other chains
+    @reward
+    def takes_all(trajectory: Trajectory, gold: list[str], meta: dict[str, list[int]], keep: list[int]) -> float:
+        trajectory.messages[0]["content"] = "changed"
+        for values in (trajectory.messages, trajectory.rows, gold, meta["seen"], keep):
+            values.pop()
+        return 1.0
+
+    @reward(group=True)
+    def takes_all_together(trajectories: list[Trajectory], gold: list[str]) -> list[float]:
+        trajectories[0].messages.clear()
+        trajectories[0].reward = 7.0
+        return [float(len(gold.pop()))] * len(trajectories)
+
+    class Checked:
+        def __call__(self, prediction: str, gold: list[str]) -> float:
+            return float(prediction == gold[0])
+
+        def check(self, row: dict[str, Any]) -> None:
+            row["gold"].pop()
+
+    trajectory = Trajectory("c", deepcopy(MESSAGES), [cast(Any, "row")], Outcome.COMPLETED, reward=1.0)
+    before, task = deepcopy(trajectory), {"gold": ["4"], "meta": {"seen": [1]}, "keep": [3]}
+    rewards = Rewards([takes_all, takes_all_together, Checked()])
+    rewards.check(task)
+    for _ in range(2):
+        assert (await rewards.score(trajectory, task, None)).reward == 2.0
+    assert trajectory == before
+    await rewards.score_group([trajectory], task)
+    assert trajectory == replace(before, reward=2.0, metrics=trajectory.metrics)
+    assert task == {"gold": ["4"], "meta": {"seen": [1]}, "keep": [3]}
+
+
+async def test_a_success_that_only_some_chains_have_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def partial_success(prediction: str, answer: str) -> dict[str, float]:
+        return {"reward": 1.0, "success": 1.0} if prediction == answer else {"reward": 0.0}
+
+    rewards = Rewards([partial_success])
+    for answer in ("4", "5", "4", "5"):
+        await rewards.score(TRAJECTORY, {"answer": answer}, None)
+    text = "partial_success returns success for some chains only, and the means of success cover only these; fix: "
+    assert [text in record.message for record in caplog.records] == [True] * 3  # one notice, counted
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("gold"), "raised KeyError: 'gold', in row 2 of data; fix: correct it; for a row that"),
+        (
+            Unreadable(),
+            "raised RuntimeError: Unreadable, whose text cannot be read: its __str__ raised TypeError, in",
+        ),
+    ],
+)
+def test_what_a_check_raises_names_the_reward_and_the_row(error: Exception, said: str) -> None:
+    class Checked:
+        def __call__(self, prediction: str) -> float:
+            return 1.0
+
+        def check(self, row: dict[str, Any]) -> None:
+            if row["question"] == "2":
+                raise error
+
+    with pytest.raises(SettingError, match=re.escape(f"rewards.0: Checked.check {said}")):
+        Rewards([Checked()]).check_rows([{"question": "1"}, {"question": "2"}], "data")
+
+
+def test_needed_fields_that_are_nan_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    # as pandas writes a lacking value: no answer equals it
+    tell_null_fields([{"answer": "4"}, {"answer": float("nan")}, {"answer": None}], "data", {"answer": "exact"})
+    text = "data: the field answer, which exact needs, is null or NaN in 2 of 3 rows, first in row 2"
+    assert [text in record.message for record in caplog.records] == [True]
 
 
 async def test_rewards_are_summed_and_metrics_kept() -> None:

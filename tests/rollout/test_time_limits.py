@@ -15,7 +15,7 @@ from agentfactory.tools.environments import environment_host, pool
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers import recipe_server
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes.threads import run_on_loop
+from agentfactory.tools.processes.threads import call_within, run_in_thread, run_on_loop
 from agentfactory.tools.sessions import tool_session
 from tests.scripted_chains import scripted_chains
 
@@ -213,6 +213,29 @@ async def test_what_would_end_the_loop_is_an_error_of_user_code(error: str) -> N
 
     with pytest.raises(RuntimeError, match=f"^{error.removeprefix('asyncio.')}: mine$"):
         await run_on_loop(user_code())
+
+
+@pytest.mark.parametrize("base", [Exception, BaseException])
+async def test_an_error_whose_text_cannot_be_read_is_named(base: type[BaseException]) -> None:
+    # its message was built in the thread, which died: the call never returned
+    class Odd(base):  # type: ignore[misc, valid-type]
+        def __str__(self) -> str:
+            raise ValueError
+
+    def fails() -> None:
+        raise Odd
+
+    async def fails_on_loop() -> None:
+        raise Odd
+
+    text = "^Odd, whose text cannot be read: its __str__ raised ValueError$"
+    async with asyncio.timeout(5):
+        with pytest.raises(RuntimeError, match=text):
+            await run_in_thread(fails)
+        with pytest.raises(RuntimeError, match=text):
+            await run_on_loop(fails_on_loop())
+    with pytest.raises(RuntimeError, match=text):
+        call_within(fails, 5)
 
 
 async def test_a_cancelled_chain_cancels_its_user_code() -> None:

@@ -50,11 +50,20 @@ def tell_nulls(section: str, topic: str, text: str, counts: Sequence[int]) -> No
 
 
 def tell_null_fields(tasks: Sequence[dict[str, Any]], section: str, needed: Mapping[str, str]) -> None:
-    """Warn about needed fields that are null in some rows but not all; tables have null where a row lacks a field."""
+    """Warn about needed fields that are null or NaN in some rows but not all; tables have either where a row lacks a
+    field."""
     for name, who in needed.items():
-        nulls = [number for number, task in enumerate(tasks, 1) if task.get(name) is None]
+        values = [task.get(name) for task in tasks]
+        # only NaN differs from itself
+        nulls = [
+            number
+            for number, value in enumerate(values, 1)
+            if value is None or (isinstance(value, float) and value != value)
+        ]
         if nulls and len(nulls) < len(tasks):
-            text = f"{section}: the field {name}, which {who} needs, is null in {len(nulls)} of {len(tasks)} rows"
+            text = (
+                f"{section}: the field {name}, which {who} needs, is null or NaN in {len(nulls)} of {len(tasks)} rows"
+            )
             notify(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -204,14 +205,14 @@ class Evaluation:
 
 
 def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Return means over the chains with a reward, and `failed`, the share of chains without one."""
+    """Return means over the chains with a reward that have the value, and `failed`, the share of chains without one."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [t for t in trajectories if t.reward is not None]
     means = {"failed": 1 - len(scored) / len(trajectories)}
     if scored:
         means["reward"] = sum(t.reward for t in scored if t.reward is not None) / len(scored)
         names = sorted({name for t in scored for name in t.metrics})
-        means |= {name: sum(t.metrics.get(name, 0.0) for t in scored) / len(scored) for name in names}
+        means |= {name: fmean(t.metrics[name] for t in scored if name in t.metrics) for name in names}
     return means
 
 

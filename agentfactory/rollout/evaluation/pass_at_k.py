@@ -74,8 +74,8 @@ def _shares(groups: Sequence[Group], samples: int) -> dict[str, list[Share]]:
     scored = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     rewards = [[t.reward for t in chains if t.reward is not None] for chains in scored if chains]
     shares = {"reward": [Share(sum(values), len(values)) for values in rewards]}
-    if any("success" in t.metrics for chains in scored for t in chains):
-        successes = [[t.metrics.get("success", 0.0) for t in chains] for chains in scored if chains]
+    reported = [[t.metrics["success"] for t in chains if "success" in t.metrics] for chains in scored]
+    if successes := [values for values in reported if values]:
         shares["success"] = [Share(sum(values), len(values)) for values in successes]
         if samples > 1:
             shares[f"avg@{samples}"] = [Share(sum(values) / len(values), 1) for values in successes]

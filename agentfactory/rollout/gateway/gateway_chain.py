@@ -19,6 +19,7 @@ from agentfactory.rollout.inference.http_transport import InferenceError, Server
 from agentfactory.rollout.trajectory import Activity, StopReason
 from agentfactory.tools.messages import EnvironmentReward, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.user_code.own_copy import own_copy
 
 _UNREACHED = re.compile(r"connect|resolution|name or service|api[ _-]?key|\b401\b", re.IGNORECASE)
 """Words in the errors of clients that request turns from another address."""
@@ -58,7 +59,7 @@ class GatewayChain:
             with self.gateway.serving(self) as endpoint:
                 visit = Visit(
                     endpoint,
-                    await images.without_files(task) if self.agent.elsewhere else task,
+                    own_copy(await images.without_files(task) if self.agent.elsewhere else task),
                     trajectory.id,
                     self._tools(session),
                     self.episode.workspace,

@@ -19,6 +19,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
+from agentfactory.tools.user_code.own_copy import own_copy
 from agentfactory.tools.user_code.watch import announced
 
 PREBUILT = {
@@ -70,8 +71,8 @@ class RewardSpec:
         return GROUP_OFFERED if self.group else OFFERED
 
     async def ask(self, offered: dict[str, Any], task: Task, limit: Deadline | None = None) -> Any:
-        """Call the function and return its result. Raise RewardError if it raises, or has not returned by its own
-        limit or by `limit`."""
+        """Call the function on copies of its arguments and return its result. Raise RewardError if it raises, or has
+        not returned by its own limit or by `limit`."""
         given = {**task, **self.options, **offered}
         wanted = {
             name: value
@@ -83,7 +84,7 @@ class RewardSpec:
         timer = asyncio.timeout_at(first.until)
         try:
             async with timer:
-                return await run(partial(self.function, **wanted))
+                return await run(partial(self.function, **_copies(wanted)))
         except Exception as error:  # boundary: a user's reward may raise anything
             if timer.expired():
                 raise RewardError(f"{self.name} took longer than {first.setting}") from None
@@ -162,6 +163,16 @@ def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Paramete
             raise SettingError(
                 f"{label}.options.{option}", f"{name} has no such option", f"use one of {', '.join(takes) or 'none'}"
             )
+
+
+def _copies(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Copy a reward's arguments: other rewards, the task's other chains and the saved group have the same objects."""
+    copies = own_copy(wanted)
+    if "trajectory" in copies:
+        copies["trajectory"] = copies["trajectory"].copied()
+    if "trajectories" in copies:
+        copies["trajectories"] = [trajectory.copied() for trajectory in copies["trajectories"]]
+    return copies  # type: ignore[no-any-return]
 
 
 def _takes_row(parameters: Mapping[str, inspect.Parameter]) -> bool:

@@ -29,6 +29,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import EnvironmentReward, text_of
 from agentfactory.tools.processes.threads import call_within
+from agentfactory.tools.user_code.own_copy import own_copy
 from agentfactory.tools.user_code.watch import announced
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class Rewards:
         """
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
+        self._reports_success: dict[str, set[bool]] = {}
+        """Name of a reward -> whether it has returned `success`, and whether it has not."""
         self._names: set[str] = set()
         """Names of all metrics that chains have had so far."""
         for index, entry in enumerate(self._entries):
@@ -139,7 +142,7 @@ class Rewards:
                     )
             if own and (own_check := getattr(entry.function, "check", None)):
                 try:
-                    call_within(partial(own_check, task), entry.timeout_seconds)
+                    call_within(partial(own_check, own_copy(task)), entry.timeout_seconds)
                 except TimeoutError:
                     setting = f"{entry.label}.timeout_seconds={entry.timeout_seconds:g}"
                     problem = f"{entry.name}.check took longer than {setting}"
@@ -147,6 +150,10 @@ class Rewards:
                 except ValueError as error:
                     fix = "correct the row, change the entry's options, or rename a field by data.columns"
                     raise SettingError(entry.label, f"{entry.name} {error}", fix) from error
+                except Exception as error:  # boundary: user code
+                    problem = f"{entry.name}.check raised {type(error).__name__}: {error}"
+                    fix = "correct it; for a row that the reward cannot score, it raises ValueError"
+                    raise SettingError(entry.label, problem, fix) from error
 
     async def score(
         self,
@@ -250,6 +257,11 @@ class Rewards:
             giver = self._giver_of_metric.setdefault(metric, entry.name)
             if giver != entry.name:
                 raise ValueError(f"{giver} and {entry.name} both have the metric {metric!r}; rename it in one of them")
+        reported = self._reports_success.setdefault(entry.name, set())
+        reported.add("success" in metrics)
+        if len(reported) == 2:
+            text = f"{entry.name} returns success for some chains only, and the means of success cover only these"
+            notify(logger, f"success of {entry.name}", f"{text}; fix: return it for every chain", see=_PAGE)
         alone = {} if len(self._entries) == 1 else {f"reward/{entry.name}": verdict.reward}
         turns = verdict.turn_rewards
         return EnvironmentReward(

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 
 def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
@@ -34,9 +34,7 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
         try:
             result = context.run(function)
         except BaseException as raised:
-            # a future cannot carry StopIteration, and a tool's SystemExit must not end the process
-            plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            error = cast(Exception, raised) if plain else RuntimeError(f"{type(raised).__name__}: {raised}")
+            error = _plain(raised)
         with suppress(RuntimeError):  # the loop is closed: nothing waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
@@ -55,7 +53,7 @@ def call_within(function: Callable[[], Any], seconds: float) -> Any:
         try:
             done.put((function(), None))
         except BaseException as raised:
-            done.put((None, raised))
+            done.put((None, _readable(raised)))
 
     threading.Thread(target=job, name="user code", daemon=True).start()
     try:
@@ -72,13 +70,36 @@ async def run_on_loop(call: Awaitable[Any]) -> Any:
     KeyboardInterrupt, a CancelledError of its own) arrives as RuntimeError."""
     try:
         return await call
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
-    except asyncio.CancelledError as error:
+    except asyncio.CancelledError as raised:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise RuntimeError(f"CancelledError: {error}") from None
+        error = _plain(raised)
+    except GeneratorExit:  # the coroutine is closed: nothing waits any more
+        raise
+    except BaseException as raised:
+        error = _plain(raised)
+        if error is raised:
+            raise
+    raise error
+
+
+def _plain(raised: BaseException) -> Exception:
+    """Return `raised` as what a future can carry (not StopIteration) and what does not end the process (SystemExit)."""
+    error = _readable(raised)
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _readable(raised: BaseException) -> BaseException:
+    """Return `raised`, or an error that names its class if its own `__str__` fails: each reader would fail, too."""
+    try:
+        str(raised)
+    except BaseException as error:
+        name = type(raised).__name__
+        return RuntimeError(f"{name}, whose text cannot be read: its __str__ raised {type(error).__name__}")
+    return raised
 
 
 # Not a ThreadPoolExecutor: functions that never return would fill it, and it would wait for them at exit.
