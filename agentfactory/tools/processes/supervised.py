@@ -29,6 +29,14 @@ class DiedFromInside(Exception):
     """The process of a command ended before the command returned, or was killed; the message says why."""
 
 
+_started_by: int | None = None
+
+
+def starter() -> int:
+    """Return the id of the process that started this command; it is not the one that supervises it."""
+    return os.getppid() if _started_by is None else _started_by
+
+
 def supervised(command: Callable[[], int]) -> int:
     """Run `command` in a forked child, and return its result in both processes. Call it before threads are started.
 
@@ -42,7 +50,8 @@ def supervised(command: Callable[[], int]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    parent = os.getpid()
+    global _started_by
+    parent, _started_by = os.getpid(), os.getppid()
     # nohup makes SIGHUP ignored; a blocked signal would arrive nevertheless
     awaited = {number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN} | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)

@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.http.loopback import is_loopback, loopback_interface
+from agentfactory.tools.processes.supervised import starter
 from agentfactory.trainers.config import PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def _store_file() -> Path:
         pid, started, _ = file.name.split("-")
         if _start_of(int(pid)) != started:
             file.unlink(missing_ok=True)
-    launcher, restart = os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    launcher, restart = starter(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return folder / f"{launcher}-{_start_of(launcher)}-{restart}"
 
 
