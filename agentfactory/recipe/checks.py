@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
+from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter, doubts_about_targets
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
@@ -248,7 +248,8 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
 
 def doubts(recipe: Recipe) -> list[str]:
     """Return warnings about settings of a training run that can work, but hardly as meant."""
-    data, size, found = recipe.data, recipe.train.batch_size, doubts_about_adapter(recipe)
+    data, size = recipe.data, recipe.train.batch_size
+    found = [*doubts_about_adapter(recipe), *doubts_about_targets(recipe)]
     if recipe.train.from_trajectories or data is None or not _is_quick(data) or (rows := len(load_tasks(data))) >= size:
         return found
     each = "the same row" if recipe.train.algorithm == "sft" else "groups of the same task"

@@ -341,3 +341,19 @@ def test_a_continued_adapter_must_stay_as_it_was(make_adapter: Make, project: Pa
     before = content_digests(recipe)["model.lora.from"]
     make_adapter(tensors=(FACTOR.format("A"),))
     assert content_digests(recipe)["model.lora.from"] != before
+
+
+def test_targets_that_fit_no_weight_are_told(project: Path) -> None:
+    folder = project / "weights"
+    folder.mkdir()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({name: np.zeros((4, 4), dtype=np.float32)}, folder / "model.safetensors")
+
+    def told(path: str, targets: str) -> list[str]:
+        found = doubts(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: [{targets}]}}"))
+        return [doubt for doubt in found if doubt.startswith("model.lora.target_modules: ")]
+
+    (doubt,) = told(str(folder), "q_proj, nope_proj, oj")
+    assert "'nope_proj', 'oj' fits no weight in " in doubt
+    assert told(str(folder), "q_proj, self_attn.q_proj") == []
+    assert told("hub/name", "nope_proj") == []
