@@ -162,8 +162,7 @@ class _Supervisor:
             self._look_at_leaving(seconds)
             return
         if self._first is not None and now - self._first >= _REACT_SECONDS and not self._reacts:
-            # a busy machine delays beats
-            holds = self._silent >= _REACT_SECONDS and not self._inside.beats()
+            holds = not self._inside.beats()
             if (where := self._inside.place(main_only=not holds)) is not None:
                 fix = HOLDS_LOCK if holds else "let KeyboardInterrupt end it, and handle no SIGTERM and SIGINT in it"
                 self._end(f"was killed, because user code did not react to a signal: {where}; fix: {fix}")
