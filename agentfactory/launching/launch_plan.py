@@ -302,7 +302,7 @@ def _after(recipe: Recipe, before: StagePlan | None) -> tuple[Recipe, Merge | No
     """Return `recipe` with the network that it begins with, and the merge that makes its model, if any.
 
     After a stage that trained all weights, the model is its last checkpoint. After one that trained an adapter, the
-    model is the same, and the adapter goes on; or the model is the base with the adapter merged.
+    model stays the same and training continues the adapter, or the model is the base with the adapter merged.
     """
     lora = recipe.model.lora
     if before is None:

@@ -1,4 +1,4 @@
-"""Merge an adapter into its base: for an export, or for a run that goes on from the merged network.
+"""Merge an adapter into its base: for an export, or for a run that begins with the merged network.
 
 The child of a run is `python -m agentfactory.launching.merging ADAPTER BASE DTYPE OUTPUT`; only it imports torch.
 """

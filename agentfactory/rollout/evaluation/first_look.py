@@ -29,7 +29,7 @@ _MISUSES = (CallError.UNKNOWN_TOOL, CallError.INVALID_ARGUMENTS)
 
 @dataclass(frozen=True)
 class Offer:
-    """What the chains of a recipe get: the tools, the format for calls, and the settings of `rollout:`."""
+    """A recipe's offer to its chains: tools, call format, and `rollout` settings."""
 
     config: RolloutConfig
     specs: Sequence[ToolSpec]

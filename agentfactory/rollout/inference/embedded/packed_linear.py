@@ -30,11 +30,9 @@ def use_onednn(model: nn.Module) -> None:
     Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place, large
     ones only by `ServedWeights`.
     """
-    # also weights that are parameters of two modules
-    users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    whole = _whole_weights(model)
     for module in onednn_modules(model):
-        whole = module.weight.numel() >= WHOLE and users[id(module.weight)] == 1
-        module.forward = _PackedLinear(module, whole)  # type: ignore[assignment, method-assign]
+        module.forward = _PackedLinear(module, id(module.weight) in whole)  # type: ignore[assignment, method-assign]
 
 
 def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
@@ -52,13 +50,19 @@ def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
 def second_copies(model: Any, sequences: int) -> int:
     """Return the bytes of weights that are kept twice, for a model on the meta device and at most `sequences` rows in
     its head."""
-    users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    whole = _whole_weights(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return sum(
         linear.weight.nbytes
         for linear in onednn_modules(model, "meta")
-        if (linear.weight.numel() < WHOLE or users[id(linear.weight)] > 1) and (linear is not head or sequences >= FEW)
+        if id(linear.weight) not in whole and (linear is not head or sequences >= FEW)
     )
+
+
+def _whole_weights(model: nn.Module) -> set[int]:
+    """Return the ids of large weights that belong to one module only; their packed form can replace them."""
+    users = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    return {id(weight) for weight, count in users.items() if count == 1 and weight.numel() >= WHOLE}
 
 
 def drop_packed(model: nn.Module) -> None:
