@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
 from agentfactory.tools.http.proxies import spare_loopback
-from agentfactory.tools.processes.endings import Signalled, exited_by
+from agentfactory.tools.processes.endings import Signalled, exited_by, is_interruption
 from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def _execute(options: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except BaseException as error:  # user code may raise any, such as GeneratorExit
+        if is_interruption(error):
+            return _end("interrupted by Ctrl-C", INTERRUPTED)
         _show_traceback()
         return _end(f"failed: {type(error).__name__}: {error}{_other_version(error)}", FAILED)
 
@@ -207,6 +209,8 @@ def _run(options: argparse.Namespace) -> int:
     except launcher.RunStopped as error:
         return _end(f"stopped: {error}; run folder {folder}", STOPPED)
     except Exception as error:
+        if is_interruption(error):
+            return _end("interrupted by Ctrl-C", INTERRUPTED)
         _show_traceback()
         return _end(f"failed: {type(error).__name__}: {error}; run folder {folder}", FAILED)
     return OK

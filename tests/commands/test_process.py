@@ -33,3 +33,17 @@ def test_ctrl_c_while_a_module_is_imported(command: str, module: str, project: P
     lines = [line for line in rest.splitlines() if not line.startswith("import time:")]
     assert (lines, said) == (["agentfactory: interrupted by Ctrl-C"], "")
     assert run.returncode == 130
+
+
+def test_ctrl_c_while_pydantic_builds_a_model(project: Path) -> None:
+    # the hash of a literal is computed within pydantic, which turns KeyboardInterrupt into an error of its own
+    (project / "colors.py").write_text(
+        "import enum, os, signal\nfrom typing import Literal\nfrom pydantic import TypeAdapter\n"
+        "class Color(enum.Enum):\n    RED = 1\n"
+        "    def __hash__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n        return 1\n"
+        "TypeAdapter(Literal[Color.RED])\n"
+    )
+    (project / "recipe.yaml").write_text("tools: [colors.py:paint]\n")
+    command = [sys.executable, "-m", "agentfactory", "tools", "list", "recipe.yaml"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (run.stderr, run.stdout, run.returncode) == ("agentfactory: interrupted by Ctrl-C\n", "", 130)

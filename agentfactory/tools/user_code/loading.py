@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes.endings import is_interruption
 from agentfactory.tools.user_code.entry_points import load_named
 from agentfactory.tools.user_code.extras import OWN_ENVIRONMENT, unmet_below
 from agentfactory.tools.user_code.import_path import append_folders, user_folders
@@ -82,6 +83,8 @@ def load_module(path: Path) -> ModuleType:
             raise
         if isinstance(error, KeyboardInterrupt):
             raise
+        if is_interruption(error):
+            raise KeyboardInterrupt from error
         problem = f"{path} fails on import: {type(error).__name__}: {error}{_place(error, path)}"
         raise UserCodeError(problem, _fix(error, path)) from error
     return module
