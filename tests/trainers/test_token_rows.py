@@ -226,10 +226,12 @@ def test_rows_are_read_back_from_what_is_written(dead: Path, needs: TokenNeeds, 
         torch.testing.assert_close(read[name], value, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("quantization", [None, pytest.param("nf4", marks=pytest.mark.extended)])
 def test_a_learner_trains_the_rows_and_is_restored(
-    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path
+    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path, quantization: str | None
 ) -> None:
-    learner = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    recipe = recipe_of(dead, quantization=quantization, learning_rate=1e-2)
+    learner = Learner(recipe, accelerator, needs=needs)
     before = {name: value.clone() for name, value in learner.policy.gather().items()}
     rng = random.Random(0)
     rows = [make_row(rng) for _ in range(4)]
@@ -237,13 +239,13 @@ def test_a_learner_trains_the_rows_and_is_restored(
         row.token_ids[-2:] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
         row.mask[-2:] = 1, 1
     made = [found for row in rows if (found := training_row(row, 1.0)) is not None]
-    update_policy(learner, learner.deal(made), recipe_of(dead))
+    update_policy(learner, learner.deal(made), recipe)
     learner.end_step()
     after = learner.policy.gather()
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert [name for name in changed if name.endswith("trainable_tokens_delta")]
     path = save_checkpoint(tmp_path, 1, learner, needs.tokenizer, {})
-    again = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    again = Learner(recipe, accelerator, needs=needs)
     load_state(path, again)
     for name, value in again.policy.gather().items():
         assert torch.equal(value, after[name]), name
