@@ -30,7 +30,7 @@ def check_it_goes_on(engine: dict[str, Any], base: Path, prepared: Path, folder:
     settings.append(f"model.lora={{from: {folder}/first/checkpoints/step-000001}}")
     served = {"model": {"path": str(base), "dtype": "float32", "lora": {"rank": 8}}, "server": engine}
     with serve(served, folder) as url:
-        second = [*LAUNCH, recipe, *settings, f"server.url={url}", f"output={folder}/second"]
+        second = [*LAUNCH, recipe, *settings, *server, f"server.url={url}", f"output={folder}/second"]
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
         subprocess.run([*second, "train.steps=2"], check=True, env=environment)
         subprocess.run(
