@@ -22,7 +22,7 @@ class Schedule:
 
 def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     """Return the look as lines of text. `schedule`: also estimate how long a step and the run sample."""
-    lines = [f"{plural(look.chains, 'chain')} of {plural(look.groups, 'task')}"]
+    lines = [f"{plural(look.chains, 'chain')} of {plural(look.tasks, 'task')}"]
     if not look.chains:
         return lines
     lines.append(f"calls: {_calls(look)}")
@@ -81,7 +81,9 @@ def _rewards(look: Look) -> str:
         return told
     if not (groups := look.worths.total()):
         return f"{told}; whether they differ within a group is not known, because each task has one chain"
-    teach = look.worths[Worth.TEACHES]
+    teach, size = look.worths[Worth.TEACHES], look.offer.config.group_size
+    if look.compared < size:
+        return f"{told}; they differ in {teach} of {plural(groups, 'group')} of {look.compared}; training compares {size}"
     rest = "" if teach == groups else ": the others would teach nothing" if teach else ": none would teach"
     return f"{told}; they differ in {teach} of {plural(groups, 'group')}{rest}"
 
