@@ -10,7 +10,7 @@ from agentfactory.tools.messages import CallError
 
 PAGE = "docs/first-look.md"
 MANY, MOST = 0.25, 0.5
-"""Shares of chains beyond which there is advice: with a turn that was cut; without a readable call."""
+"""Shares of chains beyond which there is advice: with a turn that was cut; with a malformed call."""
 WAITS, SHORT_WAIT = 0.5, 0.01
 """Share of a chain's time, and seconds, of a wait for a tool server's process beyond which there is advice."""
 ENOUGH_CHAINS = 64
@@ -38,19 +38,24 @@ def advise(look: Look) -> list[Advice]:
 
 
 def missing_calls(look: Look) -> Iterator[Advice]:
-    """Advise if no chain called a tool although tools are offered, if most answered without a call, or if another
+    """Advise if no chain called a tool although tools are offered, if fewer than one of each group did, or if another
     format reads more than the recipe's."""
     if not look.offer.specs or not look.ended:
         return
+    # with one call in each group, its advantage shows whether calls pay
+    size = max(look.offer.config.group_size, 2)
     if look.called == 0:
         text = f"no chain of {look.ended} in {plural(look.groups, 'group')} called a tool, though {look.offer.tools}"
-    elif look.without_call > MOST * look.ended:
-        text = f"{look.without_call} of {look.ended} chains answered without a call, though {look.offer.tools}"
+    elif look.called * size < look.ended:
+        few = f"only {look.called} of {look.ended} chains called a tool, fewer than 1 in {size}"
+        text = f"{few}, though {look.offer.tools}"
     else:
         text = ""
     whys, fix = [], ""
     if look.called == 0 and look.read:
-        whys.append(f"{look.offer.format} reads a call in {look.read} of {look.first_turns} first turns, but none was made")
+        whys.append(
+            f"{look.offer.format} reads a call in {look.read} of {look.first_turns} first turns, but none was made"
+        )
         fix = "offer the recipe's tools in each request of rollout.agent, and make the calls that come back"
     if (other := look.other_format) is not None and other[1] > look.read:
         name, count = other

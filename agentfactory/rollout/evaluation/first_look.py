@@ -18,7 +18,7 @@ from agentfactory.rollout.evaluation.other_formats import format_name, formats_t
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
-from agentfactory.rollout.trajectory import Activity, Group, Outcome, Trajectory
+from agentfactory.rollout.trajectory import Activity, Group, Trajectory
 from agentfactory.tools.messages import CallError, Message, ToolSpec, text_of
 
 SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240
@@ -75,8 +75,6 @@ class Look:
     """Chains with a turn whose call could not be parsed."""
     cut: int = 0
     """Chains with a turn that was cut at rollout.max_tokens."""
-    without_call: int = 0
-    """Chains that answered and called no tool."""
     misuses: Counter[str] = field(default_factory=Counter)
     """Kind of wrong call -> calls."""
     endings: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -98,8 +96,8 @@ class Look:
     read: int = 0
     """First turns in which the recipe's format reads a call of a tool that exists."""
     unread: list[str] = field(default_factory=list)
-    """The other first turns, without their reasoning, of chains that called no tool: an agent with its own loop may read
-    calls in another way."""
+    """The other first turns, without their reasoning, of chains that called no tool: an agent with its own loop may
+    read calls in another way."""
     shown: list[str] = field(default_factory=list)
     """First turns as text, with their reward or outcome, one of each group as far as there are enough groups."""
 
@@ -154,9 +152,6 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         called=sum(calls_tool(chain) for chain in chains),
         malformed=sum(bool(chain.malformed_turns) for chain in chains),
         cut=sum(chain.metrics.get("truncated_turns", 0) > 0 for chain in chains),
-        without_call=sum(
-            chain.outcome is Outcome.COMPLETED and not chain.metrics.get("tool_calls") for chain in chains
-        ),
         endings=Counter((chain.outcome.value, chain.error or "") for chain in chains),
         rewards=[chain.reward for chain in chains if chain.reward is not None],
         worths=Counter(worth(several_of, offer.config) for several_of in several),

@@ -83,7 +83,9 @@ def _rewards(look: Look) -> str:
         return f"{told}; whether they differ within a group is not known, because each task has one chain"
     teach, size = look.worths[Worth.TEACHES], look.offer.config.group_size
     if look.compared < size:
-        return f"{told}; they differ in {teach} of {plural(groups, 'group')} of {look.compared}; training compares {size}"
+        return (
+            f"{told}; they differ in {teach} of {plural(groups, 'group')} of {look.compared}; training compares {size}"
+        )
     rest = "" if teach == groups else ": the others would teach nothing" if teach else ": none would teach"
     return f"{told}; they differ in {teach} of {plural(groups, 'group')}{rest}"
 
