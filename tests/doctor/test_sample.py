@@ -34,7 +34,9 @@ def test_a_model_is_looked_at_before_training(
     assert "\n         rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in said
     assert "\n         time: a step samples its 8 chains in " in said
     assert said.count("\n         first turn (reward 0) ") == 3
-    assert "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: no group would teach\n" in said
+    assert (
+        "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: such groups teach nothing\n" in said
+    )
     assert "\n         fix: easier rows of data" in said
     assert not (project / "runs").exists()
     assert {*Path(tempfile.gettempdir()).glob("agentfactory-look-*")} == before

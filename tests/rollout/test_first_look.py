@@ -139,7 +139,9 @@ def test_a_steps_time_follows_from_the_chains_at_a_time(schedule: Schedule, step
 
 def test_advice_on_rewards_that_are_all_equal() -> None:
     nothing = told(look_at(groups(*[chain("3", 0.0)] * 8), offer()))["equal rewards"]
-    assert nothing.startswith("the rewards of all 8 chains in 2 groups are 0: no group would teach; fix: easier rows")
+    assert nothing.startswith(
+        "the rewards of all 8 chains in 2 groups are 0: such groups teach nothing; fix: easier rows"
+    )
     assert "harder rows" in told(look_at(groups(*[chain("3", 1.0)] * 8), offer()))["equal rewards"]
     by_group = told(look_at(groups(*[chain("3", 1.0)] * 4, *[chain("3", 0.0)] * 4), offer()))["equal rewards"]
     assert by_group.startswith("in each of 2 groups all chains have the same reward")
@@ -156,6 +158,11 @@ def test_smaller_groups_than_those_of_training_judge_no_group() -> None:
     assert told(pairs) == {}
     assert "rewards: mean 0.5, from 0 to 1; they differ in 0 of 2 groups of 2; training compares 4" in describe(pairs)
     assert "equal rewards" in told(look_at(groups(*[chains[1]] * 4, size=2), offer()))
+
+
+def test_a_turn_is_shown_without_the_control_characters_of_a_terminal() -> None:
+    look = look_at(groups(chain("Café\n\x1b[2J\x00\u202e\udc80 \x9b")), offer())
+    assert look.shown == [r"(reward 0) Café\n\x1b[2J\x00\u202e\udc80 \x9b"]
 
 
 def test_a_sample_may_be_larger_than_the_data() -> None:
@@ -271,6 +278,9 @@ def test_no_call_in_many_groups_is_told_once() -> None:
     alarms, calling = Alarms(offer(), 2), groups(*[chain("")] * 3, chain("", tool_calls=1))
     assert [one for group in [*silent[:15], *calling] * 4 for one in alarms.note(group)] == []
     assert [one for group in silent for one in Alarms(offer(specs=()), 2).note(group)] == []
+    # nor is anything wrong if all succeed without a tool
+    solved, alarms = groups(*[chain("3", 1.0, success=1.0)] * 4 * 40), Alarms(offer(), 2)
+    assert [one for group in solved for one in alarms.note(group)] == []
 
 
 def test_equal_rewards_are_told_where_no_step_would_show_them() -> None:

@@ -107,9 +107,9 @@ def equal_rewards(look: Look) -> Iterator[Advice]:
         fix = "easier rows of data, a reward that gives partial credit (rewards), or an sft stage first"
         if reward > 0:
             fix = "harder rows of data, or a reward that tells good chains from better ones (rewards)"
-        yield Advice("equal rewards", f"{text}: no group would teach", fix)
+        yield Advice("equal rewards", f"{text}: such groups teach nothing", fix)
     elif several > 1 and teach == 0 and look.compared == look.offer.config.group_size:
-        text = f"in each of {several} groups all chains have the same reward: no group would teach"
+        text = f"in each of {several} groups all chains have the same reward: such groups teach nothing"
         fix = "rows of data that the model solves sometimes, a finer reward (rewards), or a larger rollout.group_size"
         yield Advice("equal rewards", text, fix)
 

@@ -1,13 +1,13 @@
 """Alarms of a running training: advice that holds for so many groups in a row that it is no chance."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, Advice, equal_rewards, missing_calls, slow_starts
 from agentfactory.rollout.evaluation.first_look import Look, Offer, calls_tool, look_at
 from agentfactory.rollout.groups.group_filter import Worth, worth
-from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout.trajectory import Group, Trajectory
 
 GROUPS = 8
 """Minimum number of groups that an alarm covers; they have at least ENOUGH_CHAINS chains."""
@@ -53,11 +53,14 @@ class Alarms:
         return [one for _, advice in found for one in advice]
 
     def _is_left_out(self, group: Group) -> bool:
-        solved = all(chain.metrics.get("success") == 1.0 for chain in group.trajectories)
-        return worth(group.trajectories, self.offer.config) is Worth.EQUAL and not solved
+        return worth(group.trajectories, self.offer.config) is Worth.EQUAL and not _solved(group.trajectories)
 
 
 def _calls_nothing(group: Group) -> bool:
     # failed chains have warnings of their own
     ended = [chain for chain in group.trajectories if not chain.outcome.failed]
-    return bool(ended) and not any(map(calls_tool, ended))
+    return not _solved(ended) and not any(map(calls_tool, ended))
+
+
+def _solved(chains: Sequence[Trajectory]) -> bool:
+    return all(chain.metrics.get("success") == 1.0 for chain in chains)

@@ -217,7 +217,9 @@ def _shown(message: Message) -> str:
     """Return a turn on one line, shortened in its middle."""
     parts = [str(message.get("reasoning_content") or ""), text_of(message.get("content") or "")]
     parts += [f"[calls {_written(call['function'])}]" for call in message.get("tool_calls") or []]
-    text = " ".join(part for part in parts if part).replace("\n", "\\n")
+    text = " ".join(part for part in parts if part)
+    # an untrained model may write the control characters of a terminal
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     if len(text) <= SHOWN_CHARACTERS:
         return text or "(empty)"
     half = SHOWN_CHARACTERS // 2
