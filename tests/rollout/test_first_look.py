@@ -145,6 +145,13 @@ def test_advice_on_rewards_that_are_all_equal() -> None:
     assert "harder rows" in told(look_at(groups(*[chain("3", 1.0)] * 8), offer()))["equal rewards"]
     by_group = told(look_at(groups(*[chain("3", 1.0)] * 4, *[chain("3", 0.0)] * 4), offer()))["equal rewards"]
     assert by_group.startswith("in each of 2 groups all chains have the same reward")
+    # turn rewards teach, too
+    turns = [chain("", 0.0, tool_calls=1) for _ in range(4)]
+    for number, one in enumerate(turns):
+        one.turn_rewards = [float(number)]
+    look = look_at(groups(*turns), offer())
+    assert told(look) == told(look_at(groups(*turns, size=1), offer())) == {}
+    assert "rewards: all 0, with different turn rewards; they differ in 1 of 1 group" in describe(look)
     # one chain a task says nothing of groups
     alone = groups(*[chain("3", 1.0), chain("3", 0.0)], size=1)
     assert "equal rewards" not in told(look_at(alone, offer()))

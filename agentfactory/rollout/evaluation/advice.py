@@ -101,8 +101,8 @@ def equal_rewards(look: Look) -> Iterator[Advice]:
     several, teach = look.worths.total(), look.worths[Worth.TEACHES]
     if len(look.rewards) < 2:
         return
-    if len(set(look.rewards)) == 1:
-        [reward] = set(look.rewards)
+    if look.different == 1:
+        reward = look.rewards[0]
         text = f"the rewards of all {len(look.rewards)} chains in {plural(look.groups, 'group')} are {reward:g}"
         fix = "easier rows of data, a reward that gives partial credit (rewards), or an sft stage first"
         if reward > 0:

@@ -80,6 +80,8 @@ class Look:
     endings: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(outcome, error) -> chains."""
     rewards: list[float] = field(default_factory=list)
+    different: int = 0
+    """Different rewards, with the turn rewards."""
     worths: Counter[Worth] = field(default_factory=Counter)
     """Training signal -> groups of several chains."""
     compared: int = 0
@@ -154,6 +156,7 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         cut=sum(chain.metrics.get("truncated_turns", 0) > 0 for chain in chains),
         endings=Counter((chain.outcome.value, chain.error or "") for chain in chains),
         rewards=[chain.reward for chain in chains if chain.reward is not None],
+        different=len({(chain.reward, *(chain.turn_rewards or ())) for chain in chains if chain.reward is not None}),
         worths=Counter(worth(several_of, offer.config) for several_of in several),
         compared=max(map(len, several), default=1),
     )
