@@ -37,7 +37,7 @@ def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) ->
     assert result.returncode == 0, result.stdout + result.stderr
     said = result.stdout
     # the look of the first batch, because there are no held-out tasks
-    assert "first look at the model:\n  8 chains of 2 tasks\n  calls: 0 of 8 chains called a tool" in said
+    assert "first look at the model:\n  8 chains of 1 task\n  calls: 0 of 8 chains called a tool" in said
     assert "\n  rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in said
     assert said.count("first look at the model:") == 1
     shown, at_end = said.split("warnings of this run:")

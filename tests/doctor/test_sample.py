@@ -28,7 +28,7 @@ def test_a_model_is_looked_at_before_training(
     assert result.returncode == 0, result.stdout + result.stderr
     said = result.stdout
     assert f"sampling 6 chains in 2 groups with policy at {warm_server}\n" in said
-    assert f"ok       first look: 6 chains of 2 tasks with policy at {warm_server}\n         calls: " in said
+    assert f"ok       first look: 6 chains of 1 task with policy at {warm_server}\n         calls: " in said
     assert "calls: 0 of 6 chains called a tool, " in said
     assert "warning  tool calls: no chain of 6 in 2 groups called a tool, though search is offered; " in said
     assert "\n         rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in said
