@@ -25,18 +25,19 @@ _SUBJECT = "first look"
 def sample(recipe: str, overrides: Sequence[str], chains: int, say: Say) -> Iterator[Finding]:
     """Sample `chains` chains on the first tasks of training, in groups of rollout.group_size, and yield what was seen:
     the look, and advice as warnings. Nothing is left in the recipe's `output`."""
-    folder = Path(tempfile.mkdtemp(prefix="agentfactory-look-"))
+    folder, logs = Path(tempfile.mkdtemp(prefix="agentfactory-look-")), ""
     try:
         kept = load_recipe(recipe, overrides, "train", [])
         aside = load_recipe(recipe, [*overrides, f"output={folder}"], "train", [])
         yield from _look(kept, aside, chains, say)
-    except ChildFailed as error:
-        yield problem(_SUBJECT, str(error), "correct the cause; the log is kept")
-        return
-    except (SettingError, RunFolderError, ToolInfrastructureError) as error:
+    except (ChildFailed, SettingError, RunFolderError, ToolInfrastructureError) as error:
         text, _, fix = str(error).partition("; fix: ")
-        yield problem(_SUBJECT, text, fix or "correct the cause")
-    shutil.rmtree(folder)
+        if isinstance(error, ChildFailed):
+            logs = f"; logs and chains are in {folder}"
+        yield problem(_SUBJECT, text, f"{fix or 'correct the cause'}{logs}")
+    finally:
+        if not logs:
+            shutil.rmtree(folder)
 
 
 def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int, say: Say) -> Iterator[Finding]:
@@ -60,6 +61,7 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         from agentfactory.rollout.data import TaskOrder, load_tasks
         from agentfactory.rollout.evaluation.advice import advise
         from agentfactory.rollout.evaluation.evaluate import run_rollout
+        from agentfactory.rollout.evaluation.first_look import plural
         from agentfactory.rollout.evaluation.look_text import describe
 
         used = served.recipe
@@ -68,12 +70,14 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         size = used.rollout.group_size
         sizes = [min(size, chains - first) for first in range(0, chains, size)]
         tasks = [order[position] for position in range(len(sizes))]
-        say(f"sampling {chains} chains in {len(tasks)} groups with {served.label}")
+        say(f"sampling {plural(chains, 'chain')} in {plural(len(tasks), 'group')} with {served.label}")
         with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
             _, look = run_rollout(
                 used, tasks, folder.path, urls, folder.trajectories, folder.log, served.name, folder.images, sizes
             )
     first, *lines = describe(look, schedule_of(used, chains))
     yield ok(_SUBJECT, "\n".join([f"{first} with {served.label}", *(indent(line, " " * 9) for line in lines)]))
+    if (lost := look.chains - len(look.rewards)) > look.chains / 2:
+        yield problem(_SUBJECT, f"{lost} of {plural(look.chains, 'chain')} have no reward", "correct the cause above")
     for advice in advise(look):
         yield warning(advice.topic, advice.text, advice.fix)

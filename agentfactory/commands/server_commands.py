@@ -188,7 +188,7 @@ def _tell_look(look: "Look", recipe: Recipe, running: int, say: Say) -> None:
     from agentfactory.rollout.evaluation.advice import advise
     from agentfactory.rollout.evaluation.look_text import describe
 
-    say("\n  ".join(["what the chains did:", *describe(look, schedule_of(recipe, running))]))
+    say("\n  ".join(["what the sampled chains did:", *describe(look, schedule_of(recipe, running))]))
     for advice in advise(look):
         say(f"warning: {advice}")
 

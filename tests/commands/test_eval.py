@@ -67,7 +67,8 @@ def test_a_checkpoint_evaluates_to_what_training_logged(
     assert re.search(rf"reward +│ +{re.escape(told)} +│ +10", result.stdout), result.stdout
     assert "greedy, all tasks" in result.stdout
     assert re.search(
-        r"what the chains did:\n  \d+ chains of 10 tasks\n  calls: \d+ of \d+ chains called a tool", result.stdout
+        r"what the sampled chains did:\n  \d+ chains of 10 tasks\n  calls: \d+ of \d+ chains called a tool",
+        result.stdout,
     )
 
 

@@ -1,10 +1,16 @@
 """`agentfactory doctor RECIPE --sample N`: a real model is sampled, its look and advice are said, nothing is left."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from agentfactory.commands import sample_command
+from agentfactory.doctor.finding import Finding
+from agentfactory.launching.child_processes import ChildFailed
+from agentfactory.tools.errors import SettingError
 from tests.project import Command
 
 CALLS_NOTHING = "train.steps=3", "train.batch_size=2", "rollout.group_size=4", "rollout.max_tokens=8"
@@ -22,13 +28,15 @@ def test_a_model_is_looked_at_before_training(
     assert result.returncode == 0, result.stdout + result.stderr
     said = result.stdout
     assert f"sampling 6 chains in 2 groups with policy at {warm_server}\n" in said
-    assert f"ok       first look: 6 chains of 2 tasks with policy at {warm_server}\n         calls: " in said
+    assert f"ok       first look: 6 chains of 1 task with policy at {warm_server}\n         calls: " in said
     assert "calls: 0 of 6 chains called a tool, " in said
     assert "warning  tool calls: no chain of 6 in 2 groups called a tool, though search is offered; " in said
     assert "\n         rewards: all 0; they differ in 0 of 2 groups: none would teach\n" in said
     assert "\n         time: a step samples its 8 chains in " in said
     assert said.count("\n         first turn (reward 0) ") == 3
-    assert "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: no group would teach\n" in said
+    assert (
+        "\nwarning  equal rewards: the rewards of all 6 chains in 2 groups are 0: such groups teach nothing\n" in said
+    )
     assert "\n         fix: easier rows of data" in said
     assert not (project / "runs").exists()
     assert {*Path(tempfile.gettempdir()).glob("agentfactory-look-*")} == before
@@ -40,3 +48,23 @@ def test_nothing_is_sampled_if_the_recipe_cannot_run(project: Path, agentfactory
     result = agentfactory("doctor", "recipe.yaml", "--sample", "4", "train.stepz=3")
     assert result.returncode == 1
     assert "warning  first look: nothing was sampled, because of the problems above\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(KeyboardInterrupt(), 0), (SettingError("data", "no such file", "name one"), 0), (ChildFailed("it died"), 1)],
+)
+def test_only_a_failure_leaves_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, left: int
+) -> None:
+    def look(*_: object) -> Iterator[Finding]:
+        raise error
+        yield
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sample_command, "load_recipe", lambda *_: None)
+    monkeypatch.setattr(sample_command, "_look", look)
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+        (finding,) = sample_command.sample("recipe.yaml", [], 4, print)
+        assert (str(tmp_path) in (finding.fix or "")) == bool(left)
+    assert len([*tmp_path.iterdir()]) == left

@@ -10,7 +10,7 @@ import pytest
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, advise
-from agentfactory.rollout.evaluation.alarms import EQUAL_BATCHES, Alarms
+from agentfactory.rollout.evaluation.alarms import Alarms
 from agentfactory.rollout.evaluation.evaluate import offer_of
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
 from agentfactory.rollout.evaluation.look_text import Schedule, describe
@@ -26,6 +26,7 @@ CALCULATE = ToolSpec(
     {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
 )
 RUN = ToolSpec("run", "Run code.", {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]})
+CALL_OF_HERMES = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
 BARE = '{"name": "calculate", "arguments": {"expression": "1 + 2"}}'
 
 
@@ -47,7 +48,7 @@ def chain(text: str, reward: float | None = 0.0, outcome: str = "completed", **m
 
 def groups(*chains: Trajectory, size: int = 4) -> list[Group]:
     parts = [list(chains[first : first + size]) for first in range(0, len(chains), size)]
-    return [Group(f"g{number}", {}, part) for number, part in enumerate(parts)]
+    return [Group(f"g{number}", {"question": number}, part) for number, part in enumerate(parts)]
 
 
 def told(look: Look) -> dict[str, str]:
@@ -115,7 +116,7 @@ def test_the_words_say_what_happened() -> None:
         "ends: 5 completed, 1 max_turns, 1 max_tokens, 1 tool_infrastructure; 1 of 8 chains ended as "
         "tool_infrastructure, such as: the server died",
         "rewards: mean 0.429, from 0 to 1; they differ in 1 of 2 groups: the others would teach nothing",
-        "a chain: 20 tokens sampled, 2.0 s, 1.0 s of it waiting for pad",
+        "a chain: 20 tokens sampled, 2.0 s, 1.1 s of it waiting for pad",
         "time: a step samples its 32 chains in about 8.0 s, and the run its 100 steps in about 13 min; updates and "
         "syncs come on top",
     ]
@@ -138,17 +139,79 @@ def test_a_steps_time_follows_from_the_chains_at_a_time(schedule: Schedule, step
 
 def test_advice_on_rewards_that_are_all_equal() -> None:
     nothing = told(look_at(groups(*[chain("3", 0.0)] * 8), offer()))["equal rewards"]
-    assert nothing.startswith("the rewards of all 8 chains in 2 groups are 0: no group would teach; fix: easier rows")
+    assert nothing.startswith(
+        "the rewards of all 8 chains in 2 groups are 0: such groups teach nothing; fix: easier rows"
+    )
     assert "harder rows" in told(look_at(groups(*[chain("3", 1.0)] * 8), offer()))["equal rewards"]
     by_group = told(look_at(groups(*[chain("3", 1.0)] * 4, *[chain("3", 0.0)] * 4), offer()))["equal rewards"]
     assert by_group.startswith("in each of 2 groups all chains have the same reward")
+    # turn rewards teach, too
+    turns = [chain("", 0.0, tool_calls=1) for _ in range(4)]
+    for number, one in enumerate(turns):
+        one.turn_rewards = [float(number)]
+    look = look_at(groups(*turns), offer())
+    assert told(look) == told(look_at(groups(*turns, size=1), offer())) == {}
+    assert "rewards: all 0, with different turn rewards; they differ in 1 of 1 group" in describe(look)
     # one chain a task says nothing of groups
     alone = groups(*[chain("3", 1.0), chain("3", 0.0)], size=1)
     assert "equal rewards" not in told(look_at(alone, offer()))
     assert "is not known, because each task has one chain" in "\n".join(describe(look_at(alone, offer())))
 
 
-def test_advice_on_cut_turns_and_on_answers_without_a_call() -> None:
+def test_smaller_groups_than_those_of_training_judge_no_group() -> None:
+    """An evaluation of two samples a task: eight chains of a task may differ where two do not."""
+    chains = [chain("", 1.0, tool_calls=1), chain("", 0.0, tool_calls=1)]
+    pairs = look_at(groups(*[chains[0]] * 2, *[chains[1]] * 2, size=2), offer())
+    assert told(pairs) == {}
+    assert "rewards: mean 0.5, from 0 to 1; they differ in 0 of 2 groups of 2; training compares 4" in describe(pairs)
+    assert "equal rewards" in told(look_at(groups(*[chains[1]] * 4, size=2), offer()))
+
+
+def test_a_turn_is_shown_without_the_control_characters_of_a_terminal() -> None:
+    look = look_at(groups(chain("Café\n\x1b[2J\x00\u202e\udc80 \x9b")), offer())
+    assert look.shown == [r"(reward 0) Café\n\x1b[2J\x00\u202e\udc80 \x9b"]
+
+
+def test_a_sample_may_be_larger_than_the_data() -> None:
+    twice = groups(*[chain("3")] * 4) * 2
+    assert describe(look_at(twice, offer()))[0] == "8 chains of 1 task"
+    assert told(look_at(twice, offer()))["equal rewards"].startswith("the rewards of all 8 chains in 2 groups are 0")
+
+
+def test_failed_chains_are_no_evidence_against_the_model() -> None:
+    dead = [chain("", None, "tool_infrastructure") for _ in range(60)]
+    assert told(look_at(groups(*dead), offer())) == {}
+    assert [one for group in groups(*dead * 8) for one in Alarms(offer(), 2).note(group)] == []
+    # a chain that failed before its first turn takes no time
+    for one in dead:
+        one.metrics, one.seconds = {"sampled_tokens": 0.0}, 0.0
+    look = look_at(groups(*dead, *[chain("", 0.0, tool_calls=1)] * 4), offer())
+    assert (look.tokens, look.seconds) == (20, 2.0)
+
+
+def test_an_agent_with_its_own_loop_may_call_without_the_recipes_format() -> None:
+    own, written = Offer(offer().config, (CALCULATE,), load_parser("hermes"), own_loop=True), CALL_OF_HERMES
+    # the first request offered no tools, or the agent calls them itself
+    calling = [chain(written, 0.0), chain(BARE, 1.0)]
+    for one in calling:
+        one.metrics["tool_calls"] = 1
+    assert told(look_at(groups(*calling), own)) == {}
+    never = look_at(groups(chain(written, 0.0), chain(written, 1.0)), own)
+    assert (never.read, never.formats) == (2, {})
+    assert told(never)["tool calls"] == (
+        "no chain of 2 in 1 group called a tool, though calculate is offered; hermes reads a call in 2 of 2 first "
+        "turns, but none was made; fix: offer the recipe's tools in each request of rollout.agent, and make the calls "
+        "that come back"
+    )
+    # such an agent takes neither rollout.parser=json nor rollout.system_prompt
+    for text in (BARE, "3", '"calculate"'):
+        cut = chain("so", outcome="max_tokens", truncated_turns=1)
+        advice = " ".join(told(look_at(groups(chain(text), cut), own)).values())
+        assert "rollout.parser" not in advice
+        assert "system_prompt" not in advice
+
+
+def test_advice_on_cut_turns_and_on_too_few_calls() -> None:
     called = [chain("", 1.0, tool_calls=1), chain("", 0.0, tool_calls=1)]
     fine = look_at(groups(*called * 4), offer())
     assert told(fine) == {}
@@ -156,10 +219,11 @@ def test_advice_on_cut_turns_and_on_answers_without_a_call() -> None:
     assert told(cut)["cut turns"].startswith(
         "rollout.max_tokens=100 cut a turn of 1 of 3 chains; fix: rollout.max_tokens=200"
     )
-    some = look_at(groups(*called, *[chain("3")] * 3), offer())
-    assert told(some)["tool calls"].startswith(
-        "3 of 5 chains answered without a call, though calculate is offered; fix: say"
-    )
+    # one call in each group suffices to learn whether calls pay
+    some = groups(called[0], *[chain("3")] * 3, called[1], *[chain("3")] * 3)
+    assert told(look_at(some, offer())) == {}
+    few = told(look_at([*some, *groups(*[chain("3")] * 4)], offer()))["tool calls"]
+    assert few.startswith("only 2 of 12 chains called a tool, fewer than 1 in 4, though calculate is offered; fix: say")
     assert "tool calls" not in told(look_at(groups(*[chain("3")] * 4), offer(specs=())))
 
 
@@ -198,7 +262,7 @@ async def test_chains_as_they_run(tmp_path: Path) -> None:
         runner = scripted.runner
         chains = [await runner.run(f"g.{n}", {"question": "go"}, Sampling("policy", 1.0, seed="s")) for n in range(3)]
         look = look_at([Group("g", {}, chains)], offer_of(runner))
-    assert (look.called, look.malformed, look.without_call, look.read) == (1, 1, 2, 1)
+    assert (look.called, look.malformed, look.read) == (1, 1, 1)
     assert look.offer.format == "hermes (rollout.parser=auto)"
     assert (look.other_format or ("", 0))[1] == 1
     assert look.shown[0] == '(reward 2) [calls note {"text": "x"}]'
@@ -221,14 +285,18 @@ def test_no_call_in_many_groups_is_told_once() -> None:
     alarms, calling = Alarms(offer(), 2), groups(*[chain("")] * 3, chain("", tool_calls=1))
     assert [one for group in [*silent[:15], *calling] * 4 for one in alarms.note(group)] == []
     assert [one for group in silent for one in Alarms(offer(specs=()), 2).note(group)] == []
+    # nor is anything wrong if all succeed without a tool
+    solved, alarms = groups(*[chain("3", 1.0, success=1.0)] * 4 * 40), Alarms(offer(), 2)
+    assert [one for group in solved for one in alarms.note(group)] == []
 
 
 def test_equal_rewards_are_told_where_no_step_would_show_them() -> None:
     equal = groups(*[chain("", 0.0, tool_calls=1)] * 4 * 40)
-    for treatment, expected in (("refill", [10]), ("drop", [10]), ("keep", [])):
-        alarms = Alarms(offer(equal_rewards=treatment), batch_size=2)
+    # 5 batches, and as many groups as have 64 chains
+    for treatment, batch, expected in (("refill", 4, [20]), ("drop", 4, [20]), ("drop", 1, [16]), ("keep", 4, [])):
+        alarms = Alarms(offer(equal_rewards=treatment), batch)
         numbers = [number for number, group in enumerate(equal, 1) for _ in alarms.note(group)]
-        assert numbers == expected == [EQUAL_BATCHES * 2][: len(expected)]
+        assert numbers == expected
     solved = groups(*[chain("", 1.0, tool_calls=1, success=1.0)] * 4 * 40)
     alarms = Alarms(offer(equal_rewards="refill"), batch_size=2)
     assert [one for group in solved for one in alarms.note(group)] == []

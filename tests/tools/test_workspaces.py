@@ -1,6 +1,7 @@
 """Tests of chains' folders, and of the fields of an MCP server's entry about isolation."""
 
 import asyncio
+import atexit
 import os
 import re
 import stat
@@ -140,6 +141,21 @@ def test_read_only_folders_are_removed(tmp_path: Path) -> None:
     command = [*as_user, sys.executable, "-c", code, str(tmp_path / "chain")]
     said = subprocess.run(command, cwd=Path(removal.__file__).parent, capture_output=True, text=True, check=True).stdout
     assert (said, (tmp_path / "chain").exists()) == ("[]\n", False)
+
+
+def test_a_command_removes_its_chains_folders_without_a_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval` and `rollout` run chains in their own process, whose descendants they kill before they end."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(workspaces, "_sweepers", sweepers := [])
+    root = workspaces._root.__wrapped__()
+    (root / "chain").mkdir()
+    sweepers[0].kill()
+    sweepers[0].wait()
+    assert root.exists()
+    ((remove, *arguments),) = at_exit
+    remove(*arguments)
+    assert not root.exists()
 
 
 def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:

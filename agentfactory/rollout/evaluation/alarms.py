@@ -1,17 +1,35 @@
 """Alarms of a running training: advice that holds for so many groups in a row that it is no chance."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, Advice, equal_rewards, missing_calls, slow_starts
-from agentfactory.rollout.evaluation.first_look import Offer, calls_tool, look_at
+from agentfactory.rollout.evaluation.first_look import Look, Offer, calls_tool, look_at
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.trajectory import Group, Trajectory
 
 GROUPS = 8
-"""Minimum number of groups that an alarm covers."""
+"""Minimum number of groups that an alarm covers; they have at least ENOUGH_CHAINS chains."""
 EQUAL_BATCHES = 5
 """Number of batches whose groups all have equal rewards, as for the symptom no_gradient of `train.stop_when`."""
+
+
+@dataclass
+class _Streak:
+    """Groups in a row with a sign of trouble. When there are enough of them, `judge` looks at them all."""
+
+    has_sign: Callable[[Group], bool]
+    judge: Callable[[Look], Iterator[Advice]]
+    enough: int = GROUPS
+    groups: list[Group] = field(default_factory=list)
+
+    def note(self, group: Group, offer: Offer) -> list[Advice]:
+        self.groups = [*self.groups, group] if self.has_sign(group) else []
+        if len(self.groups) < self.enough or sum(len(one.trajectories) for one in self.groups) < ENOUGH_CHAINS:
+            return []
+        look, self.groups = look_at(self.groups, offer), []
+        return list(self.judge(look))
 
 
 class Alarms:
@@ -19,56 +37,29 @@ class Alarms:
 
     def __init__(self, offer: Offer, batch_size: int) -> None:
         self.offer = offer
-        self._enough = max(GROUPS, -(-ENOUGH_CHAINS // offer.config.group_size))
-        self._most_equal = max(GROUPS, EQUAL_BATCHES * batch_size)
-        self._without_call: list[Group] | None = []
-        """The groups since the last call of a tool; None once that alarm was given, or need not be."""
-        self._equal: list[Group] | None = []
-        """The groups that were left out in a row, because their rewards are equal."""
-        self._recent: list[Group] = []
-        self._told: set[str] = set()
-        if not offer.specs:
-            self._without_call = None
-        # a step's metrics show it: symptom no_gradient
-        if offer.config.equal_rewards is EqualRewards.KEEP:
-            self._equal = None
+        self._streaks: list[_Streak] = []
+        if offer.specs:
+            self._streaks.append(_Streak(_calls_nothing, missing_calls))
+        # with KEEP, a step's metrics show it: symptom no_gradient
+        if offer.config.equal_rewards is not EqualRewards.KEEP:
+            self._streaks.append(_Streak(self._is_left_out, equal_rewards, max(GROUPS, EQUAL_BATCHES * batch_size)))
+        if offer.why_wait:
+            self._streaks.append(_Streak(lambda group: True, slow_starts))
 
     def note(self, group: Group) -> list[Advice]:
         """Take a complete group; return new alarms."""
-        advice = [*self._no_call(group), *self._one_reward(group), *self._slow_starts(group)]
-        new = [one for one in advice if one.topic not in self._told]
-        self._told |= {one.topic for one in new}
-        return new
+        found = [(streak, streak.note(group, self.offer)) for streak in self._streaks]
+        self._streaks = [streak for streak, advice in found if not advice]
+        return [one for _, advice in found for one in advice]
 
-    def _no_call(self, group: Group) -> Iterator[Advice]:
-        if self._without_call is None:
-            return
-        if any(map(calls_tool, group.trajectories)):
-            self._without_call = []
-            return
-        self._without_call.append(group)
-        if len(self._without_call) == self._enough:
-            yield from missing_calls(look_at(self._without_call, self.offer))
-            self._without_call = None
+    def _is_left_out(self, group: Group) -> bool:
+        return worth(group.trajectories, self.offer.config) is Worth.EQUAL and not _solved(group.trajectories)
 
-    def _one_reward(self, group: Group) -> Iterator[Advice]:
-        if self._equal is None:
-            return
-        if worth(group.trajectories, self.offer.config) is not Worth.EQUAL or _solved(group.trajectories):
-            self._equal = []
-            return
-        self._equal.append(group)
-        if len(self._equal) == self._most_equal:
-            yield from equal_rewards(look_at(self._equal, self.offer))
-            self._equal = None
 
-    def _slow_starts(self, group: Group) -> Iterator[Advice]:
-        if not self.offer.why_wait:
-            return
-        self._recent.append(group)
-        if len(self._recent) == self._enough:
-            yield from slow_starts(look_at(self._recent, self.offer))
-            self._recent = []
+def _calls_nothing(group: Group) -> bool:
+    # failed chains have warnings of their own
+    ended = [chain for chain in group.trajectories if not chain.outcome.failed]
+    return not _solved(ended) and not any(map(calls_tool, ended))
 
 
 def _solved(chains: Sequence[Trajectory]) -> bool:

@@ -115,7 +115,8 @@ async def evaluate(
 def offer_of(runner: Runner) -> Offer:
     """Return what the chains of a runner get."""
     setup = runner.setup
-    return Offer(setup.config, setup.specs, setup.dialogue.parser, runner.toolset.why_chains_wait)
+    own_loop = isinstance(runner, GatewayRunner)
+    return Offer(setup.config, setup.specs, setup.dialogue.parser, runner.toolset.why_chains_wait, own_loop)
 
 
 def _failure(mode: str, groups: list[Group]) -> str:

@@ -14,11 +14,11 @@ from statistics import fmean
 from typing import Any
 
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read
+from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read, reads_call
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
-from agentfactory.rollout.trajectory import Activity, Group, Outcome, Trajectory
+from agentfactory.rollout.trajectory import Activity, Group, Trajectory
 from agentfactory.tools.messages import CallError, Message, ToolSpec, text_of
 
 SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240
@@ -36,6 +36,8 @@ class Offer:
     parser: Parser
     why_wait: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Tool server -> why chains wait for a process of it, and the setting to change."""
+    own_loop: bool = False
+    """True if an agent with its own loop writes the prompts and offers the tools."""
 
     @property
     def tools(self) -> str:
@@ -50,6 +52,11 @@ class Offer:
         name = format_name(self.parser) or (self.config.parser if self.config.parser != "auto" else "the endpoint")
         return name if name == self.config.parser else f"{name} (rollout.parser={self.config.parser})"
 
+    @property
+    def prompt(self) -> str:
+        """The place of the instructions to the model."""
+        return "the prompt of rollout.agent" if self.own_loop else "rollout.system_prompt"
+
 
 @dataclass
 class Look:
@@ -58,36 +65,48 @@ class Look:
     offer: Offer
     chains: int = 0
     groups: int = 0
+    tasks: int = 0
+    """Different tasks: a sample that is larger than the data has several groups of one task."""
+    failed: int = 0
+    """Chains that failed instead of ending properly."""
     called: int = 0
     """Chains that called a tool that exists, in the recipe's format."""
     malformed: int = 0
     """Chains with a turn whose call could not be parsed."""
     cut: int = 0
     """Chains with a turn that was cut at rollout.max_tokens."""
-    without_call: int = 0
-    """Chains that answered and called no tool."""
     misuses: Counter[str] = field(default_factory=Counter)
     """Kind of wrong call -> calls."""
     endings: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(outcome, error) -> chains."""
     rewards: list[float] = field(default_factory=list)
+    different: int = 0
+    """Different rewards, with the turn rewards."""
     worths: Counter[Worth] = field(default_factory=Counter)
     """Training signal -> groups of several chains."""
+    compared: int = 0
+    """Chains of the largest group."""
     tokens: float | None = None
-    """Sampled tokens of a chain, mean; None if unknown."""
+    """Sampled tokens of a chain that did not fail, mean; None if unknown."""
     row_tokens: float = 0.0
-    """Tokens of all rows of a chain, mean."""
+    """Tokens of all its rows, mean."""
     seconds: float = 0.0
-    """Duration of a chain, mean."""
+    """Its duration, mean."""
     waits: dict[str, float] = field(default_factory=dict)
-    """Tool server -> seconds that a chain waits for an instance of it, mean."""
+    """Tool server -> seconds that it waits for an instance of it, mean."""
     first_turns: int = 0
     read: int = 0
     """First turns in which the recipe's format reads a call of a tool that exists."""
     unread: list[str] = field(default_factory=list)
-    """The other first turns, without their reasoning."""
+    """The other first turns, without their reasoning, of chains that called no tool: an agent with its own loop may
+    read calls in another way."""
     shown: list[str] = field(default_factory=list)
     """First turns as text, with their reward or outcome, one of each group as far as there are enough groups."""
+
+    @property
+    def ended(self) -> int:
+        """Chains that did not fail."""
+        return self.chains - self.failed
 
     @cached_property
     def formats(self) -> Counter[str]:
@@ -130,21 +149,22 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         offer,
         chains=len(chains),
         groups=len(groups),
+        tasks=len({repr(group.task) for group in groups}),
+        failed=sum(chain.outcome.failed for chain in chains),
         called=sum(calls_tool(chain) for chain in chains),
         malformed=sum(bool(chain.malformed_turns) for chain in chains),
         cut=sum(chain.metrics.get("truncated_turns", 0) > 0 for chain in chains),
-        without_call=sum(
-            chain.outcome is Outcome.COMPLETED and not chain.metrics.get("tool_calls") for chain in chains
-        ),
         endings=Counter((chain.outcome.value, chain.error or "") for chain in chains),
         rewards=[chain.reward for chain in chains if chain.reward is not None],
+        different=len({(chain.reward, *(chain.turn_rewards or ())) for chain in chains if chain.reward is not None}),
         worths=Counter(worth(several_of, offer.config) for several_of in several),
+        compared=max(map(len, several), default=1),
     )
     for kind in _MISUSES:
         look.misuses[kind] += int(sum(chain.metrics.get(f"tool_errors/{kind}", 0) for chain in chains))
-    if chains:
-        _note_sizes(look, chains)
-        _note_first_turns(look, groups)
+    if ended := [chain for chain in chains if not chain.outcome.failed]:
+        _note_sizes(look, ended)
+    _note_first_turns(look, groups)
     return look
 
 
@@ -162,6 +182,8 @@ def _note_sizes(look: Look, chains: Sequence[Trajectory]) -> None:
 
 def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
     offer, offered = look.offer, {spec.name for spec in look.offer.specs}
+    # a chat endpoint reads the calls itself
+    reads_text = not offer.parser.native or format_name(offer.parser) is not None
     # one of each group, then the second of each group, and so on
     ranked = sorted(
         (
@@ -177,12 +199,11 @@ def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
         look.first_turns += 1
         text = split_reasoning(text_of(message.get("content") or ""), opened=False)[2]
         names = {call["function"]["name"] for call in message.get("tool_calls") or []}
-        if not offer.parser.native:
-            names |= {name for name, _ in offer.parser.parse(text, offer.specs).calls}
-        # an agent may bring tools that the recipe does not know
-        if names and (not offered or names <= offered):
+        # an agent may bring tools that the recipe does not know, and its requests may offer none
+        called = bool(names) and (not offered or names <= offered)
+        if called or (reads_text and reads_call(offer.parser, text, offer.specs)):
             look.read += 1
-        else:
+        elif not calls_tool(chain):
             look.unread.append(text)
         if len(look.shown) < SHOWN_TURNS:
             verdict = str(chain.outcome) if chain.reward is None else f"reward {chain.reward:g}"
@@ -199,7 +220,9 @@ def _shown(message: Message) -> str:
     """Return a turn on one line, shortened in its middle."""
     parts = [str(message.get("reasoning_content") or ""), text_of(message.get("content") or "")]
     parts += [f"[calls {_written(call['function'])}]" for call in message.get("tool_calls") or []]
-    text = " ".join(part for part in parts if part).replace("\n", "\\n")
+    text = " ".join(part for part in parts if part)
+    # an untrained model may write the control characters of a terminal
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     if len(text) <= SHOWN_CHARACTERS:
         return text or "(empty)"
     half = SHOWN_CHARACTERS // 2

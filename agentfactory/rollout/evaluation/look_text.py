@@ -22,7 +22,7 @@ class Schedule:
 
 def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     """Return the look as lines of text. `schedule`: also estimate how long a step and the run sample."""
-    lines = [f"{plural(look.chains, 'chain')} of {plural(look.groups, 'task')}"]
+    lines = [f"{plural(look.chains, 'chain')} of {plural(look.tasks, 'task')}"]
     if not look.chains:
         return lines
     lines.append(f"calls: {_calls(look)}")
@@ -77,11 +77,16 @@ def _rewards(look: Look) -> str:
         return "no chain has one"
     low, high = min(look.rewards), max(look.rewards)
     told = f"mean {fmean(look.rewards):.3g}, from {low:g} to {high:g}" if low < high else f"all {low:g}"
+    told += ", with different turn rewards" if low == high and look.different > 1 else ""
     if look.offer.config.group_size == 1:
         return told
     if not (groups := look.worths.total()):
         return f"{told}; whether they differ within a group is not known, because each task has one chain"
-    teach = look.worths[Worth.TEACHES]
+    teach, size = look.worths[Worth.TEACHES], look.offer.config.group_size
+    if look.compared < size:
+        return (
+            f"{told}; they differ in {teach} of {plural(groups, 'group')} of {look.compared}; training compares {size}"
+        )
     rest = "" if teach == groups else ": the others would teach nothing" if teach else ": none would teach"
     return f"{told}; they differ in {teach} of {plural(groups, 'group')}{rest}"
 

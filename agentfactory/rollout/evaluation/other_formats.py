@@ -16,12 +16,11 @@ def format_name(parser: Parser) -> str | None:
 def formats_that_read(texts: Sequence[str], specs: Sequence[ToolSpec]) -> Counter[str]:
     """Return for each format in PARSERS the number of `texts` that it reads as calls of these tools; formats that read
     none are left out. Formats in plain text, which need no chat template, come before others that read as many."""
-    offered = {spec.name for spec in specs}
     found: Counter[str] = Counter()
     for name, parser in sorted(((name, load_parser(name)) for name in PARSERS), key=lambda pair: pair[1].native):
         if not _can_call(parser, specs):
             continue
-        read = sum(_reads_call(parser, text, specs, offered) for text in texts)
+        read = sum(reads_call(parser, text, specs) for text in texts)
         if read:
             found[name] = read
     return Counter(dict(found.most_common()))
@@ -35,8 +34,9 @@ def _can_call(parser: Parser, specs: Sequence[ToolSpec]) -> bool:
     return True
 
 
-def _reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec], offered: set[str]) -> bool:
+def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
     """Return whether a parser reads at least one call in `text`, and only calls of offered tools: other JSON may look
     like a call."""
     found = parser.parse(text, specs)
-    return found.error is None and bool(found.calls) and {name for name, _ in found.calls} <= offered
+    names = {name for name, _ in found.calls}
+    return found.error is None and bool(names) and names <= {spec.name for spec in specs}

@@ -185,7 +185,7 @@ class Worker:
         schedule = Schedule(step, self.total // self.batch_size, min(most, running), most)
         inform(logger, "\n  ".join(["first look at the model:", *describe(look, schedule)]), see=PAGE)
         for advice in advise(look):
-            notify(logger, advice.topic, f"first look: {advice}", times=0, see=PAGE)
+            notify(logger, f"first look: {advice.topic}", f"first look: {advice}", times=0, see=PAGE)
 
     def _note_acknowledged(self, groups: list[str]) -> None:
         append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))

@@ -1,6 +1,7 @@
 """Folders of chains: `${chain}` in a server's `args`, `env` and `cwd`. A folder exists as long as its process."""
 
 import asyncio
+import atexit
 import errno
 import logging
 import os
@@ -221,9 +222,11 @@ def _free(path: Path) -> Path:
 
 @cache
 def _root() -> Path:
-    """Return the parent folder of this process's chain folders. A sweeper process removes it when this process is gone,
-    however it ended."""
+    """Return the parent folder of this process's chain folders. It is removed when this process ends, by a sweeper
+    process if it was killed."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
+    # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
+    atexit.register(removal.remove, root)
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweeper = subprocess.Popen(
         [sys.executable, "-I", "-S", removal.__file__, root],  # its stdin closes with this process
