@@ -65,6 +65,8 @@ EXTRAS = {
     "vllm": ["vllm>=0.32,<0.33"],
     # built with gcc and cmake; parts are GPL, so it runs in processes of its own
     "alfworld": ["alfworld>=0.4.2,<0.5"],
+    # tasks and local models of recipes/real
+    "real": ["reasoning-gym>=0.1.25", "gguf>=0.17"],
     "liger": ["liger-kernel>=0.8"],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
     "wandb": ["wandb"],

@@ -69,9 +69,12 @@ def make_untrained(kind: str, folder: Path, needs: TokenNeeds) -> Path:
     return folder
 
 
-def recipe_of(model: Path, tokens: Any = "auto", lora: bool = True, **train: Any) -> TrainRecipe:
+def recipe_of(
+    model: Path, tokens: Any = "auto", lora: bool = True, quantization: str | None = None, **train: Any
+) -> TrainRecipe:
     """A recipe that trains an adapter, with the rows of `tokens`."""
-    given = {"rank": 2, **({"trainable_tokens": tokens} if tokens else {})} if lora else None
+    rows = {"trainable_tokens": tokens} if tokens else {}
+    given = {"rank": 2, "quantization": quantization, **rows} if lora else None
     of_model = {"path": str(model), "dtype": "float32", "lora": given}
     return TrainRecipe.model_validate({"model": of_model, "train": {"steps": 1, **train}})
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
+from agentfactory.tools.errors import is_interruption
 from agentfactory.tools.http.proxies import spare_loopback
-from agentfactory.tools.processes.endings import Signalled, exited_by, is_interruption
+from agentfactory.tools.processes.endings import Signalled, exited_by
 from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 
 if TYPE_CHECKING:

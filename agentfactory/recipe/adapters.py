@@ -38,7 +38,7 @@ def take_over(data: Mapping[str, Any]) -> None:
     if not isinstance(lora, dict):
         return
     folder = lora.get("from")
-    if isinstance(folder, str) and (Path(folder) / ADAPTER).is_file():
+    if isinstance(folder, str) and ((Path(folder) / ADAPTER).is_file() or _checkpoints_in(Path(folder))):
         _continue(lora, saved_shape(Path(folder)), is_foreign=not (Path(folder) / INFO).is_file())
 
 
@@ -225,6 +225,12 @@ def _check_vision(stage: Composed, before: Recipe) -> None:
         raise SettingError("train.vision", problem, f"set the same, or {_MERGE}", source=stage.origin("train.vision"))
 
 
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run's folder, of its stages, or of its folder of checkpoints."""
+    folders = (folder, *folder.glob("checkpoints"), *folder.glob("*/checkpoints"))
+    return [found for each in folders if each.is_dir() for found in checkpoints(each)]
+
+
 def _read(folder: Path) -> dict[str, Any]:
     """Return the configuration of the LoRA adapter in `folder`. Raises SettingError if there is none."""
     where = display(folder)
@@ -234,7 +240,7 @@ def _read(folder: Path) -> dict[str, Any]:
             raise SettingError(_FROM, f"{where}: no such folder", fix)
         if (folder / "config.json").is_file():
             raise SettingError(_FROM, f"{where} holds a full model", f"name it as model.path, and remove {_FROM}")
-        if found := checkpoints(folder / "checkpoints"):
+        if found := _checkpoints_in(folder):
             fix = f"name one of its checkpoints, such as {display(found[-1])}"
         raise SettingError(_FROM, f"{where} has no {ADAPTER}", fix)
     try:

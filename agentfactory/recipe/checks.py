@@ -229,8 +229,10 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
     """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it is unusable,
-    for example because `rollout.parser` cannot parse its tool calls."""
-    # imported here, because it imports transformers
+    for example because `rollout.parser` cannot parse its tool calls, or if model.lora.trainable_tokens names a token
+    that the tokenizer lacks."""
+    # imported here, because they import transformers
+    from agentfactory.rollout.text.format_tokens import token_id
     from agentfactory.rollout.text.load_renderer import load_renderer
     from agentfactory.rollout.text.templates import RenderError
 
@@ -238,12 +240,16 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
         use_hub_if_it_answers(recipe.model.path)
     rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)
     try:
-        return load_renderer(
+        renderer = load_renderer(
             recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=Path.cwd()
-        ).info
+        )
     except RenderError as error:
         fix = "change rollout.parser or model.chat_template, as the error says"
         raise SettingError("rollout.parser", f"got {rollout.parser!r}, and {error}", fix) from error
+    asked = recipe.model.lora.trainable_tokens if recipe.model.lora is not None else None
+    for text in asked if isinstance(asked, list) else []:
+        token_id(renderer.tokenizer, text)
+    return renderer.info
 
 
 def doubts(recipe: Recipe) -> list[str]:

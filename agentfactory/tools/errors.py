@@ -1,4 +1,4 @@
-"""The error for invalid settings."""
+"""The error for invalid settings, and interruptions that look like errors."""
 
 from typing import Any
 
@@ -36,3 +36,14 @@ def short(value: Any) -> str:
     """Format `value` for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Return whether the cause of `error` is KeyboardInterrupt. While pydantic builds a model, it raises SchemaError
+    instead, with the text of the cause and without the cause itself."""
+    while error is not None:
+        of_pydantic = type(error).__name__ == "SchemaError" and "KeyboardInterrupt: " in str(error)
+        if isinstance(error, KeyboardInterrupt) or of_pydantic:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agentfactory.rollout.trajectory import Group
+from tests.continued_adapter import check_it_goes_on
 from tests.project import Command
 from tests.saved_groups import write_groups
 from tests.trainers.conftest import _make_groups, model_folder  # noqa: F401
@@ -125,3 +126,9 @@ def test_all_weights_are_trained_after_an_adapter(done: Callable[..., str], tmp_
     assert "(grpo trains all weights)" in said
     assert metrics(tmp_path / "run/grpo")[0]["kl"] == 0
     assert (last(tmp_path / "run/grpo") / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_an_adapter_goes_on_by_accelerate_launch(quickstart_run: Path, warm_start: Path, tmp_path: Path) -> None:
+    engine = {"engine": "embedded", "max_model_len": 512, "max_num_seqs": 64}
+    check_it_goes_on(engine, warm_start, quickstart_run / "prepared", tmp_path)

@@ -270,6 +270,12 @@ def test_an_adapter_that_is_not_plain_is_merged_or_refused_by_name(make_adapter:
             "{from: adapter, target_modules: all-linear}",
             r"target_modules: got 'all-linear', and .* \['q_proj'\]; fix: leave it out",
         ),
+        (
+            "{from: run}",
+            r"model\.lora\.from: run has no adapter_config.*; fix: name .* as run/sft/checkpoints/step-000020",
+        ),
+        ("{from: run/sft}", r"such as run/sft/checkpoints/step-000020"),
+        ("{from: run/sft/checkpoints}", r"such as run/sft/checkpoints/step-000020"),
         ("{from: adapter, form: x}", r"did you mean model\.lora\.from\?"),
     ],
 )
@@ -277,6 +283,8 @@ def test_adapters_that_cannot_be_continued(make_adapter: Make, project: Path, lo
     folder = make_adapter()
     for name in ("full", "prompt", "pickled"):
         (project / name).mkdir()
+    for step in (10, 20):
+        (project / "run" / "sft" / "checkpoints" / f"step-{step:06}").mkdir(parents=True)
     (project / "full" / "config.json").write_text("{}")
     (project / "prompt" / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
     (project / "pickled" / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())

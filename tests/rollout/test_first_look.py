@@ -106,7 +106,7 @@ def test_the_words_say_what_happened() -> None:
     lines = describe(look_at(groups(*chains), offer()), Schedule(chains=32, steps=100, at_once=8, most=8))
     assert lines == [
         "8 chains of 2 tasks",
-        "calls: 1 of 8 chains called a tool, 1 had a malformed call, 1 had a turn cut at rollout.max_tokens=512, "
+        "calls: 1 of 8 chains called a tool, 1 had a malformed turn, 1 had a turn cut at rollout.max_tokens=512, "
         "2 calls ended as unknown_tool",
         "first turns: hermes reads a call in 1 of 8",
         "first turn (reward 1) [calls calculate {}]",
@@ -176,10 +176,10 @@ def test_advice_on_malformed_calls() -> None:
     for one in wrong:
         one.malformed_turns = [0]
     none = told(look_at(groups(*wrong, chain("3")), offer()))
-    assert "; 3 had a call that hermes could not read; fix: another rollout.parser" in none["tool calls"]
-    assert "malformed calls" not in none
+    assert "; 3 had a turn that hermes could not read; fix: another rollout.parser" in none["tool calls"]
+    assert "malformed turns" not in none
     some = told(look_at(groups(*wrong, chain("", tool_calls=1)), offer()))
-    assert some["malformed calls"].startswith("3 of 4 chains had a call that hermes could not read; fix: another")
+    assert some["malformed turns"].startswith("3 of 4 chains had a turn that hermes could not read; fix: another")
 
 
 def test_the_first_turn_of_a_text_format_is_read_again() -> None:

@@ -1,5 +1,6 @@
 """Tokens that a network cannot tell from others, and the training of their rows beside an adapter."""
 
+import json
 import os
 import random
 from pathlib import Path
@@ -34,8 +35,10 @@ from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
 from tests.saved_checkpoint import save_checkpoint
-from tests.trainers.conftest import make_row
+from tests.saved_groups import write_groups
+from tests.trainers.conftest import make_groups, make_row
 from tests.trainers.float64 import assert_equal, in_float64
+from tests.trainers.test_accelerator import TWO_PROCESSES, launch, run_alone
 from tests.untrained_tokens import (
     CLOSE,
     KINDS,
@@ -223,10 +226,12 @@ def test_rows_are_read_back_from_what_is_written(dead: Path, needs: TokenNeeds, 
         torch.testing.assert_close(read[name], value, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("quantization", [None, pytest.param("nf4", marks=pytest.mark.extended)])
 def test_a_learner_trains_the_rows_and_is_restored(
-    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path
+    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path, quantization: str | None
 ) -> None:
-    learner = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    recipe = recipe_of(dead, quantization=quantization, learning_rate=1e-2)
+    learner = Learner(recipe, accelerator, needs=needs)
     before = {name: value.clone() for name, value in learner.policy.gather().items()}
     rng = random.Random(0)
     rows = [make_row(rng) for _ in range(4)]
@@ -234,13 +239,13 @@ def test_a_learner_trains_the_rows_and_is_restored(
         row.token_ids[-2:] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
         row.mask[-2:] = 1, 1
     made = [found for row in rows if (found := training_row(row, 1.0)) is not None]
-    update_policy(learner, learner.deal(made), recipe_of(dead))
+    update_policy(learner, learner.deal(made), recipe)
     learner.end_step()
     after = learner.policy.gather()
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert [name for name in changed if name.endswith("trainable_tokens_delta")]
     path = save_checkpoint(tmp_path, 1, learner, needs.tokenizer, {})
-    again = Learner(recipe_of(dead, learning_rate=1e-2), accelerator, needs=needs)
+    again = Learner(recipe, accelerator, needs=needs)
     load_state(path, again)
     for name, value in again.policy.gather().items():
         assert torch.equal(value, after[name]), name
@@ -280,6 +285,33 @@ def test_the_canary_sees_the_rows() -> None:
         assert len({450, 451, 452, 453, 454} & {*watched.context}) == (4 if number % 2 == 0 else 0)
         assert len(watched.context) == len(row.context)
     assert with_tokens(rows[0], [], 0) == rows[0]
+
+
+@pytest.mark.processes
+@pytest.mark.numbers
+@pytest.mark.parametrize("kind", ["tied", pytest.param("untied", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("fsdp2", marks=pytest.mark.extended)]
+)
+def test_two_processes_train_rows_as_one_does(needs: TokenNeeds, tmp_path: Path, strategy: str, kind: str) -> None:
+    groups = make_groups(6, 3)
+    for row in (row for group in groups for chain in group.trajectories for row in chain.rows):
+        row.token_ids[-3:-1] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
+    write_groups(tmp_path / "groups.jsonl", groups)
+    model, loss = make_untrained(kind, tmp_path / kind, needs), {"kl": {"coefficient": 0.1}}
+    course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-2, "token_budget": 70, "loss": loss}
+    arguments = []
+    for how in ({}, {"strategy": strategy, "processes": 2}):
+        recipe = recipe_of(model, **course, **how).model_dump(mode="json")
+        arguments.append([json.dumps([recipe]), str(tmp_path / "groups.jsonl"), str(tmp_path / f"of {len(how)}")])
+    run_alone(arguments[0], tmp_path / "log", on_cpu=True)
+    launch(TWO_PROCESSES[strategy], arguments[1], cpu_by_environment=True)
+    one, two = (load_file(tmp_path / f"of {n}" / "0/step-000002/adapter_model.safetensors") for n in (0, 2))
+    rows = [name for name in one if name.endswith(("lora_embedding_B", "lm_head.lora_A.weight"))]
+    assert len(rows) == 2
+    assert all(one[name].abs().max() > 0.01 for name in rows)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path, accelerator: Accelerator) -> None:

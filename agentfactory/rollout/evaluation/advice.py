@@ -63,7 +63,7 @@ def missing_calls(look: Look) -> Iterator[Advice]:
     if look.called == 0 and (unknown := look.misuses[CallError.UNKNOWN_TOOL]):
         whys.append(f"{plural(unknown, 'call')} named a tool that does not exist")
     if look.called == 0 and look.malformed > MOST * look.chains:
-        whys.append(f"{look.malformed} had a call that {look.offer.format} could not read")
+        whys.append(f"{look.malformed} had a turn that {look.offer.format} could not read")
         fix = fix or _FIX_MALFORMED
     fix = fix or "say in rollout.system_prompt when to use the tools, or begin with an sft stage on chains that do"
     if text or whys:
@@ -78,11 +78,11 @@ def _fix_format(name: str) -> str:
     return f"rollout.parser={name}, or an sft stage on chains in the recipe's format"
 
 
-def malformed_calls(look: Look) -> Iterator[Advice]:
+def malformed_turns(look: Look) -> Iterator[Advice]:
     """Advise if most chains have a call that cannot be parsed, though some call tools."""
     if look.called and look.malformed > MOST * look.chains:
-        text = f"{look.malformed} of {look.chains} chains had a call that {look.offer.format} could not read"
-        yield Advice("malformed calls", text, _FIX_MALFORMED)
+        text = f"{look.malformed} of {look.chains} chains had a turn that {look.offer.format} could not read"
+        yield Advice("malformed turns", text, _FIX_MALFORMED)
 
 
 def equal_rewards(look: Look) -> Iterator[Advice]:
@@ -126,7 +126,7 @@ def slow_starts(look: Look) -> Iterator[Advice]:
 
 _JUDGES: tuple[Callable[[Look], Iterator[Advice]], ...] = (
     missing_calls,
-    malformed_calls,
+    malformed_turns,
     equal_rewards,
     cut_turns,
     slow_starts,

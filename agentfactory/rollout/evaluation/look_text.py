@@ -49,7 +49,7 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
 def _calls(look: Look) -> str:
     told = [
         f"{look.called} of {look.chains} chains called a tool",
-        f"{look.malformed} had a malformed call",
+        f"{look.malformed} had a malformed turn",
         f"{look.cut} had a turn cut at rollout.max_tokens={look.offer.config.max_tokens}",
     ]
     told += [f"{plural(count, 'call')} ended as {kind}" for kind, count in look.misuses.items() if count]

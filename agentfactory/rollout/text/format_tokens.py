@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.tools.errors import SettingError
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,13 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     # without its first character, the text is no added token
     parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text[:1], text[1:])]
     return [number for part in parts for number in part]
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Return the id of a token of model.lora.trainable_tokens. Raises SettingError if there is none."""
+    found: Any = tokenizer.get_vocab().get(text)
+    if found is None:
+        known = ", ".join(sorted(tokenizer.get_added_vocab())[:5])
+        problem, fix = f"got {text!r}, which is no token of the vocabulary", f"use auto, or tokens such as {known}"
+        raise SettingError("model.lora.trainable_tokens", problem, fix)
+    return int(found)

@@ -25,17 +25,6 @@ class Signalled(KeyboardInterrupt):
         self.status = 128 + number
 
 
-def is_interruption(error: BaseException | None) -> bool:
-    """Return whether the cause of `error` is KeyboardInterrupt. While pydantic builds a model, it raises SchemaError
-    instead, with the text of the cause and without the cause itself."""
-    while error is not None:
-        of_pydantic = type(error).__name__ == "SchemaError" and "KeyboardInterrupt: " in str(error)
-        if isinstance(error, KeyboardInterrupt) or of_pydantic:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def exited_by(error: SystemExit) -> str | None:
     """Describe the user code that has called sys.exit; None if our own has."""
     stack = [place_of_line(*each) for each in traceback.walk_tb(error.__traceback__)]

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.endings import is_interruption
+from agentfactory.tools.errors import SettingError, is_interruption
 from agentfactory.tools.user_code.entry_points import load_named
 from agentfactory.tools.user_code.extras import OWN_ENVIRONMENT, unmet_below
 from agentfactory.tools.user_code.import_path import append_folders, user_folders

@@ -237,30 +237,35 @@ def _check_head(network: PreTrainedModel) -> None:
     example).
 
     Compare one short forward pass with the network's own, with eager attention, which applies everything that a network
-    passes to its attention. Raise ValueError if they differ.
+    passes to its attention. In half precision, the kinds of attention round differently, and the layers of a pretrained
+    network amplify this: its log-probabilities differ by .8. So the head is compared after the same attention, and the
+    attention by its median effect on the hidden states, which is up to .1 by rounding. Raise ValueError if they differ.
     """
     network.eval()
     tokens = ids(network, list(range(8)))[None]
+    targets = torch.arange(7, device=network.device), tokens[0, 1:]
     config = network.config
     parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
     # a part that is no network, such as MPT's attn_config, has no implementation
     chosen = {name: kind for name, part in parts.items() if (kind := getattr(part, "_attn_implementation", None))}
     network.set_attn_implementation(dict.fromkeys(chosen, "eager"))
-    expected = (
-        network(tokens, use_cache=False)
-        .logits[0, :-1]
-        .float()
-        .log_softmax(-1)
-        .gather(-1, tokens[0, 1:, None])
-        .squeeze(-1)
-    )
-    network.set_attn_implementation(chosen)
     policy = Policy(network, network.dtype)
-    if policy.hidden(tokens).shape[-1] != network.get_output_embeddings().weight.shape[-1]:
+    hidden = policy.hidden(tokens)
+    if hidden.shape[-1] != network.get_output_embeddings().weight.shape[-1]:
         problem = f"{type(network).__name__} has further layers between its body and its head"
         raise SettingError("model.path", problem, "train another model")
-    given, _ = policy(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
-    if not torch.allclose(given, expected, atol=3e-4 if network.dtype == torch.float32 else 0.1):
+    logits = network(tokens, use_cache=False).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(-1, targets[1][:, None]).squeeze(-1)
+    same = policy(tokens, *targets)[0]
+    network.set_attn_implementation(chosen)
+    policy = Policy(network, network.dtype)
+    if network.dtype == torch.float32:
+        good = torch.allclose(policy(tokens, *targets)[0], expected, atol=3e-4)
+    else:
+        error = (policy.hidden(tokens) - hidden).norm(dim=-1) / hidden.norm(dim=-1).clamp(min=1e-6)
+        rounding = torch.finfo(network.dtype).eps * float(logits.abs().max())
+        good = torch.allclose(same, expected, atol=2 * rounding) and float(error.median()) < 0.3
+    if not good:
         problem = (
             f"{type(network).__name__} changes its logits after the head in a way that the trainer does not support"
         )

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.rollout.text.format_tokens import FormatTokens, pieces_of
+from agentfactory.rollout.text.format_tokens import FormatTokens, pieces_of, token_id
 from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
@@ -106,7 +106,7 @@ def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None)
             notify(logger, "untrained tokens", f"{describe(alike, needs)}; {fix}", see=_PAGE)
         return []
     if isinstance(asked, list):
-        trained = [_id_of(text, needs.tokenizer) for text in asked]
+        trained = [token_id(needs.tokenizer, text) for text in asked]
     else:
         trained = sorted(alike) if asked == "auto" else []
     if left := {token: found for token, found in alike.items() if token not in trained}:
@@ -136,15 +136,6 @@ def _fix(alike: dict[int, Alike], tokens: FormatTokens) -> str:
     if alike.keys() & {*tokens.ends, *tokens.read.values()}:
         return f"{train}; or set model.chat_template to one with tokens that the network knows"
     return f"{train}; or write calls without these tokens: rollout.parser=json"
-
-
-def _id_of(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    found: Any = tokenizer.get_vocab().get(text)
-    if found is None:
-        known = ", ".join(sorted(tokenizer.get_added_vocab())[:5])
-        problem, fix = f"got {text!r}, which is no token of the vocabulary", f"use auto, or tokens such as {known}"
-        raise SettingError("model.lora.trainable_tokens", problem, fix)
-    return int(found)
 
 
 # ---- training

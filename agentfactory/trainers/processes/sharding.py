@@ -57,9 +57,15 @@ def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
     """Fill `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
     it. Rank 0 keeps its whole weights in host memory until then."""
     weights = model.state_dict() if dist.get_rank() == 0 else {}
+    own = {name for name, _ in model.named_parameters()}
+    # torch shards a module with two names, such as the trained rows of tied tables, under the first one only
+    for alias in {name for name, _ in model.named_parameters(remove_duplicate=False)} - own:
+        weights.pop(alias, None)
     yield
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    missing = own & {*set_model_state_dict(model, weights, options=options).missing_keys}
+    if missing:
+        raise RuntimeError(f"rank 0 has no weights for {', '.join(sorted(missing))}")
     for buffer in model.buffers():
         # buffers outside the state dictionary, such as the frequencies of rotary embeddings
         dist.broadcast(buffer, src=0)
