@@ -67,8 +67,8 @@ def build_dense(
     wanted = {**asdict(encoder.spec), "format": _FORMAT}
     if _read(place / _MODEL) != wanted:
         # vectors of a killed build with another model or other prefixes
-        for file in place.iterdir():
-            file.unlink()
+        for old in place.iterdir():
+            old.unlink()
         write_whole(place / _MODEL, json.dumps(wanted).encode())
     elif (place / _GRAPH).exists():
         return
@@ -147,7 +147,8 @@ class DenseIndex:
         """Raise SettingError if the model does not reproduce the vector of the first passage."""
         import numpy as np
 
-        there, here = self._graph.get(0), self._encoder.passages([self._passages.at(0).contents])[0]
+        there: Any = self._graph.get(0)
+        here = self._encoder.passages([self._passages.at(0).contents])[0]
         if there is None or there.shape != here.shape or not np.linalg.norm(there.astype(np.float32) - here) < _SAME:
             problem = f"the vectors in {self._passages.folder} were not made by the model that is now in {model}"
             raise SettingError("source", problem, f"{fix}, or build the index again")
@@ -212,7 +213,8 @@ class _Encoder:
     def _own_prompt(self, kind: str) -> str:
         """Return the model's prompt for queries or documents, by the names that sentence-transformers looks up."""
         names = ("query",) if kind == "query" else ("document", "passage", "corpus")
-        return next((self._model.prompts[name] for name in names if name in self._model.prompts), "")
+        prompts: dict[str, str | None] = self._model.prompts
+        return next((prompts[name] or "" for name in names if name in prompts), "")
 
     def cut(self, texts: list[str]) -> int:
         """Return the number of passages that are longer than the model reads."""
