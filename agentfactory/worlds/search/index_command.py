@@ -7,13 +7,9 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.extras import check_extra
-
-if TYPE_CHECKING:
-    from agentfactory.worlds.search.corpus import Corpus
 
 ABOUT = "build an index of passages for the tool `search`, or serve one to other programs"
 EXAMPLES = [
@@ -47,6 +43,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     build.add_argument("--language", metavar="NAME", default="english", help=about)
     about = "also index the vectors of this sentence-transformers model; needs agentfactory[dense]"
     build.add_argument("--dense", metavar="MODEL", help=about)
+    for name in ("query", "passage"):
+        about = f"text before each {name} that the model of --dense encodes; default: the model's own"
+        build.add_argument(f"--{name}-prefix", metavar="TEXT", help=about)
     serve.add_argument("index", type=Path, metavar="DIR", help="an index made by `build`")
     serve.add_argument("--port", type=int, metavar="N", default=8000, help="port; 0: a free one; default: 8000")
     about = "address to listen on; any but loopback needs --api-key-env; default: 127.0.0.1"
@@ -83,23 +82,35 @@ def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     from agentfactory.worlds.search.corpus import Corpus
     from agentfactory.worlds.search.local_index import build_index
 
+    if options.dense is None and (options.query_prefix, options.passage_prefix) != (None, None):
+        name = "--query-prefix" if options.query_prefix is not None else "--passage-prefix"
+        raise SettingError(name, "only the model of --dense uses it", "add --dense MODEL, or remove it")
     if options.output.exists():
         raise SettingError("--output", f"{options.output} exists", "choose another folder, or remove it")
     corpus = Corpus(options.corpus, options.subset, options.split)
     language = None if options.language == "none" else options.language
     started = time.monotonic()
-    with _Bar(corpus) as bar:
+    with _Bar() as bar:
+        indexed = 0
+
+        def show_indexed(done: int) -> None:
+            nonlocal indexed
+            indexed = done
+            bar.show("indexed", done, corpus.share)
+
         finish = None
         if options.dense is not None:
             check_extra("dense")
-            from agentfactory.worlds.search.dense import build_dense
+            from agentfactory.worlds.search.dense import EncoderSpec, build_dense
+
+            spec = EncoderSpec(options.dense, options.query_prefix, options.passage_prefix)
 
             def finish(folder: Path) -> None:
-                build_dense(corpus, folder, options.dense, lambda done: bar.show("embedded", done))
+                build_dense(
+                    corpus, folder, spec, lambda done: bar.show("embedded", done, done / max(1, indexed)), bar.say
+                )
 
-        total = build_index(
-            corpus, options.output, corpus.name, language, lambda done: bar.show("indexed", done), finish
-        )
+        total = build_index(corpus, options.output, corpus.name, language, show_indexed, finish)
     size = sum(file.stat().st_size for file in options.output.rglob("*") if file.is_file())
     seconds = time.monotonic() - started
     say(f"indexed {total:,} passages in {seconds:,.0f} s; {options.output} takes {size / 1e6:,.1f} MB")
@@ -108,11 +119,10 @@ def _build(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 class _Bar:
     """A progress bar on a terminal; a progress line every few seconds otherwise."""
 
-    def __init__(self, corpus: "Corpus") -> None:
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._corpus = corpus
         self._console = Console(stderr=True, highlight=False)
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"), console=self._console
@@ -130,13 +140,16 @@ class _Bar:
         if self._console.is_terminal:
             self._progress.stop()
 
-    def show(self, done_what: str, done: int) -> None:
-        """Show that `done` passages are `done_what`, including those of an earlier build."""
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def show(self, done_what: str, done: int, share: float | None) -> None:
+        """Show that `done` passages are `done_what`, including those of an earlier build, which is `share` of all."""
         now = time.monotonic()
         if self._first is None or self._progress.tasks[0].description != done_what:
             self._first, self._began = done, now
         speed = (done - self._first) / max(1e-3, now - self._began)
-        share = self._corpus.share
         figures = f"{done:,} passages, {speed:,.0f}/s"
         total = None if share is None else 1.0
         self._progress.update(self._task, description=done_what, figures=figures, total=total, completed=share or 0.0)

@@ -13,6 +13,7 @@ from agentfactory.commands.main import main
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.worlds.search import dense
+from agentfactory.worlds.search.dense import EncoderSpec
 from agentfactory.worlds.search.local_index import LocalIndex, build_index
 from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.ranking import open_index, reciprocal_rank
@@ -29,7 +30,7 @@ WORDS = [
 SYNONYMS = {"drama": "tragedy", "bet": "wager"}
 
 
-def make_model(folder: Path) -> str:
+def make_model(folder: Path, seed: int = 0, scale: float = 1.0) -> str:
     """Save a model whose vectors are sums of random word vectors; synonyms have the same vector."""
     import numpy as np
     from sentence_transformers import SentenceTransformer
@@ -40,12 +41,16 @@ def make_model(folder: Path) -> str:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    vectors = np.random.default_rng(0).normal(size=(len(vocabulary), 32)).astype(np.float32)
+    vectors = np.random.default_rng(seed).normal(size=(len(vocabulary), 32)).astype(np.float32) * scale
     vectors[0] *= 0.01
     for word, same in SYNONYMS.items():
         vectors[vocabulary[word]] = vectors[vocabulary[same]]
     SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=vectors)]).save(str(folder))
     return str(folder)
+
+
+def _encoder(model: str, query: str | None = None, passage: str | None = None) -> dense._Encoder:
+    return dense._Encoder(EncoderSpec(model, query, passage), "dense", "name a model")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
     folder = tmp_path_factory.mktemp("dense") / "index"
-    build_index(PLAYS, folder, finish=lambda place: dense.build_dense(PLAYS, place, model))
+    build_index(PLAYS, folder, finish=lambda place: dense.build_dense(PLAYS, place, EncoderSpec(model)))
     return folder
 
 
@@ -99,17 +104,110 @@ def test_scores_are_inner_products_of_unit_vectors(index: Path, model: str) -> N
 @needs_packages
 def test_e5_models_get_their_prefixes(tmp_path: Path, model: str) -> None:
     """E5 models get prefixes as in Search-R1; other models get none."""
-    plain = dense._Encoder(model)
-    e5 = dense._Encoder(make_model(tmp_path / "e5-tiny"))
+    plain = _encoder(model)
+    e5 = _encoder(make_model(tmp_path / "e5-tiny"))
     assert e5.query("hamlet") == pytest.approx(plain.query("query: hamlet"))
     assert e5.passages(["hamlet"])[0] == pytest.approx(plain.query("passage: hamlet"))
     assert plain.query("hamlet") != pytest.approx(plain.query("query: hamlet"))
+    # these models have instructions instead, and "base512" is not E5
+    for name in ("e5-mistral-7b-instruct", "base512"):
+        assert _encoder(make_model(tmp_path / name)).query("hamlet") == pytest.approx(plain.query("hamlet"))
+
+
+@needs_packages
+def test_given_prefixes_are_kept_in_the_index(tmp_path: Path, model: str) -> None:
+    spec, said = EncoderSpec(model, "hamlet ", "faust "), list[str]()
+    build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, spec, say=said.append))
+    assert said == [f"{model}: vectors of 32 numbers; prefixes 'hamlet ' (queries) and 'faust ' (passages)"]
+    scores = {passage.id: passage.score for passage in open_index(tmp_path / "index", "dense").search("wager", 5)}
+    plain = _encoder(model)
+    for passage in PLAYS:
+        expected = plain.query("hamlet wager") @ plain.query(f"faust {passage.contents}")
+        assert scores[passage.id] == pytest.approx(expected, abs=2e-3)
+
+
+@needs_packages
+def test_prefixes_need_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"contents": "t"}])
+    assert main(["index", "build", str(corpus), "--output", str(tmp_path / "x"), "--query-prefix", "q"]) == 2
+    assert "--query-prefix: only the model of --dense uses it; fix: add --dense MODEL" in capsys.readouterr().err
+
+
+@needs_packages
+def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, EncoderSpec(model)))
+    shutil.rmtree(model)
+    with pytest.raises(
+        SettingError, match=r"source: .*model cannot be loaded: .*; fix: put the model of the index there"
+    ):
+        open_index(tmp_path / "index")
+    make_model(tmp_path / "model", seed=1)
+    with pytest.raises(
+        SettingError, match=r"source: the vectors in .* were not made by the model that is now in .*; fix:"
+    ):
+        open_index(tmp_path / "index")
+
+
+@needs_packages
+def test_vectors_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", scale=float("nan"))
+    with pytest.raises(SettingError, match=r"--dense: .* gives passages vectors that are not numbers"):
+        build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, EncoderSpec(model)))
+
+
+@needs_packages
+def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=1000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertModel(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        SettingError, match=r"has a tokenizer of \d tokens for a network of 1,000; fix: add the model's"
+    ):
+        _encoder(str(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(SettingError, match=r"cannot be loaded: SafetensorError: "):
+        _encoder(str(tmp_path / "model"))
+
+
+@needs_packages
+def test_passages_that_the_model_cuts_are_counted(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    place = tmp_path / "model"
+    config = BertConfig(
+        vocab_size=4,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=9,
+    )
+    BertModel(config).save_pretrained(place)
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    tokenizer.save_pretrained(place)
+    passages = [Passage(str(number), "a " * number) for number in range(1, 13)]
+    said: list[str] = []
+    build_index(
+        passages,
+        tmp_path / "index",
+        finish=lambda folder: dense.build_dense(passages, folder, EncoderSpec(str(place)), say=said.append),
+    )
+    about, cut = said
+    assert (
+        about
+        == f"{place}: vectors of 8 numbers, mean pooling, at most 9 tokens; prefixes '' (queries) and '' (passages)"
+    )
+    assert cut.startswith("of the first 12 passages, 3 are longer than the model's 9 tokens, and their ends are not in")
 
 
 @needs_packages
 def test_vectors_of_a_killed_build_are_kept(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_PART", 4)
-    monkeypatch.setattr(dense, "_BATCH", 2)
+    monkeypatch.setattr(dense, "_CHUNK", 4)
     passages = [Passage(str(number), f"t\n{WORDS[number % len(WORDS)]} {number}") for number in range(11)]
 
     def killed() -> Iterator[Passage]:
@@ -118,10 +216,14 @@ def test_vectors_of_a_killed_build_are_kept(tmp_path: Path, model: str, monkeypa
 
     folder = tmp_path / "index"
     with pytest.raises(KeyboardInterrupt):
-        build_index(passages, folder, "c", finish=lambda place: dense.build_dense(killed(), place, model))
+        build_index(passages, folder, "c", finish=lambda place: dense.build_dense(killed(), place, EncoderSpec(model)))
+    raw = tmp_path / "index.building" / "dense" / "vectors.f16"
+    raw.write_bytes(raw.read_bytes() + b"\x01" * 7)  # a part of a vector
     done: list[int] = []
-    build_index(passages, folder, "c", finish=lambda place: dense.build_dense(passages, place, model, done.append))
-    assert done == [8, 10, 11]
+    build_index(
+        passages, folder, "c", finish=lambda place: dense.build_dense(passages, place, EncoderSpec(model), done.append)
+    )
+    assert done == [8, 11]
     assert sorted(file.name for file in (folder / "dense").iterdir()) == ["model.json", "vectors.usearch"]
     opened = open_index(folder, "dense")
     for passage in passages[2:]:
@@ -182,7 +284,9 @@ def test_an_index_finds_its_models_folder_from_anywhere(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(model).parent)
-    build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, Path(model).name))
+    build_index(
+        PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, EncoderSpec(Path(model).name))
+    )
     monkeypatch.chdir(tmp_path)
     assert len(open_index(tmp_path / "index", "dense").search("drama", 2)) == 2
 
