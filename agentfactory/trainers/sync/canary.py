@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -320,15 +321,11 @@ class Canary:
 
     def _judge(self, server: ServerControl, replica: int | None, report: SyncReport, trainer: Scores) -> Verdict:
         drift = self._drifts[Replica(server.url, replica)]
-        if drift.started:
-            # read the cache entries of earlier versions before this version replaces them
-            cached = server_scores(server, self.rows, report, fresh=False, replica=replica)
-            fresh = server_scores(server, self.rows, report, fresh=True, replica=replica)
-            verdict = drift.judge(cached, fresh, trainer)
-        else:
-            fresh = server_scores(server, self.rows, report, fresh=True, replica=replica)
-            cached = server_scores(server, self.rows, report, fresh=False, replica=replica)
-            verdict = drift.start(cached, fresh, trainer)
+        # together, in fewer passes: by its salt, the second leaves the cache entries of earlier versions to the first
+        score = partial(server_scores, server, self.rows, report, replica=replica)
+        with ThreadPoolExecutor(2) as pool:
+            cached, fresh = pool.map(lambda is_fresh: score(fresh=is_fresh), (False, True))
+        verdict = (drift.judge if drift.started else drift.start)(cached, fresh, trainer)
         if self._watched and verdict.failure is None:
             verdict = replace(verdict, failure=judge_rows(fresh - trainer, self._touched(), self._dtype))
         if not verdict.provable:

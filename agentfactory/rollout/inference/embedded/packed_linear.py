@@ -33,8 +33,12 @@ def use_onednn(model: nn.Module) -> None:
     ones only by `ServedWeights`.
     """
     whole = _whole_weights(model)
-    for module in onednn_modules(model):
+    for module in (modules := onednn_modules(model)):
         module.forward = _PackedLinear(module, id(module.weight) in whole)  # type: ignore[assignment, method-assign]
+    if modules and whole:
+        # weights of the file's dtype are mapped from it: as long as one is, the packed ones stay in memory, too
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
 
 
 def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
