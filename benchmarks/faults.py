@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from agentfactory.launching.start_server import serve
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.http_transport import authorization
+from agentfactory.trainers.sync.canary import CONTEXT_TOKENS
 from agentfactory.trainers.sync.server_control import ServerControl
 
 BROKEN = 4
@@ -331,6 +332,7 @@ async def main() -> None:
     if args.vllm:
         transfer = ["--weight-transfer-config", json.dumps({"backend": "file"})]
         server |= {"engine": "vllm", "options": {"python": args.vllm, "args": transfer}, "max_num_seqs": 16}
+        Run.tokens = CONTEXT_TOKENS["vllm"]
     total: Counter[str] = Counter()
     print(f"{'fault':90} {'caught at':>9}  by")
     with tempfile.TemporaryDirectory() as name:

@@ -22,7 +22,7 @@ from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
-from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
@@ -186,6 +186,9 @@ async def not_applied(path: str, body: Json, forward: Forward) -> web.Response:
 class Run:
     """A trainer, its sync and its canary."""
 
+    tokens = CONTEXT_TOKENS["embedded"]
+    """Tokens of the canary's contexts."""
+
     def __init__(
         self,
         name: str,
@@ -225,7 +228,7 @@ class Run:
             if adapters
             else FileSync(servers, folder / "sync", self.prefix)
         )
-        self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), dtype)
+        self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159, length=self.tokens), dtype)
         self.metrics: list[dict[str, float]] = []
         """The metrics of each successful sync."""
 

@@ -246,8 +246,10 @@ class Meter:
         return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
 
 
-def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: str, budget: int) -> dict[str, Any]:
-    """Run Learner.update."""
+def run_ours(
+    folder: Path, rows: list[dict[str, Any]], updates: int, batching: str, budget: int, adapter: Path | None = None
+) -> dict[str, Any]:
+    """Run Learner.update, on all weights, or on those of an adapter."""
     from accelerate import Accelerator
 
     from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow
@@ -256,7 +258,11 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
     from agentfactory.trainers.update.losses import PolicyLoss
 
     train = {"steps": 1, "learning_rate": 1e-6, "batching": batching, "token_budget": budget}
-    recipe = TrainRecipe.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "train": train})
+    model: dict[str, Any] = {"path": str(folder), "dtype": "float32"}
+    if adapter is not None:
+        settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        model["lora"] = {"from": str(adapter), "rank": settings["r"], "alpha": settings["lora_alpha"]}
+    recipe = TrainRecipe.model_validate({"model": model, "train": train})
     learner = Learner(recipe, Accelerator(cpu=True), images=folder / "images")
     images = [stored_images(folder / "images", row.get("images", [])) for row in rows]
     meter, done = Meter(), []
@@ -281,8 +287,16 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
     return {"loss": done[0].loss, "grad_norm": done[0].grad_norm, "seconds": meter.seconds, "peak": meter.peak}
 
 
-def run_trl(folder: Path, rows: list[dict[str, Any]], updates: int, batching: str, budget: int) -> dict[str, Any]:
-    """Run GRPOTrainer.train."""
+def run_trl(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    updates: int,
+    batching: str,
+    budget: int,
+    adapter: Path | None = None,
+    micro: int = GROUP,
+) -> dict[str, Any]:
+    """Run GRPOTrainer.train, on all weights, or on those of an adapter, with `micro` chains in a micro-batch."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -324,12 +338,12 @@ def run_trl(folder: Path, rows: list[dict[str, Any]], updates: int, batching: st
 
     watch = Watch()
     arguments = GRPOConfig(
-        output_dir=str(folder / "trl"),
+        output_dir=str((adapter.parent if adapter else folder) / "trl"),
         use_cpu=True,
         bf16=False,
         report_to=[],
-        per_device_train_batch_size=GROUP,
-        gradient_accumulation_steps=len(rows) // GROUP,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=len(rows) // micro,
         num_generations=GROUP,
         max_steps=updates,
         loss_type="dapo",
@@ -340,8 +354,13 @@ def run_trl(folder: Path, rows: list[dict[str, Any]], updates: int, batching: st
         save_strategy="no",
         disable_tqdm=True,
     )
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     trainer = Given(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=model,
         reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": "x"}] * len(rows)),

@@ -155,6 +155,7 @@ def _terminable() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     # these imports do not load torch
+    from agentfactory.launching.progress import tell_information
     from agentfactory.launching.run_folder import RunFolderError, is_run
     from agentfactory.launching.untrusted_folders import check_run_of
     from agentfactory.recipe.load import load_recipe
@@ -167,7 +168,9 @@ def _run(options: argparse.Namespace) -> int:
         # a dry run may happen on another machine than the one that the recipe is for
         lacks: list[SettingError] | None = [] if options.dry_run else None
         check_run_of(Path(options.recipe).expanduser())
-        recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
+        # a dry run's stdout is the recipe
+        with tell_information(partial(print, file=sys.stderr)):
+            recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
     except (SettingError, RunFolderError) as error:
         return _refuse(error)
     if options.dry_run:

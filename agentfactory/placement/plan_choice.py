@@ -117,7 +117,7 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     """Plan for one memory; offloaded and sleeping parts stay in it, except a sleeping server's cache."""
     processes = recipe.train.processes
     trainer = processes * sum(need.trainer.values())
-    offloaded = processes * sum(size for name, size in need.trainer.items() if name in OFFLOADED)
+    offloaded = processes * sum(size for name, size in need.trainer.items() if name in (*OFFLOADED, "context"))
     parts = _parts(need.server)
     share = recipe.server.vllm.gpu_memory_utilization
     cache = need.server.least_cache if need.server else 0

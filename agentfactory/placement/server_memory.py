@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from agentfactory.placement.image_memory import server_image_memory
+from agentfactory.placement.machine import LIBRARIES
 from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
@@ -75,8 +76,8 @@ def server_memory(
         "workspace": _workspace(recipe, network, dtype, device, device_memory),
     }
     parts = {name: -(-size // devices) for name, size in shared.items()}
-    if device == "cuda":
-        parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0)
+    cuda = device == "cuda"
+    parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0) if cuda else LIBRARIES
     per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.vllm.args, dtype), dtype, devices)
     if embedded:
         per_token, per_sequence = _embedded_cache(config.get_text_config(), dtype), 0

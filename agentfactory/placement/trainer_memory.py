@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from agentfactory.placement.activation_memory import fullest, trace, used_dtype
 from agentfactory.placement.image_memory import image_memory
+from agentfactory.placement.machine import LIBRARIES
 from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
@@ -33,7 +34,8 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
     Rows: weights, adapter, reference, critic: the networks; gradients, optimizer: of all trained weights;
     activations: including autocast's bfloat16 copies of float32 weights (none under fsdp2); images: see
     image_memory; logits; step: an optimizer step's memory beyond activations and logits; batch: the rows of a
-    step; buckets (ddp); gathered: fsdp2's unsharded weights; context: a GPU's overhead for each process.
+    step; buckets (ddp); gathered: fsdp2's unsharded weights; context: a GPU's overhead for each process, or on a CPU
+    its libraries.
 
     fsdp2 divides weights, gradients and the optimizer's state among processes. ddp has buckets as large as the
     gradients, since those of micro-batches that are not synced are not views of them. With liger, compile,
@@ -69,8 +71,8 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
         added = sum(4 * weight.numel() for weight in rest if weight.requires_grad)
         later = max(added, _sent(policy) - rows["gradients"] - _gathered(rest, recipe))
         rows["gathered"] = _gathered(rest, recipe) + max(layers, later - round(peak.total))
-    if device == "cuda":
-        rows["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if train.processes > 1 else 0)
+    cuda = device == "cuda"
+    rows["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if train.processes > 1 else 0) if cuda else LIBRARIES
     return {name: size for name, size in rows.items() if size}
 
 

@@ -22,6 +22,7 @@ from agentfactory.rollout.server_config import ServerConfig
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import Choice, NoOptions, Options, PositiveInt, Section, ToolsRecipe, TypedOptions
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes.precision import fastest_dtype
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind
 from agentfactory.tools.user_code.entry_points import SOURCES, load_named, registered
 
@@ -60,8 +61,9 @@ class ModelConfig(Section):
 
     path: str
     """Hub name or folder of a causal language model in the transformers format."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision of the forward pass in the trainer and the server."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the forward pass in the trainer and the server. auto: bfloat16 if this machine computes faster with
+    it, which is measured in milliseconds, else float32; the recipe of the run has the result."""
     chat_template: str | None = None
     """File with a Jinja chat template, used instead of the tokenizer's own."""
     lora: LoraConfig | None = None
@@ -72,6 +74,11 @@ class ModelConfig(Section):
     """Largest area of an image, in pixels; larger images are reduced. Each block of 28 x 28 (Qwen2.5-VL, GLM-4.1V) or
     32 x 32 pixels (Qwen3-VL) becomes one token. Processors that cut images into tiles may enlarge them again. Null: the
     default of the model's processor."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _measure(cls, dtype: str) -> str:
+        return fastest_dtype() if dtype == "auto" else dtype
 
 
 class TaskSource(Section):

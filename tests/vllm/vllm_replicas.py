@@ -16,6 +16,7 @@ import pytest
 
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.server_metrics import Load
+from agentfactory.trainers.sync.canary import CONTEXT_TOKENS
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from benchmarks.sabotage import Run
 from tests.conftest import REPOSITORY
@@ -155,10 +156,11 @@ def mended(server: str) -> Iterator[str]:
     ],
 )
 def test_a_replica_that_alone_keeps_old_weights_is_caught(
-    mended: str, model: Path, tmp_path: Path, fault: str, said: str
+    mended: str, model: Path, tmp_path: Path, fault: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tmp_path / "old.safetensors"
     shutil.copy(model / "model.safetensors", old)
+    monkeypatch.setattr(Run, "tokens", CONTEXT_TOKENS["vllm"])
     run = Run("run-1", model, tmp_path, mended, adapters=False, learning_rate=1e-4)
     run.publish(0)
     run.train()

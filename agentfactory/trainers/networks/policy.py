@@ -87,15 +87,15 @@ class Policy(Backbone):
         self,
         ids: Int[Tensor, "batch length"],
         sources: Int[Tensor, "targets"],
-        labels: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets *several"],
         positions: Int[Tensor, "1 length"] | None = None,
         ends: Int[Tensor, "1 length"] | None = None,
         images: Images | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
-    ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
-        """Return the log-probability of each label, and the entropy in nats of the distribution it was drawn from
-        (detached, unless `entropy_gradient`).
+    ) -> tuple[Float[Tensor, "targets *several"], Float[Tensor, "targets"]]:
+        """Return the log-probability of each label (one or several per target), and the entropy in nats of the
+        target's distribution (detached, unless `entropy_gradient`).
 
         `sources` are flat indices into batch x length: the position whose output predicts the label. In a plain row it
         is the one before the label's own; in a tree it may be the end of the shared prefix. `positions`, `ends` and
@@ -129,10 +129,10 @@ class Policy(Backbone):
     def _score(
         self,
         hidden: Float[Tensor, "chunk width"],
-        labels: Int[Tensor, "chunk"],
+        labels: Int[Tensor, "chunk *several"],
         temperature: float,
         entropy_gradient: bool,
-    ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
+    ) -> tuple[Float[Tensor, "chunk *several"], Float[Tensor, "chunk"]]:
         logits = self.network.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         config = self.network.config.get_text_config()
@@ -142,7 +142,8 @@ class Policy(Backbone):
             logits[:, self.banned] -= BAN
         logits = logits / temperature if temperature != 1.0 else logits
         total = logits.logsumexp(-1)
-        logprob = logits.gather(-1, labels[:, None]).squeeze(-1) - total
+        chosen = logits.gather(-1, labels if labels.ndim > 1 else labels[:, None])
+        logprob = (chosen - total[:, None]).reshape(labels.shape)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
         return logprob, entropy

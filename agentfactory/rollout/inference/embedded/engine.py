@@ -100,10 +100,10 @@ class Engine:
         self._weights: Evictable | None = None
         self._evicted: list[Evictable] = []
         self.cache: Tensor | None = None
+        use_onednn(model)  # before the cache exists: for a moment, the largest weight has two copies
         self.allocate_cache()
         self._attention_name = f"agentfactory_embedded_{next(_engines)}"
         ALL_ATTENTION_FUNCTIONS.register(self._attention_name, self._attention)
-        use_onednn(model)
         self.static: StaticDecoder | None = None
         self._prove()
         cuda = self.device.type == "cuda"
