@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CONTEXTS = 8
-CONTEXT_TOKENS = {"vllm": 144, "embedded": 24}
-"""Engine -> context length. More than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU: shorter
-contexts are never cached, so a stale cache would not be detected. The embedded engine caches single tokens, and on a
-CPU long contexts would take a large part of a step."""
+CONTEXT_TOKENS = {"vllm": 144, "embedded": 24, "sglang": 144}
+"""Engine -> context length. More than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU, or of
+SGLang's, which has at most 128: shorter contexts are never cached, so a stale cache would not be detected. The embedded
+engine caches single tokens, and on a CPU long contexts would take a large part of a step."""
 CONTEXTS_AGAIN = 2
 """Number of contexts scored again before the next push; other weights would change them all."""
 CANDIDATES = 16

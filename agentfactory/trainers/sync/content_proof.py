@@ -110,7 +110,8 @@ class Content:
         of names and checksums, in hex.
 
         A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
-        without our plugin. A server may prefix names with its worker ("dp0:pp0:pcp0:tp0:"), stack projections, have a
+        without our plugin, or the first 16 digits of that sha256, as SGLang computes it on a CPU. A server may prefix
+        names with its worker ("dp0:pp0:pcp0:tp0:"), stack projections, have a
         slice of them, list a tied head, and pad a vocabulary with zeros: see `layouts`. Weights in an unknown layout
         are reported, and only the canary proves them.
         """
@@ -185,7 +186,7 @@ class Content:
         if not rest:
             # compute both, since each may be needed later
             filled = [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
-            return checksum in filled
+            return any(full is not None and full.startswith(checksum) for full in filled)
         if function not in FUNCTIONS:
             raise SyncError(
                 f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
