@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from agentfactory.rollout.inference.sglang.upstream import ApiError, Json, Sglang
+from agentfactory.rollout.inference.sglang.upstream import ApiError, Json, Sglang, SglangGoneError
 from agentfactory.tools.errors import SettingError
 
 FIELD = "server.options.attach"
@@ -36,6 +36,8 @@ async def attach(sglang: Sglang) -> Served:
                 f"{sglang.url} returns log-probabilities before temperature",
                 "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
             )
+    except SglangGoneError as error:
+        raise SettingError(FIELD, str(error), "start SGLang there, or correct the address") from error
     except (ApiError, KeyError, IndexError, TypeError) as error:
         fix = "start SGLang 0.5.23 or newer there; a server with a key needs it in server.options.attach_key_env"
         raise SettingError(FIELD, f"{sglang.url} does not answer as SGLang: {error}", fix) from error
