@@ -297,8 +297,8 @@ class StandIn:
             if own != parts[0]:
                 continue
             rows = [self.weights.read(".".join(filter(None, (parent, part, last)))) for part in parts]
-            data = torch.cat(rows).contiguous().view(-1).view(torch.uint8).numpy()
             # tensor_hash on a CPU
+            data = torch.cat(rows).contiguous().view(-1).view(torch.uint8).numpy()
             number = int.from_bytes(hashlib.sha256(data.data).digest()[:8], "big")
             checksums[".".join(filter(None, (parent, stack, last)))] = f"{number:016x}"
         place = dict.fromkeys(API["place"], 0) | {"role": "target", "tp_size": 1, "dp_size": 1, "pp_size": 1, "size": 1}

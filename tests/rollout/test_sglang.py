@@ -23,16 +23,19 @@ from agentfactory.rollout.inference.sglang.attach import Served, attach
 from agentfactory.rollout.inference.sglang.front import Front, read_load
 from agentfactory.rollout.inference.sglang.generate_translation import RESERVED_TOKENS, from_sglang, to_sglang
 from agentfactory.rollout.inference.sglang.upstream import ApiError, Sglang
-from agentfactory.rollout.inference.sglang.weight_translation import UNKNOWN, WeightUpdates, cut
+from agentfactory.rollout.inference.sglang.weight_hashes import sglang_hash
+from agentfactory.rollout.inference.sglang.weight_translation import ON_CPU, ON_GPU, UNKNOWN, WeightUpdates, cut
 from agentfactory.rollout.inference.weight_digest import UNKNOWN as UNKNOWN_THERE
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.nccl_sync import NcclSync, group_for, packed
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import serve, sglang_stand_in
 from tests.sglang_api import load_table
+from tests.sglang_hashes import weights
 
 API = load_table()
 SERVED = Served("model", 100, 1, False)
@@ -252,15 +255,61 @@ def test_weights_that_would_not_be_aligned_are_named() -> None:
         list(cut(["bias", "norm"], ["bfloat16", "float32"], [[3], [1]], 100))
 
 
-@pytest.mark.parametrize(("on_gpu", "ranks", "known"), [(False, 1, True), (True, 1, False), (False, 2, False)])
-async def test_checksums_that_the_trainer_cannot_compare_are_unknown(on_gpu: bool, ranks: int, known: bool) -> None:
+@pytest.mark.parametrize(
+    ("on_gpu", "ranks", "function"), [(False, 1, "sglang_cpu"), (True, 1, "sglang_gpu"), (True, 2, UNKNOWN)]
+)
+async def test_checksums_name_their_function(on_gpu: bool, ranks: int, function: str) -> None:
     assert UNKNOWN == UNKNOWN_THERE
     places = [dict.fromkeys(API["place"], 0) | {"tp_rank": rank} for rank in range(ranks)]
     told = [{"checksums": {"w": "00ff"}, "per_gpu_checksum": "", "parallelism_info": [place]} for place in places]
     sglang = Recorded({"/weights_checker": {"success": True, "message": "", "ranks": told}})
     found = await WeightUpdates(sglang, ranks, on_gpu).checksums()
     assert list(found) == [f"dp0:pp0:pcp0:tp{rank}:w" for rank in range(ranks)]
-    assert set(found.values()) == {"00ff" if known else "unknown:00ff"}
+    assert set(found.values()) == {f"{function}:00ff"}
+
+
+# tests/sglang_hashes.py with SGLang 0.5.23: on a CPU, and its GPU kernel by Triton's interpreter
+HASHES = [
+    ("f595c5bd450f89fb", "8e96e524dcf2ec62"),
+    ("2e5dd5028c24dc40", "520181488f8f2ce9"),
+    ("212da8b5c9339dd6", "e74adc1dda02f88c"),
+    ("c80583dd604e3bc5", "358929e652698942"),
+    ("4d6a8e90039fc978", "785cfd144e810680"),
+    ("84c200f9b7f6cdc9", "21f4e852a15a86af"),
+    ("dfae24c290cf15dd", "a822c367fda95dd2"),
+]
+
+
+@pytest.mark.numbers
+def test_hashes_are_those_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [tuple(sglang_hash(w, function) for function in (ON_CPU, ON_GPU)) for w in weights()] == HASHES
+    monkeypatch.setattr("agentfactory.rollout.inference.sglang.weight_hashes._TILES_AT_ONCE", 1)
+    assert [sglang_hash(w, ON_GPU) for w in weights()] == [on_gpu for _, on_gpu in HASHES]
+
+
+@pytest.mark.parametrize("function", [ON_CPU, ON_GPU])
+def test_content_is_proven_by_sglangs_hashes(function: str) -> None:
+    """Projections are stacked, a vocabulary is padded, and a norm is stored in float32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+    layer = "model.layers.0.self_attn"
+    state = {
+        f"{layer}.{name}.weight": torch.randn(rows, 8, generator=generator).bfloat16() for name, rows in shapes.items()
+    }
+    stacked = torch.cat(list(state.values()))
+    state["model.embed_tokens.weight"] = table = torch.randn(70, 8, generator=generator).bfloat16()
+    state["model.norm.weight"] = norm = torch.randn(8, generator=generator).bfloat16()
+    served = {
+        f"{layer}.qkv_proj.weight": stacked,
+        "model.embed_tokens.weight": torch.cat([table, table.new_zeros(58, 8)]),
+        "model.norm.weight": norm.float(),
+    }
+    told = {f"dp0:pp0:pcp0:tp0:{name}": f"{function}:{sglang_hash(value, function)}" for name, value in served.items()}
+    Content(state).check(told)
+    stacked[3, 3] += 1
+    changed = f"{function}:{sglang_hash(stacked, function)}"
+    with pytest.raises(SyncError, match=r"qkv_proj\.weight differs"):
+        Content(state).check({**told, f"dp0:pp0:pcp0:tp0:{layer}.qkv_proj.weight": changed})
 
 
 # ---- the server

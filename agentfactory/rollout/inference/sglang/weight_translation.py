@@ -9,6 +9,8 @@ from typing import Any
 
 from agentfactory.rollout.inference.sglang.upstream import ApiError, Sglang
 
+ON_CPU, ON_GPU = "sglang_cpu", "sglang_gpu"
+"""Prefixes of checksums: SGLang hashes differently on a CPU and on a GPU; see weight_hashes.py."""
 UNKNOWN = "unknown"
 """As in rollout/inference/weight_digest.py, which needs torch."""
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1}
@@ -92,18 +94,16 @@ class WeightUpdates:
         await self._sglang.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def checksums(self) -> dict[str, str]:
-        """Return the checksum of each weight, by worker and name. On a CPU, it is the first 16 hex digits of the sha256
-        of the weight's bytes; on a GPU, SGLang's own hash, which the trainer cannot compute."""
+        """Return the checksum of each weight, by worker and name: "FUNCTION:HEX", without dtype and shape, which SGLang
+        does not tell. The trainer cannot know which slice a worker of several holds, so these are unknown."""
         body = {"action": "checksum", "selector": "target"}
         ranks = (await self._sglang.post("/weights_checker", body)).get("ranks") or []
+        function = (ON_GPU if self._on_gpu else ON_CPU) if len(ranks) == 1 else UNKNOWN
         found: dict[str, str] = {}
         for rank in ranks:
             place = rank["parallelism_info"][0]
             worker = f"dp0:pp{place['pp_rank']}:pcp0:tp{place['tp_rank']}:"
-            for name, checksum in rank["checksums"].items():
-                # slices have no shapes, without which they cannot be compared
-                comparable = not self._on_gpu and len(ranks) == 1
-                found[f"{worker}{name}"] = checksum if comparable else f"{UNKNOWN}:{checksum}"
+            found |= {f"{worker}{name}": f"{function}:{checksum}" for name, checksum in rank["checksums"].items()}
         return found
 
     async def _load_folder(self, folder: Path) -> None:
