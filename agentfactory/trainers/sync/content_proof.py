@@ -113,10 +113,9 @@ class Content:
         of names and checksums, in hex.
 
         A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
-        without our plugin, or SGLang's own (see `sglang_hash`). A server may prefix
-        names with its worker ("dp0:pp0:pcp0:tp0:"), stack projections, have a
-        slice of them, list a tied head, and pad a vocabulary with zeros: see `layouts`. Weights in an unknown layout
-        are reported, and only the canary proves them.
+        without our plugin, or SGLang's (see `sglang_hash`). A server may prefix names with its worker
+        ("dp0:pp0:pcp0:tp0:"), stack projections, have a slice of them, list a tied head, and pad a vocabulary with
+        zeros: see `layouts`. Weights in an unknown layout are reported, and only the canary proves them.
         """
         # several servers are proven concurrently, and mostly need the same digests
         with self._lock:
