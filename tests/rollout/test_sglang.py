@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
@@ -468,6 +469,10 @@ async def test_sglang_is_started_and_ends_with_its_front(model: Path, tmp_path: 
             await client.check_routes()
             completion = await client.generate([5, 6, 7], "policy", {"max_tokens": 4, "temperature": 1.0})
             assert len(completion.token_ids) == 4
+        async with aiohttp.ClientSession() as stranger:
+            for route, status in (("/v1/models", 401), ("/is_paused", 401), ("/health", 200)):
+                async with stranger.get(url + route) as response:
+                    assert response.status == status
         log = (tmp_path / "server.log").read_text()
         port = int(log.partition("ready to roll! http://127.0.0.1:")[2].split()[0])
     with socket.socket() as probe, suppress(ConnectionRefusedError):
