@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,7 +19,7 @@ from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.processes import parent_watch
-from tests.forked import start_engine
+from tests.forked import Forked, start_engine
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 """A Python that has vLLM, set by `make test-vllm`."""
@@ -41,6 +42,23 @@ def only_loopback(pid: int) -> bool:
     """Return True if a process and its descendants listen, and on loopback only."""
     addresses = listening(pid)
     return bool(addresses) and all(is_loopback(address.ip) for address in addresses)
+
+
+@contextmanager
+def sglang_stand_in(model: Path, folder: Path, *flags: str, **environment: str) -> Iterator[str]:
+    """Run the stand-in for SGLang with its log in `folder`/sglang.log; yield its address."""
+    log = folder / "sglang.log"
+    own = ("--model-path", str(model), "--dtype", "float32", "--enable-metrics")
+    server = Forked("tests.sglang_server", *own, *flags, log=log, HF_HUB_OFFLINE="1", **environment)
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not (ready := re.search(r"ready to roll! (\S+)", text := log.read_text() if log.exists() else "")):
+            assert server.is_running(), text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+        yield ready[1]
+    finally:
+        server.kill(signal.SIGTERM)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class Estimates:
             trainer = self._once(key, lambda: trainer_memory(recipe, config, device))
             notes += _padding_note(recipe, config)
         server: ServerMemory | None = None
-        if recipe.server.url is None and (self._purpose == "serve" or runs_chains(recipe, "train")):
+        if recipe.server.starts and (self._purpose == "serve" or runs_chains(recipe, "train")):
             served = None
             if recipe.server.model is not None:
                 served, note = self._config("server.model", recipe.server.model)

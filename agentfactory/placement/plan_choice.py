@@ -58,7 +58,7 @@ def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
 def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
     mode, train, server = recipe.placement.mode, recipe.train, recipe.server
     for_trainer = train.processes if need.trainer else 0
-    for_server = server.vllm.tensor_parallel_size * server.vllm.data_parallel_size if need.server else 0
+    for_server = server.devices if need.server else 0
     here, both = len(machine.gpus), bool(for_trainer and for_server)
     if device_of(recipe, machine) == "cpu":
         return ["separate" if mode == "auto" or not both else mode]
@@ -74,6 +74,10 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
         return ["separate"]
     if mode in ("split", "time_share"):
         return [mode]
+    if server.engine == "sglang" and here == 1:
+        problem = "got 'sglang', which does not share a GPU with the trainer here, and there is one"
+        fix = "use vllm, or another machine's server (server.options.attach)"
+        raise SettingError("server.engine", problem, fix)
     alone, backend = for_trainer == for_server == 1, backend_of(recipe)
     enough = here >= for_trainer + for_server if here else not alone
     if enough or (mode == "separate" and not here):
@@ -141,7 +145,7 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
 def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
     """Give the first GPUs to the trainer, and the last to the server."""
     server, count = recipe.server, len(machine.gpus)
-    for_server = server.vllm.tensor_parallel_size * server.vllm.data_parallel_size if need.server else 0
+    for_server = server.devices if need.server else 0
     own = range(recipe.train.processes if need.trainer else 0)
     others = range(count - for_server, count) if need.trainer else range(for_server)
     sums: list[Sum] = []

@@ -65,7 +65,7 @@ def server_memory(
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
     network = meta_network(config, dtype, whole=not embedded or sees(config))
-    devices = 1 if embedded else server.vllm.tensor_parallel_size
+    devices = server.devices // server.vllm.data_parallel_size
     bits = None if embedded else _bits_per_weight(server.quantization, config)
     shared = {
         "weights": _weights(network, bits),

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter, doubts_about_targets
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.sglang_checks import check_sglang, check_sglang_is_installed
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening import check_lengths, check_texts
@@ -85,6 +86,9 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     _check_user_code(recipe, purpose, lack)
     if runs_chains(recipe, purpose) or purpose == "tools":
         _check_servers(recipe, prepared)
+    uses_server = runs_chains(recipe, purpose) or purpose == "serve"
+    if uses_server and recipe.server.engine == "sglang":
+        check_sglang(recipe)
     if purpose == "train":
         check_training(recipe, lack, runs_chains(recipe, purpose))
     if runs_chains(recipe, purpose):
@@ -93,7 +97,7 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
         raise SettingError(
             "server.url", f"got {short(recipe.server.url)}, which is already running", "set null to start one here"
         )
-    if runs_chains(recipe, purpose) or purpose == "serve":
+    if uses_server:
         _check_server(recipe, lack)
         if purpose in ("train", "serve"):
             check_placement(recipe)
@@ -547,6 +551,8 @@ def _check_server(recipe: Recipe, lack: Lack) -> None:
         raise SettingError(
             "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
         )
+    if server.engine == "sglang" and (missing := check_sglang_is_installed(recipe)):
+        lack(*missing)
 
 
 def _check_vllm(recipe: Recipe, lack: Lack) -> None:

@@ -154,8 +154,13 @@ def _check_served_modules(targets: str | list[str]) -> None:
 def _check_vision(recipe: Recipe) -> None:
     """Check that the model, if its configuration is on this machine, has a vision tower to train."""
     path = recipe.model.path
-    if not recipe.train.trains_vision:
-        return
+    if recipe.train.trains_vision and has_vision_tower(path) is False:
+        problem = f"got {recipe.train.vision}, but {path} accepts only text"
+        raise SettingError("train.vision", problem, "remove it, or train a model that accepts images")
+
+
+def has_vision_tower(path: str) -> bool | None:
+    """Return whether a model has a vision tower; None if its configuration is not on this machine."""
     file: Any = Path(path) / "config.json"
     if not os.path.isabs(path):
         # imported here, because few recipes need it
@@ -163,12 +168,9 @@ def _check_vision(recipe: Recipe) -> None:
 
         file = try_to_load_from_cache(path, "config.json")
     if not isinstance(file, (str, Path)) or not os.path.isfile(file):
-        return
+        return None
     # somewhere in it: omni models nest it
-    has_vision = b'"vision_config"' in Path(file).read_bytes()
-    if not has_vision:
-        problem = f"got {recipe.train.vision}, but {path} accepts only text"
-        raise SettingError("train.vision", problem, "remove it, or train a model that accepts images")
+    return b'"vision_config"' in Path(file).read_bytes()
 
 
 def _check_trackers(recipe: Recipe, lack: Lack) -> None:

@@ -28,15 +28,32 @@ class VllmOptions(Section):
     """Additional command-line flags, passed unchanged."""
 
 
+class SglangOptions(Section):
+    """Options of SGLang."""
+
+    python: str | None = None
+    """Python interpreter that runs SGLang. Null: the current one. AgentFactory need not be installed there."""
+    attach: str | None = None
+    """Address of a running SGLang server to use instead of starting one, such as http://gpu-1:30000."""
+    attach_key_env: str | None = None
+    """Environment variable that contains the key of the server at `attach`."""
+    tensor_parallel_size: PositiveInt = 1
+    """Number of devices across which each layer is split."""
+    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of the GPU's memory for weights and KV cache. Null: SGLang's choice."""
+    args: list[str] = []
+    """Additional command-line flags, passed unchanged."""
+
+
 class ServerConfig(Choice):
     """The inference server, either started by `agentfactory serve` and `agentfactory train` or already running at
     `url`."""
 
     chooser = "engine"
-    kinds = {"vllm": VllmOptions}
+    kinds = {"vllm": VllmOptions, "sglang": SglangOptions}
 
-    engine: Literal["vllm", "embedded"] = "vllm"
-    """vllm, or embedded, which is a small decode loop for a CPU or one GPU."""
+    engine: Literal["vllm", "embedded", "sglang"] = "vllm"
+    """vllm; embedded, which is a small decode loop for a CPU or one GPU; or sglang, for full fine-tuning."""
     options: TypedOptions = None
     """Options of the engine."""
     url: str | list[str] | None = None
@@ -72,6 +89,21 @@ class ServerConfig(Choice):
     def vllm(self) -> VllmOptions:
         """The options of vLLM, or their defaults under another engine."""
         return self.options if isinstance(self.options, VllmOptions) else VllmOptions()
+
+    @property
+    def sglang(self) -> SglangOptions:
+        """The options of SGLang, or their defaults under another engine."""
+        return self.options if isinstance(self.options, SglangOptions) else SglangOptions()
+
+    @property
+    def starts(self) -> bool:
+        """True if the process that holds the model is started here."""
+        return self.url is None and self.sglang.attach is None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that a server started here uses."""
+        return max(self.vllm.tensor_parallel_size * self.vllm.data_parallel_size, self.sglang.tensor_parallel_size)
 
     def quantization_fault(self) -> tuple[str, str] | None:
         """Return the problem and the fix if the engine does not support `quantization`, otherwise None."""

@@ -1,6 +1,7 @@
-"""The contract of every inference server: the same tests against the embedded engine and real vLLM.
+"""The contract of every inference server: the same tests against the embedded engine, real vLLM, and SGLang's front.
 
 vLLM is included if the variable AGENTFACTORY_VLLM_PYTHON names a Python that has it, as `make test-vllm` sets it.
+Behind SGLang's front is a stand-in for SGLang, tests/sglang_server.py.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
 from tests.chat_tokenizers import make_tokenizer
-from tests.server_process import VLLM_PYTHON, busy, serve
+from tests.server_process import VLLM_PYTHON, busy, serve, sglang_stand_in
 from tests.trainers.test_time_share import (
     CACHE,
     SLEEP,
@@ -58,6 +59,16 @@ from tests.vision_models import KINDS, make_vision_model
 MAX_MODEL_LEN = 2000
 KEY_VARIABLE, KEY = "CONTRACT_TEST_KEY", "s3cret"
 ENGINES = ["embedded", "vllm"] if VLLM_PYTHON else ["embedded"]
+TEXT_ENGINES = [*ENGINES, pytest.param("sglang", marks=pytest.mark.extended)]
+"""Engines for text and full weights."""
+SGLANG_LACKS = {
+    "test_a_turn_ends_at_the_context_length": "not possible: SGLang keeps the last 7 tokens of the context free",
+    "test_an_update_in_mid_generation[sglang-False]": "refused: rollout.inflight=keep",
+    "test_pause_waits": "refused: POST /pause?mode=wait, which no part of AgentFactory sends",
+    "test_the_order_of_turns": "refused: placement.mode=time_share",
+    "test_a_turn_that_sleep_cuts_is_sampled_again_from_its_ids": "refused: placement.mode=time_share",
+}
+"""Tests of this file that SGLang cannot pass, and why. Its own refusals: tests/rollout/test_sglang.py."""
 
 ROUTES = {
     *("/inference/v1/generate", "/v1/models", "/health", "/pause", "/resume", "/is_paused"),
@@ -101,6 +112,7 @@ class Served:
     url: str
     model: Path
     key: str | None = None
+    engine: str = ""
 
 
 @pytest.fixture(scope="module")
@@ -109,25 +121,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(folder / name, name == "tied") for name in ("tied", "untied")}
 
 
-def start(engine: str, model: Path, folder: Path, lora: bool = False) -> Any:
+@contextmanager
+def start(engine: str, model: Path, folder: Path, lora: bool = False) -> Iterator[str]:
     server: dict[str, Any] = {"engine": engine, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 12}
     if engine == "vllm":
         server["options"] = {"python": VLLM_PYTHON}
     if lora:
         server["api_key_env"] = KEY_VARIABLE
     policy = {"path": str(model), "dtype": "float32", "lora": {"rank": 8} if lora else None}
-    return serve({"model": policy, "server": server}, folder, None if lora else "file")
+    with ExitStack() as stack:
+        if engine == "sglang":
+            limits = ("--context-length", str(MAX_MODEL_LEN), "--max-running-requests", "12")
+            server["options"] = {"attach": stack.enter_context(sglang_stand_in(model, folder, *limits))}
+        yield stack.enter_context(serve({"model": policy, "server": server}, folder, None if lora else "file"))
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(autouse=True)
+def skip_what_sglang_lacks(request: pytest.FixtureRequest) -> None:
+    name = request.node.name
+    if "sglang" in name:
+        for lacking, why in SGLANG_LACKS.items():
+            if name in (lacking, f"{lacking}[sglang]"):
+                pytest.skip(why)
+
+
+@pytest.fixture(scope="module", params=TEXT_ENGINES)
 def untied(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     with start(request.param, models["untied"], tmp_path_factory.mktemp("server")) as url:
-        yield Served(url, models["untied"])
+        yield Served(url, models["untied"], engine=request.param)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=TEXT_ENGINES)
 def tied(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -173,7 +199,9 @@ class Client:
     async def update(self, weights: Path, version: str) -> None:
         await self.post("/init_weight_transfer_engine", {"init_info": {}})
         await self.post("/start_weight_update")
-        await self.post("/update_weights", {"update_info": {"path": str(weights)}})
+        # SGLang reads folders
+        path = weights.parent if self.server.engine == "sglang" else weights
+        await self.post("/update_weights", {"update_info": {"path": str(path)}})
         await self.post("/finish_weight_update", {"weight_version": version})
 
 
@@ -248,7 +276,8 @@ def shifted(model: Path, target: Path) -> Path:
 
 @pytest.mark.processes
 async def test_routes_are_described(client: Client) -> None:
-    assert (await client.get("/openapi.json"))["paths"].keys() >= ROUTES
+    needed = ROUTES - {"/sleep", "/wake_up"} if client.server.engine == "sglang" else ROUTES
+    assert (await client.get("/openapi.json"))["paths"].keys() >= needed
     async with InferenceClient(client.server.url) as ours:
         await ours.check_routes()
 
@@ -444,7 +473,8 @@ async def test_an_update_in_mid_generation(client: Client, tmp_path: Path, recom
     weights = shifted(client.server.model, tmp_path / "new.safetensors")
     await client.update(weights, "1")
     if recompute:
-        assert (await client.post("/reset_prefix_cache")) == {"success": False}
+        # requests that SGLang holds have no caches
+        assert (await client.post("/reset_prefix_cache")) == {"success": client.server.engine == "sglang"}
         assert (await client.post("/reset_prefix_cache?reset_running_requests=true")) == {"success": True}
     assert not running.done()
     assert not held.done()
@@ -465,14 +495,16 @@ async def test_an_update_in_mid_generation(client: Client, tmp_path: Path, recom
             check_logprobs(new, prompt, choice, span=(cut, count))
 
 
-async def test_pause_aborts_or_waits(client: Client) -> None:
+async def test_pause_aborts(client: Client) -> None:
     running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
     await busy(client.server.url)
     await client.post("/pause")
     choice = await running
     assert choice["finish_reason"] == "abort"
     assert len(choice["token_ids"]) < 1500
-    await client.post("/resume")
+
+
+async def test_pause_waits(client: Client) -> None:
     running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
     await busy(client.server.url)
     await client.post("/pause?mode=wait")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.sync.nccl_sync import NcclSync, packed
+from agentfactory.trainers.sync.nccl_sync import NcclSync, group_for, packed
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
 pytestmark = pytest.mark.processes
@@ -130,8 +130,10 @@ def test_packing_cuts_after_the_weight_that_goes_beyond_the_buffer() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_refused(policy: Policy, tmp_path: Path) -> None:
-    with pytest.raises(
-        SyncError, match=r"sync\.backend: nccl: the trainer has no CUDA device; use sync\.backend: file"
-    ):
-        NcclSync([ServerControl("http://127.0.0.1:9")])
+def test_without_a_gpu_it_is_refused() -> None:
+    """vLLM names no kind of group; SGLang on a GPU joins NCCL's."""
+    for kind in ({}, {"process_group": "nccl"}):
+        with pytest.raises(
+            SyncError, match=r"sync\.backend: nccl: the trainer has no CUDA device; use sync\.backend: file"
+        ):
+            group_for([{"world_size": 1, **kind}])

@@ -203,6 +203,9 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
     missing = [route for route in needed if route not in described]
     if not missing:
         return None
+    if "/update_weights_from_disk" in described:
+        fix = f"set server.engine=sglang, server.options.attach={url} and server.url=null"
+        return f"server {url} is SGLang itself", f"{fix}, or run `agentfactory serve` with these and use its address"
     switches = {
         "/inference": "--enable-scale-out",
         "/v1/load_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",

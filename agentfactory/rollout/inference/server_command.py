@@ -7,9 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference.sglang.sglang_arguments import sglang_arguments
 from agentfactory.rollout.inference.vllm.vllm_arguments import vllm_arguments
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import own_python
+
+_MODULES = {
+    "vllm": "agentfactory.rollout.inference.vllm.vllm_server",
+    "embedded": "agentfactory.rollout.inference.embedded",
+    "sglang": "agentfactory.rollout.inference.sglang",
+}
+"""Engine -> module that serves with it."""
 
 
 def server_command(
@@ -22,15 +30,13 @@ def server_command(
     answers.
 
     `adapters` (name -> folder) are loaded at startup; `weight_transfer` is the backend for full weights. `sleeps`
-    enables sleep mode, for which vLLM keeps its memory in separate pools.
+    enables sleep mode, for which vLLM keeps its memory in separate pools. Raises SettingError for adapters that the
+    engine cannot serve.
     """
     server, adapters = recipe.server, adapters or {}
-    module = (
-        "agentfactory.rollout.inference.vllm.vllm_server"
-        if server.engine == "vllm"
-        else "agentfactory.rollout.inference.embedded"
+    command = own_python(
+        "-m", _MODULES[server.engine], server.model or recipe.model.path, executable=server.vllm.python
     )
-    command = own_python("-m", module, server.model or recipe.model.path, executable=server.vllm.python)
     command += ["--host", server.host, "--port", str(server.port), "--dtype", recipe.model.dtype]
     command += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(server.max_num_seqs)]
     if server.api_key_env:
@@ -38,6 +44,11 @@ def server_command(
     if server.engine == "vllm":
         sleep = ["--enable-sleep-mode"] if sleeps else []
         return [*command, *vllm_arguments(recipe, adapters, weight_transfer), *sleep]
+    if server.engine == "sglang":
+        if adapters:
+            fix = "`agentfactory export` the adapter merged, and serve that, or set server.engine=vllm"
+            raise SettingError("server.engine", "got 'sglang', which serves no adapters here", fix)
+        return [*command, *sglang_arguments(recipe)]
     if server.quantization is not None:
         command += ["--quantization", server.quantization]
     for name, path in adapters.items():
@@ -45,12 +56,16 @@ def server_command(
     return command
 
 
-def missing_from(python: str | None) -> str | None:
-    """Return the package that `python` (None: the current one) lacks to run vLLM: "vllm", "agentfactory", or None if it
-    has both. Imports neither."""
+_PACKAGES = {"vllm": ("vllm", "agentfactory"), "sglang": ("sglang",)}
+"""Engine -> packages that its Python needs."""
+
+
+def missing_from(python: str | None, engine: str = "vllm") -> str | None:
+    """Return the first package that `python` (None: the current one) lacks to run `engine`: the engine's own, or
+    "agentfactory"; None if it has all. Imports none."""
     code = (
         "from importlib.util import find_spec\n"
-        "print('vllm' if not find_spec('vllm') else '' if find_spec('agentfactory') else 'agentfactory')"
+        f"print(next((name for name in {_PACKAGES[engine]} if not find_spec(name)), ''))"
     )
     done = subprocess.run(own_python("-c", code, executable=python), capture_output=True, text=True, check=True)
     return done.stdout.strip() or None

@@ -26,6 +26,7 @@ FULL_ROUTES = (
     *("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
     *("/weight_info", "/weight_checker", "/reset_prefix_cache", "/resume", "/is_paused"),
 )
+_BROADCAST_ROUTES = (*FULL_ROUTES, "/get_world_size")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Backend:
     """Server routes that it calls."""
     transfer: str | None = "file"
     """Backend in vLLM's --weight-transfer-config; None omits the flag."""
-    engines: tuple[str, ...] = ("vllm", "embedded")
+    engines: tuple[str, ...] = ("vllm", "embedded", "sglang")
     """Values of `server.engine` that it supports."""
     devices: Literal["any", "one", "apart"] = "any"
     """one: trainer and vLLM use the same GPU; apart: different GPUs."""
@@ -51,9 +52,9 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("file"),
-        Backend("lora", adapters=True, routes=ADAPTER_ROUTES, transfer=None),
-        Backend("nccl", routes=(*FULL_ROUTES, "/get_world_size"), transfer="nccl", engines=("vllm",), devices="apart"),
-        Backend("ipc", transfer="ipc", devices="one"),
+        Backend("lora", adapters=True, routes=ADAPTER_ROUTES, transfer=None, engines=("vllm", "embedded")),
+        Backend("nccl", routes=_BROADCAST_ROUTES, transfer="nccl", engines=("vllm", "sglang"), devices="apart"),
+        Backend("ipc", transfer="ipc", engines=("vllm", "embedded"), devices="one"),
     )
 }
 _CLASSES = {

@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CONTEXTS = 8
-CONTEXT_TOKENS = {"vllm": 144, "embedded": 8}
-"""Engine -> context length. More than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU: shorter
-contexts are never cached, so a stale cache would not be detected. The embedded engine caches single tokens. Each sync
-computes the contexts once in the trainer and 2.25 times on a server: with 24 tokens each and a model of .6e9 weights,
-that took 7 s of CPU."""
+CONTEXT_TOKENS = {"vllm": 144, "embedded": 8, "sglang": 144}
+"""Engine -> context length. More than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU, or of
+SGLang's, which has at most 128: shorter contexts are never cached, so a stale cache would not be detected. The embedded
+engine caches single tokens. Each sync computes the contexts once in the trainer and 2.25 times on a server: with 24
+tokens each and a model of .6e9 weights, that took 7 s of CPU."""
 CONTEXTS_AGAIN = 2
 """Number of contexts scored again before the next push; other weights would change them all."""
 CANDIDATES = 16

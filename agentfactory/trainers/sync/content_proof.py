@@ -8,12 +8,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from agentfactory.rollout.inference.sglang.weight_hashes import sglang_hash
+from agentfactory.rollout.inference.sglang.weight_translation import ON_CPU, ON_GPU
 from agentfactory.rollout.inference.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.trainers.sync.served_layouts import Layout, Worker, is_experts, layouts
@@ -110,9 +113,9 @@ class Content:
         of names and checksums, in hex.
 
         A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
-        without our plugin. A server may prefix names with its worker ("dp0:pp0:pcp0:tp0:"), stack projections, have a
-        slice of them, list a tied head, and pad a vocabulary with zeros: see `layouts`. Weights in an unknown layout
-        are reported, and only the canary proves them.
+        without our plugin, or SGLang's (see `sglang_hash`). A server may prefix names with its worker
+        ("dp0:pp0:pcp0:tp0:"), stack projections, have a slice of them, list a tied head, and pad a vocabulary with
+        zeros: see `layouts`. Weights in an unknown layout are reported, and only the canary proves them.
         """
         # several servers are proven concurrently, and mostly need the same digests
         with self._lock:
@@ -133,8 +136,7 @@ class Content:
             found = next((layout for layout in possible if self._matches(layout, workers[key], checksum)), None)
             if found is not None:
                 unproven[_replica(key)] -= set(found.names)
-            elif not possible or checksum.startswith(UNKNOWN) or (is_experts(name) and ":" not in checksum):
-                # without our plugin, a server does not report whether its kernel has reordered the experts
+            elif not possible or checksum.startswith(UNKNOWN) or (is_experts(name) and _hides_order(checksum)):
                 unknown.add(name)
             else:
                 raise SyncError(f"the server's {key} differs from the trainer's after the update")
@@ -186,6 +188,8 @@ class Content:
             # compute both, since each may be needed later
             filled = [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
             return checksum in filled
+        if function in (ON_CPU, ON_GPU):
+            return any(rest == digest for digest in self._sglang_digests(layout, function))
         if function not in FUNCTIONS:
             raise SyncError(
                 f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
@@ -201,6 +205,20 @@ class Content:
             return weight_digest(converted, function).rpartition(":")[2] if converted is not None else None
 
         return self._digest(layout, (function, worker, dtype, shape), digest_here) == digest
+
+    def _sglang_digests(self, layout: Layout, function: str) -> Iterator[str | None]:
+        """Yield the hashes that a weight may have in SGLang, which reports neither its shape nor its dtype."""
+
+        def sglang(filled: bool, dtype: torch.dtype | None) -> str:
+            whole = layout.arranged(None, Worker())
+            assert whole is not None
+            if filled:
+                whole = torch.cat([whole, whole.new_zeros(-len(whole) % _VOCABULARY_MULTIPLE, *whole.shape[1:])])
+            return sglang_hash(whole.to(dtype) if dtype is not None else whole, function)
+
+        # a server stores a few weights in another precision than sent
+        for filled, dtype in product({False, layout.vocabulary}, (None, torch.float32)):
+            yield self._digest(layout, (function, filled, dtype), partial(sglang, filled, dtype))
 
     def _sha256(self, layout: Layout, filled: bool) -> str | None:
         def sha256() -> str:
@@ -219,6 +237,13 @@ class Content:
                 raise SyncError(f"{problem}: it was restarted with other options; resume the run")
             self._digests[key] = compute()
         return self._digests[key]
+
+
+def _hides_order(checksum: str) -> bool:
+    """Return whether a server does not report if its kernels have reordered experts: vLLM without our plugin, and
+    SGLang."""
+    function, colon, _ = checksum.partition(":")
+    return not colon or function in (ON_CPU, ON_GPU)
 
 
 def _replica(key: str) -> str:

@@ -8,7 +8,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, Served, served_checksums
 from agentfactory.trainers.sync.full_sync import update_full_weights
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.torch_group import TorchGroup
 from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find
 
 BUFFER_BYTES = 2**28
@@ -67,10 +69,25 @@ class VllmGroup:
         self._communicator.destroy()
 
 
-def why_impossible() -> str | None:
-    """Return why this process cannot send weights by NCCL; None if it can."""
-    if not torch.cuda.is_available():
+def group_for(answers: Sequence[Mapping[str, Any]]) -> OpenGroup:
+    """Return how to open the group that the servers join, from their answers to /get_world_size. vLLM's name none; the
+    front of SGLang names a backend of torch.distributed. Raises SyncError if this process cannot join it."""
+    kinds = {answer.get("process_group") for answer in answers}
+    if len(kinds) > 1:
+        raise SyncError("sync.backend: nccl: the servers join different kinds of group; use servers of one engine")
+    kind = kinds.pop()
+    if reason := why_impossible(kind):
+        raise SyncError(f"sync.backend: nccl: {reason}")
+    return VllmGroup if kind is None else partial(TorchGroup, backend=kind)
+
+
+def why_impossible(kind: str | None = None) -> str | None:
+    """Return why this process cannot send weights to servers that join groups of this kind (see `group_for`); None if
+    it can."""
+    if kind != "gloo" and not torch.cuda.is_available():
         return "the trainer has no CUDA device; use sync.backend: file"
+    if kind is not None:
+        return None
     try:
         import vllm.distributed.weight_transfer.nccl_common  # noqa: F401
     except ImportError as error:
@@ -98,11 +115,6 @@ class NcclSync:
         """Join one group with all workers of all servers. Raises SyncError with the reason if NCCL cannot work.
         `open_group` replaces NCCL by another transport. Versions are called {prefix}{version}. `keep_caches`: see
         update_full_weights."""
-        if open_group is None:
-            reason = why_impossible()
-            if reason:
-                raise SyncError(f"sync.backend: nccl: {reason}")
-            open_group = VllmGroup
         self._servers = servers
         self._prefix = prefix
         self._keep_caches = keep_caches
@@ -110,8 +122,12 @@ class NcclSync:
         self._model = base_model(servers)
         self._last: SyncReport | None = None
         self._served: Served = {}
-        workers = [int(server.get("/get_world_size")["world_size"]) for server in servers]
-        address, port = _own_address(servers), _free_port()
+        answers = [server.get("/get_world_size") for server in servers]
+        workers = [int(answer["world_size"]) for answer in answers]
+        open_group = open_group or group_for(answers)
+        # SGLang's workers may be elsewhere than its front
+        hosts = [answer.get("host") or _host(server) for server, answer in zip(servers, answers, strict=True)]
+        address, port = _own_address(hosts), _free_port()
         info = {
             "master_address": address,
             "master_port": port,
@@ -234,13 +250,16 @@ def _together(*calls: Callable[[], None]) -> None:
             raise error
 
 
-def _own_address(servers: list[ServerControl]) -> str:
+def _host(server: ServerControl) -> str:
+    return urlsplit(server.url).hostname or ""
+
+
+def _own_address(hosts: Iterable[str]) -> str:
     """Return this machine's address from the servers' point of view, without sending a packet."""
     found = set()
-    for server in servers:
-        parts = urlsplit(server.url)
+    for host in hosts:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))
+            probe.connect((host, 80))
             found.add(probe.getsockname()[0])
     if len(found) > 1:
         raise SyncError(f"sync.backend: nccl: the servers reach this machine by different addresses: {sorted(found)}")
