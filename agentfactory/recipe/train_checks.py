@@ -305,6 +305,13 @@ def _check_teacher(recipe: Recipe) -> None:
         name = "train.algorithm=distill" if train.algorithm == "distill" else "train.advantage.estimator=none"
         problem = f"missing: with {name}, only a teacher trains the policy"
         raise SettingError("teacher", problem, "set teacher.model, or use train.algorithm=grpo")
+    if teacher is not None and os.path.isabs(teacher.model) and (folder := Path(teacher.model)).is_dir():
+        if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+            problem, fix = "holds a LoRA adapter, not a model", "`agentfactory export` it merged, and name that folder"
+            raise SettingError("teacher.model", f"{display(folder)} {problem}", fix)
+        if not (folder / "config.json").is_file():
+            fix = "name a folder with a model, such as the checkpoints/step-000050 of a run"
+            raise SettingError("teacher.model", f"{display(folder)} has no config.json", fix)
     if teacher is not None and teacher.is_exact and train.strategy == "fsdp2":
         problem = f"got {teacher.divergence!r} with train.strategy=fsdp2, which gathers weights for whole passes only"
         raise SettingError("teacher.divergence", problem, "use sampled, or strategy ddp")
