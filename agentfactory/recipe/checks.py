@@ -495,11 +495,13 @@ def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
         )
     if recipe.eval.every and recipe.eval.data is None:
         raise SettingError("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
-    judged = recipe.needs_rewards or purpose != "train" or recipe.eval.data is not None
-    if judged and not _gives_reward(recipe):
-        raise SettingError(
-            "rewards", "empty, and no environment gives a reward", "name FILE.py:NAME of a @reward, or an Environment"
-        )
+    if not _gives_reward(recipe):
+        fix = "name FILE.py:NAME of a @reward, or an Environment"
+        if recipe.needs_rewards or purpose != "train":
+            raise SettingError("rewards", "empty, and no environment gives a reward", fix)
+        if recipe.eval.data is not None:
+            problem = "set, but there are no rewards by which held-out chains could be judged"
+            raise SettingError("eval.data", problem, f"set null; or rewards: {fix}")
     if purpose == "train":
         _check_anchors(recipe)
     check_context(rollout)

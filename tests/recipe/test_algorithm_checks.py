@@ -99,6 +99,11 @@ REFUSED = {
         "train.loss.policy",
         "remove it",
     ),
+    "held-out tasks and nothing that judges them": (
+        [TEACHER, "train.algorithm=distill", "rewards=[]"],
+        "eval.data",
+        "set null",
+    ),
     "uncertain tokens of no reward": (
         [TEACHER, "train.algorithm=distill", "train.loss.top_entropy=0.2"],
         "train.loss.top_entropy",
@@ -167,7 +172,7 @@ def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
         ["train.loss.mismatch.options.high=0.4"],
         *([f"train.algorithm={name}"] for name in ALGORITHMS if name not in ("gigpo", "distill", "sft")),
         [TEACHER],
-        [TEACHER, "train.algorithm=distill", "rewards=[]", "rollout.group_size=1"],
+        [TEACHER, "train.algorithm=distill", "rewards=[]", "eval.data=null", "rollout.group_size=1"],
         [TEACHER, "train.algorithm=distill", "teacher={divergence: jensen_shannon, options: {beta: 0.1}}"],
         ["train.algorithm=sft", "data.path=talks.jsonl"],
         *(

@@ -38,7 +38,7 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     """Return the metrics of an update on `make_rows`, and its gradients, which change no weight."""
     learner = Learner(recipe, accelerator, TEMPERATURE)
     learner.optimizer.step = learner.optimizer.zero_grad = lambda: None
-    rows = make_rows()
+    rows = make_rows() if accelerator.is_main_process else []
     names = needed_scores(recipe)
     batch = learner.deal(learner.score(rows, names) if names else rows)
     metrics = update_metrics(update_policy(learner, batch, recipe).updates, batch)

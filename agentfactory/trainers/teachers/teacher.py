@@ -112,8 +112,10 @@ def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) 
     assert config is not None
     if config.model == recipe.model.path and policy.is_lora:
         return Teacher(config, FrozenPolicy(accelerator, None))
+    missing: dict[int, str] = {}
     try:
-        missing = tokens_missing(load_tokenizer(recipe.model.path), load_tokenizer(config.model), config.model)
+        if config.model != recipe.model.path:
+            missing = tokens_missing(load_tokenizer(recipe.model.path), load_tokenizer(config.model), config.model)
         own = recipe.model.model_copy(update={"path": config.model, "lora": None})
         recipe = recipe.model_copy(update={"model": own})
         network = load_network(recipe, accelerator.device, policy.dtype)
