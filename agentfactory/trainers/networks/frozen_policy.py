@@ -67,8 +67,8 @@ class FrozenPolicy:
         ends: Int[Tensor, "1 length"] | None = None,
         images: Images | None = None,
     ) -> Float[Tensor, "targets width"]:
-        """Return the hidden state that predicts each target, for `logits`. Not for fsdp2, which gathers weights only in
-        a whole forward pass."""
+        """Return the hidden state that predicts each target, for `logits`. Not for a frozen adapter, and not for fsdp2,
+        which gathers weights only in a whole forward pass."""
         with self._in_use(model) as policy:
             return policy.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
 
