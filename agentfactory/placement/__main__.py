@@ -41,8 +41,11 @@ class Estimates:
         notes = [note] if note else []
         trainer: dict[str, int] = {}
         if self._purpose == "train" or recipe.placement.mode in ("split", "time_share"):
-            key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout)
-            trainer = self._once(key, lambda: trainer_memory(recipe, config, device))
+            teacher = recipe.teacher
+            graded_by = self._config("teacher.model", teacher.model)[0] if teacher is not None else None
+            parts = (recipe.model, recipe.train, recipe.rollout, *([teacher] if teacher is not None else []))
+            key = _key(f"trainer {device}", *parts)
+            trainer = self._once(key, lambda: trainer_memory(recipe, config, device, graded_by))
             notes += _padding_note(recipe, config)
         server: ServerMemory | None = None
         if recipe.server.starts and (self._purpose == "serve" or runs_chains(recipe, "train")):

@@ -23,6 +23,9 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.critic import ActorCritic, Role
 from agentfactory.trainers.networks.network import body_of, decoder_layers
+from agentfactory.trainers.networks.policy import Measure, Policy
+from agentfactory.trainers.networks.token_rows import table_of
+from agentfactory.trainers.teachers.divergences import divergence
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
@@ -186,18 +189,33 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
             for layer in decoder_layers(policy.network):
                 layer.register_forward_hook(lambda layer, args, output: live.leave_out(args[0]))
         with live, values:
-            options = (recipe.rollout.temperature, recipe.train.loss.entropy_bonus > 0)
+            measure = _measure(recipe, policy, part)
+            options = (recipe.rollout.temperature, recipe.train.loss.entropy_bonus > 0, measure)
             with _phases(live, Role.POLICY, policy):
-                if isinstance(model, ActorCritic):
-                    logprob, entropy = model(Role.POLICY, *inputs, *options)
-                else:
-                    logprob, entropy = model(*inputs, *options)
-                _backward(live, Role.POLICY, logprob.sum() + entropy.sum())
-            del logprob, entropy
+                role = (Role.POLICY,) if isinstance(model, ActorCritic) else ()
+                found = model(*role, *inputs, *options)
+                _backward(live, Role.POLICY, sum(value.sum() for value in found))
+            del found, measure
             if isinstance(model, ActorCritic):
                 with _phases(live, Role.CRITIC, model.critic.backbone or policy):
                     _backward(live, Role.CRITIC, model(Role.CRITIC, *inputs).sum())
         return live.peaks | {_STEP: _step(model, recipe)}
+
+
+def _measure(recipe: TrainRecipe, policy: Policy, part: MicroBatch) -> Measure | None:
+    """Return the measure of an exact teacher.divergence, with the policy's own head for the teacher's."""
+    teacher = recipe.teacher
+    if teacher is None or not teacher.is_exact:
+        return None
+    width = table_of(policy.network.get_output_embeddings()).shape[1]
+    hidden = torch.empty(len(part.labels), width, dtype=policy.dtype)
+
+    def measured(logits: Tensor, chunk: slice) -> Tensor:
+        with torch.no_grad():
+            theirs = policy.logits(hidden[chunk])
+        return divergence(teacher.divergence, logits, theirs)  # type: ignore[arg-type]
+
+    return measured
 
 
 def used_dtype(weight: Tensor, recipe: TrainRecipe) -> torch.dtype:

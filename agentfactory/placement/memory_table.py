@@ -13,7 +13,7 @@ STAYS_ON_GPU = ("workspace", "context")
 """Rows of a server or trainer that stay on its GPU while it sleeps or is offloaded, because they belong to the
 process."""
 
-OFFLOADED = ("weights", "adapter", "reference", "critic", "optimizer")
+OFFLOADED = ("weights", "adapter", "reference", "teacher", "critic", "optimizer")
 """Rows of a trainer that are moved elsewhere while it is offloaded; the others are empty between updates."""
 
 _LAST_ROWS = ("workspace", "KV cache", "transfer", "context")

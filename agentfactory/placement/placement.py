@@ -151,6 +151,8 @@ def may_have_gpu() -> bool:
 
 
 def _with_model(recipe: Recipe, first: str) -> Recipe | None:
+    if recipe.teacher is not None and not _is_there(recipe.teacher.model):
+        return None
     if _is_there(recipe.model.path):
         return recipe
     return recipe.with_model(first) if _is_there(first) else None

@@ -14,24 +14,28 @@ from agentfactory.placement.activation_memory import fullest, trace, used_dtype
 from agentfactory.placement.image_memory import image_memory
 from agentfactory.placement.machine import LIBRARIES
 from agentfactory.placement.meta_model import meta_model, policy_of
+from agentfactory.placement.server_memory import meta_network
 from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, role_of
 from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER
 from agentfactory.trainers.networks.network import decoder_layers
 from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
-def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, int]:
+def trainer_memory(
+    recipe: TrainRecipe, config: PreTrainedConfig, device: str, teacher: PreTrainedConfig | None = None
+) -> dict[str, int]:
     """Return the bytes by row that one process of the trainer takes at its peak; the sum is the peak, and rows of 0 are
-    left out. `config` is that of `model.path`, `device` is cuda or cpu.
+    left out. `config` is that of `model.path`, `teacher` that of `teacher.model`; `device` is cuda or cpu.
 
     The peak is that of a later update with several micro-batches, each of `train.token_budget` tokens in rows of
     `rollout.max_total_tokens`: gradients, the optimizer's state and activations then exist at the same time.
 
-    Rows: weights, adapter, reference, critic: the networks; gradients, optimizer: of all trained weights;
+    Rows: weights, adapter, reference, teacher, critic: the networks; gradients, optimizer: of all trained weights;
     activations: including autocast's bfloat16 copies of float32 weights (none under fsdp2); images: see
     image_memory; logits; step: an optimizer step's memory beyond activations and logits; batch: the rows of a
     step; buckets (ddp); gathered: fsdp2's unsharded weights; context: a GPU's overhead for each process, or on a CPU
@@ -50,6 +54,7 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
     shared = {
         **_weights(model),
         **_reference(recipe, policy),
+        **_teacher(recipe, policy, teacher),
         "gradients": _bytes(trained),
         "optimizer": optimizer_state(model, train),
     }
@@ -95,6 +100,15 @@ def _reference(recipe: TrainRecipe, policy: Policy) -> dict[str, int]:
     if policy.is_lora or not recipe.train.has_reference:
         return {}
     return {"reference": sum(weight.numel() for weight in policy.network.parameters()) * policy.dtype.itemsize}
+
+
+def _teacher(recipe: TrainRecipe, policy: Policy, config: PreTrainedConfig | None) -> dict[str, int]:
+    """Return the bytes of a teacher's network, unless it is the base of the policy's adapter. Its forward pass stores
+    no activations for a backward pass."""
+    if recipe.teacher is None or config is None or (policy.is_lora and recipe.teacher.model == recipe.model.path):
+        return {}
+    network = meta_network(config, policy.dtype, whole=sees(config))
+    return {"teacher": sum(weight.numel() for weight in network.parameters()) * policy.dtype.itemsize}
 
 
 def _batch(recipe: TrainRecipe, policy: Policy) -> int:

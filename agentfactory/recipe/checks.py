@@ -155,6 +155,9 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
         require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
     if recipe.server.model and os.path.isabs(recipe.server.model):
         require("server.model", recipe.server.model, Path.is_dir, "folder with a model, or a hub name")
+    teacher = recipe.teacher.model if recipe.teacher is not None else ""
+    if os.path.isabs(teacher):
+        require("teacher.model", teacher, Path.is_dir, "folder with a model, or a hub name")
     if recipe.model.chat_template:
         require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
     for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
@@ -287,6 +290,8 @@ def hub_names(recipe: Recipe, purpose: Purpose) -> list[HubName]:
     """Return the models and datasets of the hub that a command needs."""
     # elsewhere, a running server has the model
     models = model_names(recipe) if purpose == "train" or not recipe.server.urls else []
+    if purpose == "train" and recipe.teacher is not None and is_hub_name(recipe.teacher.model):
+        models.append(HubName("teacher.model", recipe.teacher.model, "model"))
     data = {f"{section}.path": data.path for section, data in _used_data(recipe, purpose).items()}
     return models + [HubName(field, name, "dataset") for field, name in data.items() if name and is_hub_name(name)]
 
@@ -501,9 +506,12 @@ def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
     if recipe.eval.every and recipe.eval.data is None:
         raise SettingError("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
     if not _gives_reward(recipe):
-        raise SettingError(
-            "rewards", "empty, and no environment gives a reward", "name FILE.py:NAME of a @reward, or an Environment"
-        )
+        fix = "name FILE.py:NAME of a @reward, or an Environment"
+        if recipe.needs_rewards or purpose != "train":
+            raise SettingError("rewards", "empty, and no environment gives a reward", fix)
+        if recipe.eval.data is not None:
+            problem = "set, but there are no rewards by which held-out chains could be judged"
+            raise SettingError("eval.data", problem, f"set null; or rewards: {fix}")
     if purpose == "train":
         _check_anchors(recipe)
     check_context(rollout)

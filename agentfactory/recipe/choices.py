@@ -5,12 +5,13 @@ from typing import Any
 from agentfactory.rollout.config import AgentConfig, ContextConfig
 from agentfactory.rollout.server_config import ServerConfig
 from agentfactory.tools.config import Choice
-from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig
+from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig, TeacherConfig
 
 CHOICES: dict[str, type[Choice]] = {
     "rollout.agent": AgentConfig,
     "rollout.context": ContextConfig,
     "server": ServerConfig,
+    "teacher": TeacherConfig,
     "train.advantage": AdvantageConfig,
     "train.loss": LossConfig,
     "train.loss.mismatch": MismatchConfig,

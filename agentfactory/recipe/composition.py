@@ -264,6 +264,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "model.path": _hub_or_absolute,
     "model.lora.from": _absolute,
     "server.model": _hub_or_absolute,
+    "teacher.model": _hub_or_absolute,
     "model.chat_template": _absolute,
     "data.path": _hub_or_absolute,
     "eval.data.path": _hub_or_absolute,

@@ -267,7 +267,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "recipe/tools.md": partial(_part, ("mcp_servers", "limits")),
     "recipe/rollout.md": partial(_part, ("rollout",)),
     "recipe/server.md": partial(_part, ("server", "sync", "placement")),
-    "recipe/training.md": partial(_part, ("train", "track")),
+    "recipe/training.md": partial(_part, ("train", "teacher", "track")),
     "metrics.md": metrics_reference,
 }
 """Page -> function that generates it."""

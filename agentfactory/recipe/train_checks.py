@@ -42,6 +42,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
         _check_sft(recipe)
     else:
         _check_algorithm(recipe)
+        _check_teacher(recipe)
     _check_unused(recipe)
     if recipe.eval.every and not runs_chains:
         what = "sft" if recipe.train.algorithm == "sft" else "train.from_trajectories"
@@ -261,6 +262,10 @@ def _check_sft(recipe: Recipe) -> None:
         raise SettingError("data", "missing: sft needs conversations", "set data.path, or train.from_trajectories")
     if train.updates_per_batch > 1:
         raise SettingError("train.updates_per_batch", f"got {train.updates_per_batch} with sft", "use 1")
+    if recipe.teacher is not None:
+        problem = "set, but train.algorithm=sft runs no chains that a teacher could grade"
+        fix = "remove it, or use train.algorithm=distill, with train.from_trajectories for saved groups"
+        raise SettingError("teacher", problem, fix)
 
 
 def _check_algorithm(recipe: Recipe) -> None:
@@ -269,6 +274,8 @@ def _check_algorithm(recipe: Recipe) -> None:
     if compares and recipe.rollout.group_size < 2:
         raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
     _check_replaced(train)
+    if train.loss.kl.place == "reward" and estimator == "none":
+        raise SettingError("train.loss.kl.place", "got 'reward', and estimator=none omits rewards", "use loss")
     if train.loss.kl.place == "reward" and compares:
         whole = "turn" if estimator == "gigpo" else "chain"
         problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a {whole} the same"
@@ -293,6 +300,25 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise SettingError("train.overlong.buffer", problem, "lower it")
 
 
+def _check_teacher(recipe: Recipe) -> None:
+    """Check that a policy without rewards has a teacher, and that the processes can compare it with the teacher's."""
+    teacher, train = recipe.teacher, recipe.train
+    if teacher is None and train.advantage.estimator == "none":
+        name = "train.algorithm=distill" if train.algorithm == "distill" else "train.advantage.estimator=none"
+        problem = f"missing: with {name}, only a teacher trains the policy"
+        raise SettingError("teacher", problem, "set teacher.model, or use train.algorithm=grpo")
+    if teacher is not None and os.path.isabs(teacher.model) and (folder := Path(teacher.model)).is_dir():
+        if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+            problem, fix = "holds a LoRA adapter, not a model", "`agentfactory export` it merged, and name that folder"
+            raise SettingError("teacher.model", f"{display(folder)} {problem}", fix)
+        if not (folder / "config.json").is_file():
+            fix = "name a folder with a model, such as the checkpoints/step-000050 of a run"
+            raise SettingError("teacher.model", f"{display(folder)} has no config.json", fix)
+    if teacher is not None and teacher.is_exact and train.strategy == "fsdp2":
+        problem = f"got {teacher.divergence!r} with train.strategy=fsdp2, which gathers weights for whole passes only"
+        raise SettingError("teacher.divergence", problem, "use sampled, or strategy ddp")
+
+
 def _check_replaced(train: TrainConfig) -> None:
     """Raise SettingError if an estimator or policy loss defines the algorithm and the recipe sets another built-in one.
     A user's function keeps the algorithm's other defaults."""
@@ -309,6 +335,8 @@ def _check_unused(recipe: Recipe) -> None:
     """Raise SettingError for a changed field that would have no effect."""
     train = recipe.train
     sft, optimizer, distance = train.algorithm == "sft", train.optimizer.name, train.loss.kl
+    judged = train.advantage.estimator != "none"
+    advantages = judged or recipe.teacher is None or not recipe.teacher.is_exact
     needs = {
         "train.decay_steps": (train.schedule == "wsd", "train.schedule=wsd"),
         "train.optimizer.betas": (optimizer != "adafactor", "another optimizer than adafactor"),
@@ -316,7 +344,10 @@ def _check_unused(recipe: Recipe) -> None:
         "train.min_reward": (sft and train.from_trajectories is not None, "sft on train.from_trajectories"),
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
         "train.loss": (not sft, "a reinforcement learning algorithm"),
-        "train.overlong": (not sft, "a reinforcement learning algorithm"),
+        "train.overlong": (not sft and judged, "an algorithm that learns from rewards"),
+        "train.loss.top_entropy": (judged, "an algorithm that learns from rewards"),
+        "train.loss.policy": (advantages, "rewards or teacher.divergence=sampled"),
+        "train.loss.mismatch": (advantages, "rewards or teacher.divergence=sampled"),
         "train.stop_when": (not sft, "a reinforcement learning algorithm"),
         "train.loss.kl.estimator": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),
         "train.loss.kl.place": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),

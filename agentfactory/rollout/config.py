@@ -530,6 +530,11 @@ class RolloutRecipe(ToolsRecipe):
         return self.rollout.timeout_seconds, "rollout.timeout_seconds"
 
     @property
+    def needs_rewards(self) -> bool:
+        """True unless chains are useful without a reward: they then get 0."""
+        return True
+
+    @property
     def max_loras(self) -> int:
         """Number of adapters that the server must hold: the next one, and all that running turns may still use."""
         return max(4, self.rollout.max_staleness + 2)

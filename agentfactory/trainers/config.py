@@ -21,7 +21,7 @@ one lengthens the file, and no other launcher waits for them."""
 PORTLESS_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Environment variables to use with PORTLESS_OPTIONS: by default the launcher opens a TCP store for the ranks."""
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo")
+ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo", "none")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 
 
@@ -96,8 +96,8 @@ class AdvantageConfig(Choice):
     estimator: str = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
-    critic; gigpo: grpo's advantage, plus the turn's among turns in the same state; or `FILE.py:NAME` of your own
-    function (docs/add-an-algorithm.md)."""
+    critic; gigpo: grpo's advantage, plus the turn's among turns in the same state; none: 0, so that only the teacher
+    trains; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
     options: TypedOptions = None
     """Options of the estimator; for your own function, its additional arguments."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
@@ -277,10 +277,11 @@ class TrainConfig(Section):
         "reinforce_pp_baseline",
         "ppo",
         "gigpo",
+        "distill",
         "sft",
     ] = "grpo"
-    """Sets the defaults of `advantage`, `loss` and others; the recipe can change each of them. sft: supervised
-    fine-tuning on conversations or saved rows."""
+    """Sets the defaults of `advantage`, `loss` and others; the recipe can change each of them. distill: on-policy
+    distillation from the `teacher` alone. sft: supervised fine-tuning on conversations or saved rows."""
     steps: PositiveInt
     """Number of optimiser steps (SFT) or of batches of fresh groups."""
     batch_size: PositiveInt = 8
@@ -387,6 +388,37 @@ class TrainConfig(Section):
         return fields
 
 
+class JensenShannonOptions(Section):
+    """Options of `divergence: jensen_shannon`."""
+
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture from which both are measured."""
+
+
+class TeacherConfig(Choice):
+    """A stronger model that grades each token of the policy's chains (docs/teachers.md)."""
+
+    chooser = "divergence"
+    kinds = {"jensen_shannon": JensenShannonOptions}
+
+    model: str
+    """Folder of a model or of a run's checkpoint, or hub name; it needs the policy's tokenizer. The base of
+    `model.lora` (model.path) costs no further weights."""
+    divergence: Literal["sampled", "reverse_kl", "forward_kl", "jensen_shannon"] = "sampled"
+    """sampled: reverse KL estimated from the sampled token, added to its advantage. The others are a term of the loss,
+    exact over the vocabulary: reverse_kl: KL(policy || teacher); forward_kl: KL(teacher || policy); jensen_shannon:
+    between the two (GKD)."""
+    options: TypedOptions = None
+    """Options of the divergence."""
+    coefficient: float = Field(default=1.0, gt=0)
+    """Weight of the teacher beside the reward's advantages, which train.algorithm=distill omits."""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the divergence is computed over the vocabulary."""
+        return self.divergence != "sampled"
+
+
 class SyncConfig(Section):
     """Transfer of new weights to the inference server."""
 
@@ -476,6 +508,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"train.advantage.estimator": "gae"},
     # arXiv:2505.10978, with the discount of its published code
     "gigpo": {"train.advantage.estimator": "gigpo", "train.advantage.options.gamma": 0.95},
+    # Thinking Machines, 2025, "On-Policy Distillation"; GKD (arXiv:2306.13649) with an exact teacher.divergence
+    "distill": {"train.advantage.estimator": "none"},
     "sft": {},
 }
 """The defaults of each algorithm, by recipe field."""
@@ -485,6 +519,7 @@ class TrainRecipe(RolloutRecipe):
     """The recipe fields that the trainers package reads."""
 
     train: TrainConfig
+    teacher: TeacherConfig | None = None
     sync: SyncConfig = SyncConfig()
     placement: PlacementConfig = PlacementConfig()
     track: TrackConfig = TrackConfig()
@@ -500,6 +535,11 @@ class TrainRecipe(RolloutRecipe):
             "model.lora.quantization": lora.quantization if lora else None,
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def needs_rewards(self) -> bool:
+        """See RolloutRecipe."""
+        return self.train.advantage.estimator != "none"
 
     @model_validator(mode="after")
     def _has_no_dropout(self) -> "TrainRecipe":

@@ -69,9 +69,15 @@ NF4 = {"rank": 16, "quantization": "nf4"}
 
 
 def make_recipe(
-    path: Path | str = "x", dtype: str = "float32", lora: Any = None, length: int = 129, **train: Any
+    path: Path | str = "x",
+    dtype: str = "float32",
+    lora: Any = None,
+    length: int = 129,
+    teacher: str | None = None,
+    **train: Any,
 ) -> TrainRecipe:
     sections = {
+        "teacher": None if teacher is None else {"model": str(path), "divergence": teacher},
         "model": {"path": str(path), "dtype": dtype, "lora": lora},
         "rollout": {"max_total_tokens": length, "group_size": 4},
         "train": {"steps": 1, "batch_size": 1, "token_budget": 512, **train},
@@ -104,6 +110,8 @@ def allocated(prof: profile) -> int:
         pytest.param("llama", None, "tree", "bfloat16", {"algorithm": "ppo"}, marks=pytest.mark.long),
         ("llama", NF4, "packed", "bfloat16", {}),
         pytest.param("llama", LORA, "tree", "float32", {"algorithm": "ppo"}, marks=pytest.mark.long),
+        pytest.param("qwen3", None, "tree", "bfloat16", {"teacher": "jensen_shannon"}, marks=pytest.mark.extended),
+        pytest.param("llama", LORA, "packed", "float32", {"teacher": "reverse_kl"}, marks=pytest.mark.long),
     ],
 )
 def test_planned_is_what_updates_allocate(
@@ -124,7 +132,7 @@ def test_planned_is_what_updates_allocate(
     stored = torch.float32 if lora and dtype == "bfloat16" else torch.bfloat16
     AutoModelForCausalLM.from_config(config, dtype=stored).save_pretrained(tmp_path)
     recipe = make_recipe(tmp_path, dtype, lora, batching=batching, **train)
-    planned = trainer_memory(recipe, config, "cpu")
+    planned = trainer_memory(recipe, config, "cpu", config)
     del planned["context"]  # the libraries
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
@@ -134,7 +142,7 @@ def test_planned_is_what_updates_allocate(
         for parts in ([part], [part, part]):
             learner.update(
                 Batch(parts, 1.0, 1),
-                lambda index, part, logprob, entropy: Terms(loss=logprob.sum()),
+                lambda index, part, logprob, entropy, *divergence: Terms(loss=(sum(divergence) + logprob).sum()),
                 (lambda part, values: Terms(loss=values.sum())) if learner.has_critic else None,
             )
     real = allocated(prof)

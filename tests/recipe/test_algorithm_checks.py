@@ -9,6 +9,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import ALGORITHMS
 
 GIGPO = ["train.advantage.estimator=gigpo", "train.advantage.options.anchors=observation"]
+TEACHER = "teacher.model=Qwen/Qwen2.5-7B-Instruct"
 REFUSED = {
     "k1 in the loss": (
         ["train.loss.kl.coefficient=0.1", "train.loss.kl.estimator=k1"],
@@ -80,6 +81,44 @@ REFUSED = {
         "train.advantage.options.anchors",
         "remove it",
     ),
+    "distillation without a teacher": (["train.algorithm=distill"], "teacher", "set teacher.model"),
+    "a teacher that is not there": (["teacher.model=./nowhere"], "teacher.model", "hub name"),
+    "a teacher of no chains": (
+        [TEACHER, "train.algorithm=sft", "data.path=talks.jsonl"],
+        "teacher",
+        "use train.algorithm=distill",
+    ),
+    "the weight of another divergence": ([TEACHER, "teacher.options.beta=0.3"], "teacher.options.beta", "remove it"),
+    "whole distributions of sharded weights": (
+        [TEACHER, "teacher.divergence=forward_kl", "train.strategy=fsdp2", "train.processes=2"],
+        "teacher.divergence",
+        "use sampled, or strategy ddp",
+    ),
+    "the policy loss of no advantage": (
+        [TEACHER, "teacher.divergence=reverse_kl", "train.algorithm=distill", "train.loss.policy=gspo"],
+        "train.loss.policy",
+        "remove it",
+    ),
+    "held-out tasks and nothing that judges them": (
+        [TEACHER, "train.algorithm=distill", "rewards=[]"],
+        "eval.data",
+        "set null",
+    ),
+    "uncertain tokens of no reward": (
+        [TEACHER, "train.algorithm=distill", "train.loss.top_entropy=0.2"],
+        "train.loss.top_entropy",
+        "remove it",
+    ),
+    "a distance from no reward": (
+        [TEACHER, "train.algorithm=distill", "train.loss.kl={coefficient: 0.1, place: reward}"],
+        "train.loss.kl.place",
+        "use loss",
+    ),
+    "distillation by rewards": (
+        [TEACHER, "train.algorithm=distill", "train.advantage.estimator=rloo"],
+        "train.algorithm",
+        "use rloo",
+    ),
     "another algorithm's option": (
         ["train.algorithm=cispo", "train.loss.options.clip_low=0.1"],
         "train.loss.options.clip_low",
@@ -91,9 +130,26 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(project: Path, case: str) -> None:
     overrides, field, fix = REFUSED[case]
+    (project / "talks.jsonl").write_text('{"messages": [{"role": "assistant", "content": "2"}]}\n')
     with pytest.raises(SettingError, match=fix) as caught:
         load_recipe("recipe.yaml", overrides, purpose="train")
     assert caught.value.field == field
+
+
+def test_a_teacher_is_a_whole_model(project: Path) -> None:
+    (project / "strong").mkdir()
+    overrides = ["teacher.model=./strong"]
+    with pytest.raises(
+        SettingError, match=r"teacher\.model: strong has no config\.json; fix: name a folder with a model"
+    ):
+        load_recipe("recipe.yaml", overrides, purpose="train")
+    (project / "strong" / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        SettingError, match=r"teacher\.model: strong holds a LoRA adapter, .* fix: `agentfactory export`"
+    ):
+        load_recipe("recipe.yaml", overrides, purpose="train")
+    (project / "strong" / "config.json").write_text("{}")
+    load_recipe("recipe.yaml", overrides, purpose="train")
 
 
 def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
@@ -114,7 +170,10 @@ def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
         ["train.loss.kl={coefficient: 0.1, estimator: k2}"],
         ["train.loss.mismatch={correction: geometric_mask, options: {low: 0.99, high: 1.01}}"],
         ["train.loss.mismatch.options.high=0.4"],
-        *([f"train.algorithm={name}"] for name in ALGORITHMS if name not in ("gigpo", "sft")),
+        *([f"train.algorithm={name}"] for name in ALGORITHMS if name not in ("gigpo", "distill", "sft")),
+        [TEACHER],
+        [TEACHER, "train.algorithm=distill", "rewards=[]", "eval.data=null", "rollout.group_size=1"],
+        [TEACHER, "train.algorithm=distill", "teacher={divergence: jensen_shannon, options: {beta: 0.1}}"],
         ["train.algorithm=sft", "data.path=talks.jsonl"],
         *(
             [*GIGPO, f"train.algorithm={name}"]

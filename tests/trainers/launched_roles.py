@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
+from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.networks.reference_policy import make_reference
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.processes.sharding import weights_of_rank_0
 

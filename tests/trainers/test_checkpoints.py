@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
-from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.config import TeacherConfig, TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.loop.sft import train_sft
@@ -107,10 +107,11 @@ RECORDED: dict[str, dict[str, Any]] = {
     "adafactor": {"optimizer": {"name": "adafactor"}},
     "without a state": {"optimizer": {"name": "sgd", "betas": [0.0, 0.9]}},
     "supervised": {"algorithm": "sft", "batch_size": 5},
+    "taught": {"algorithm": "distill", "teacher": {"divergence": "reverse_kl"}, "loss": {"normaliser": "sequence"}},
 }
 
 
-RARE = {"critic as an adapter", "muon", "adafactor", "without a state"}
+RARE = {"taught", "critic as an adapter", "muon", "adafactor", "without a state"}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,11 @@ def test_training_goes_on_bit_by_bit(
     make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
 ) -> None:
     settings = {"batch_size": 2, "learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, "checkpoint_every": 2}
-    recipe = make_recipe(**{**settings, **RECORDED[case], "steps": 5})
+    fields = {**settings, **RECORDED[case], "steps": 5}
+    teacher = fields.pop("teacher", None)
+    recipe = make_recipe(**fields)
+    if teacher is not None:
+        recipe = recipe.model_copy(update={"teacher": TeacherConfig(model=recipe.model.path, **teacher)})
     groups = make_groups(10, 4)
     write_groups(tmp_path / "groups.jsonl", groups)
     rows = [row for group in groups for chain in group.trajectories for row in chain.rows]

@@ -27,8 +27,8 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
+from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.reference_policy import make_reference
 from tests.saved_groups import write_groups
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, make_reference
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.networks.reference_policy import Reference, make_reference
 from tests.trainers.float64 import assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers
@@ -26,7 +26,7 @@ INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 MakeRecipe = Callable[..., TrainRecipe]
 
 
-def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, Reference]:
+def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
     """A model, with or without a critic, and its reference; in float64 unless the recipe sets bfloat16."""
     policy = load_policy(recipe)
     if recipe.model.dtype == "float32":

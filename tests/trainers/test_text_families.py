@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.network import apply_options
-from agentfactory.trainers.networks.policy import Policy, _check_head
+from agentfactory.trainers.networks.policy import Policy, check_head
 from agentfactory.trainers.networks.row_layouts import resolve_batching
 
 TINY = {
@@ -155,7 +155,7 @@ def test_log_probabilities_are_those_of_the_model_alone(family: str) -> None:
     network = tiny_network(family)
     if family == "granite":
         network.config.logits_scaling = 1.0
-    _check_head(network)
+    check_head(network)
     assert largest_error(network) < 1e-4
 
 
@@ -163,12 +163,12 @@ def test_log_probabilities_are_those_of_the_model_alone(family: str) -> None:
 @pytest.mark.parametrize("family", ["rembert", "cohere"])
 def test_a_network_whose_head_is_not_supported_is_refused(family: str, dtype: torch.dtype) -> None:
     with pytest.raises(SettingError, match=r"model\.path: .*; fix: train another model"):
-        _check_head(tiny_network(family).to(dtype))
+        check_head(tiny_network(family).to(dtype))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "recurrent_gemma", "gpt_oss", "deepseek_v3"])
 def test_families_are_accepted_in_bfloat16(family: str) -> None:
-    _check_head(tiny_network(family).to(torch.bfloat16))
+    check_head(tiny_network(family).to(torch.bfloat16))
 
 
 def test_rounding_that_deep_layers_amplify_is_no_fault() -> None:
@@ -183,7 +183,7 @@ def test_rounding_that_deep_layers_amplify_is_no_fault() -> None:
         with torch.no_grad():
             scores.append(network(ids).logits.float().log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None]))
     assert (scores[0] - scores[1]).abs().max() > 0.1
-    _check_head(network)
+    check_head(network)
 
 
 def test_only_attention_that_selects_keys_is_chosen() -> None:
@@ -208,7 +208,7 @@ def test_rows_share_a_line_under_a_soft_cap() -> None:
 def test_every_family_is_exact_or_refused(family: str) -> None:
     network = tiny_network(family)
     try:
-        _check_head(network)
+        check_head(network)
     except SettingError:
         return
     assert largest_error(network) < 1e-4

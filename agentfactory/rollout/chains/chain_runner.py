@@ -306,6 +306,8 @@ class Runner(ABC):
             with episode.timeline.measure(Activity.REWARD):
                 limit = self._deadline()
                 environment = episode.reported or await _reward_of(session, limit)
+                if environment is None and not self.setup.recipe.needs_rewards:
+                    environment = EnvironmentReward(0.0)
                 seen = self.setup.images.files_of(trajectory.messages)
                 # a user's reward may raise any exception, which says nothing about the policy
                 try:

@@ -260,6 +260,11 @@ def gae(groups: Groups, gamma: float, gae_lambda: float) -> tuple[PerToken, PerT
     return whiten([advantages for advantages, _ in found]), [targets for _, targets in found]
 
 
+def none(groups: Groups) -> PerToken:
+    """Return 0 for each token: rewards are only reported."""
+    return [[0.0] * chain.tokens for group in groups for chain in group]
+
+
 ESTIMATORS: dict[str, Callable[..., Any]] = {
     "grpo": grpo,
     "rloo": rloo,
@@ -267,6 +272,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
     "gigpo": gigpo,
+    "none": none,
 }
 """`train.advantage.estimator` -> function. Its parameters are some of INPUTS, and the fields of its options."""
 

@@ -307,6 +307,7 @@ class _Loop:
             "seconds/step": seconds,
             "seconds/wait": waited,
             "seconds/update": learned.seconds,
+            **self.learner.take_seconds(),
             **self.turns.take_seconds(),
             **synced,
         }

@@ -15,7 +15,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, copy_adapter, has_adapter, use_adapter
 from agentfactory.trainers.networks.network import apply_options, body_of, load_network
-from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.networks.policy import Measure, Policy
 from agentfactory.trainers.networks.token_rows import copy_rows, table_of
 
 if TYPE_CHECKING:
@@ -82,15 +82,18 @@ class ActorCritic(nn.Module):
         images: Images | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
-    ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]] | Float[Tensor, "targets"]:
-        """For the policy, return log-probabilities and entropies: see `Policy.forward`. For the critic, return the
-        value of the state in which each label is sampled, read at `sources`: no other position has a value.
+        measure: Measure | None = None,
+    ) -> tuple[Float[Tensor, "targets"], ...] | Float[Tensor, "targets"]:
+        """For the policy, return log-probabilities, entropies and the value of `measure`: see `Policy.forward`. For the
+        critic, return the value of the state in which each label is sampled, read at `sources`: no other position has a
+        value.
 
         A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
         """
         if role == Role.POLICY:
-            logprob, entropy = self.policy(ids, sources, labels, positions, ends, images, temperature, entropy_gradient)
-            return self._guarded(logprob), self._guarded(entropy)
+            options = (temperature, entropy_gradient, measure)
+            found = self.policy(ids, sources, labels, positions, ends, images, *options)
+            return tuple(map(self._guarded, found))
         base = self.critic.backbone or self.policy
         if has_adapter(base.model):
             use_adapter(base.model, CRITIC_ADAPTER)

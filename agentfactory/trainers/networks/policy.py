@@ -1,7 +1,7 @@
 """The policy: a module that computes log-probabilities of chosen tokens from token ids."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,9 @@ LOGITS_PER_CHUNK = 2**26
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Names in transformers' configurations for a soft cap on logits: Gemma's, RecurrentGemma's."""
 
+Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "chunk"]]
+"""(logits of a chunk of the targets, the chunk) -> a further value per target."""
+
 # Subtracted by servers from the logits of tokens that must not be sampled (`logit_bias`).
 BAN = 100.0
 
@@ -93,9 +96,10 @@ class Policy(Backbone):
         images: Images | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
-    ) -> tuple[Float[Tensor, "targets *several"], Float[Tensor, "targets"]]:
-        """Return the log-probability of each label (one or several per target), and the entropy in nats of the
-        target's distribution (detached, unless `entropy_gradient`).
+        measure: Measure | None = None,
+    ) -> tuple[Float[Tensor, "targets *several"], ...]:
+        """Return the log-probability of each label (one or several per target), the entropy in nats of the target's
+        distribution (detached, unless `entropy_gradient`), and the value of `measure` if it is given.
 
         `sources` are flat indices into batch x length: the position whose output predicts the label. In a plain row it
         is the one before the label's own; in a tree it may be the end of the shared prefix. `positions`, `ends` and
@@ -106,16 +110,14 @@ class Policy(Backbone):
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // table_of(self.network.get_output_embeddings()).shape[0])
-            score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
-            if len(labels) <= size:
-                return score(hidden, labels)
+            score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient, measure=measure)
+            chunks = [slice(start, start + size) for start in range(0, max(1, len(labels)), size)]
+            if len(chunks) == 1:
+                return score(hidden, labels, chunks[0])
             # with several chunks: recompute a chunk's logits in the backward pass, so that only one set exists at a
             # time
-            parts = [
-                checkpoint(score, hidden[i : i + size], labels[i : i + size], use_reentrant=False)
-                for i in range(0, len(labels), size)
-            ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            parts = [checkpoint(score, hidden[part], labels[part], part, use_reentrant=False) for part in chunks]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
 
     @contextmanager
     def scoring_with(self, adapter: str) -> Iterator[None]:
@@ -130,9 +132,23 @@ class Policy(Backbone):
         self,
         hidden: Float[Tensor, "chunk width"],
         labels: Int[Tensor, "chunk *several"],
+        chunk: slice,
         temperature: float,
         entropy_gradient: bool,
-    ) -> tuple[Float[Tensor, "chunk *several"], Float[Tensor, "chunk"]]:
+        measure: Measure | None,
+    ) -> tuple[Float[Tensor, "chunk *several"], ...]:
+        logits = self.logits(hidden, temperature)
+        total = logits.logsumexp(-1)
+        chosen = logits.gather(-1, labels if labels.ndim > 1 else labels[:, None])
+        logprob = (chosen - total[:, None]).reshape(labels.shape)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+        return (logprob, entropy) if measure is None else (logprob, entropy, measure(logits, chunk))
+
+    def logits(
+        self, hidden: Float[Tensor, "chunk width"], temperature: float = 1.0
+    ) -> Float[Tensor, "chunk vocabulary"]:
+        """Return the logits of hidden states, as servers sample from them, divided by `temperature`."""
         logits = self.network.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         config = self.network.config.get_text_config()
@@ -140,13 +156,7 @@ class Policy(Backbone):
             logits = torch.tanh(logits / cap) * cap
         if self.banned:
             logits[:, self.banned] -= BAN
-        logits = logits / temperature if temperature != 1.0 else logits
-        total = logits.logsumexp(-1)
-        chosen = logits.gather(-1, labels if labels.ndim > 1 else labels[:, None])
-        logprob = (chosen - total[:, None]).reshape(labels.shape)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
-        return logprob, entropy
+        return logits / temperature if temperature != 1.0 else logits
 
     def gather(self) -> Weights:
         """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
@@ -194,7 +204,7 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: 
     network = load_network(recipe, device)
 
     def checked() -> tuple[Batching, list[int]]:
-        _check_head(network)
+        check_head(network)
         return resolve_batching(network, recipe.train), tokens_to_train(network, recipe, needs)
 
     # the checks compute with the weights
@@ -233,7 +243,7 @@ def make_policy(
 
 
 @torch.no_grad()
-def _check_head(network: PreTrainedModel) -> None:
+def check_head(network: PreTrainedModel) -> None:
     """Check that backbone and head give the network's logits; some networks process them further (scale them, for
     example).
 

@@ -72,7 +72,7 @@ class OtherVersionError(SyncError):
         self.versions = versions
 
 
-Forward = Callable[..., tuple[Tensor, Tensor]]
+Forward = Callable[..., tuple[Tensor, ...]]
 """A function with the signature of Policy's forward pass."""
 
 

@@ -19,12 +19,13 @@ from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, 
 from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.image_check import check_images
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.reference_policy import make_reference
 from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
+from agentfactory.trainers.teachers.teacher import make_teacher
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
 
 Targets = Float[Tensor, "targets"]
@@ -41,8 +42,9 @@ class Terms:
     """Metrics whose maximum over micro-batches and processes is kept."""
 
 
-Loss = Callable[[int, MicroBatch, Targets, Targets], Terms]
-"""(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms."""
+Loss = Callable[..., Terms]
+"""(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms. With an exact teacher.divergence, its
+values follow the entropies."""
 
 ValueLoss = Callable[[MicroBatch, Targets], Terms]
 """(micro-batch, the critic's values) -> Terms."""
@@ -97,6 +99,7 @@ class Learner:
         self._actor_critic = unwrapped if isinstance(unwrapped, ActorCritic) else None
         self.policy = self._actor_critic.policy if self._actor_critic else unwrapped
         self._reference = make_reference(recipe, self.policy, accelerator) if train.has_reference else None
+        self._teacher = make_teacher(recipe, self.policy, accelerator) if recipe.teacher is not None else None
         torch.manual_seed(recipe.seed)
 
     @property
@@ -106,9 +109,9 @@ class Learner:
 
     @property
     def networks(self) -> list[nn.Module]:
-        """The trained networks, and the reference if it has a separate network."""
-        reference = self._reference.network if self._reference else None
-        return [self.model, reference] if reference is not None else [self.model]
+        """The trained networks, and those of reference and teacher that are separate."""
+        frozen = [scorer.network for scorer in (self._reference, self._teacher) if scorer is not None]
+        return [self.model, *(network for network in frozen if network is not None)]
 
     @property
     def learning_rate(self) -> float:
@@ -127,8 +130,8 @@ class Learner:
     @torch.no_grad()
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
         """Return rank 0's `rows` with further streams, computed with the current weights: `proximal`
-        (log-probabilities) and `entropy`, `reference`, `value`. Every process calls it, with the same `names`; only
-        rank 0 gets rows back."""
+        (log-probabilities) and `entropy`, `reference`, `teacher`, `value`. Every process calls it, with the same
+        `names`; only rank 0 gets rows back."""
         batch, made = self.deal(rows), []
         for part in batch.micro_batches:
             streams: dict[str, Targets] = {}
@@ -137,6 +140,9 @@ class Learner:
             if "reference" in names:
                 assert self._reference is not None
                 streams["reference"] = self._reference.logprobs(self.model, *self._inputs(part), self.temperature)
+            if "teacher" in names:
+                assert self._teacher is not None
+                streams["teacher"] = self._teacher.logprobs(self.model, *self._inputs(part), self.temperature)
             if "value" in names:
                 streams["value"] = self._value_pass(part)
             made.append({name: values for name, values in streams.items() if name in names})
@@ -172,7 +178,7 @@ class Learner:
             last = index == len(batch.micro_batches) - 1
             if loss is not None:
                 with self._syncing(last):
-                    made.append(loss(index, part, *self._policy_pass(part)))
+                    made.append(loss(index, part, *self._graded_pass(part)))
                     self.accelerator.backward(made[-1].loss * scale)
             if value_loss is not None:
                 with self._syncing(last):
@@ -204,12 +210,22 @@ class Learner:
         together = part.in_step_with_images or tower_is_trained(self.policy.network)
         return self.images.blank(device) if self.accelerator.num_processes > 1 and together else None
 
-    def policy_forward(self, *inputs: Any) -> tuple[Targets, Targets]:
+    def policy_forward(self, *inputs: Any) -> tuple[Targets, ...]:
         """Run the policy's forward pass through the model that accelerate prepared; see Policy.forward."""
         return self.model(Role.POLICY, *inputs) if self.has_critic else self.model(*inputs)
 
-    def _policy_pass(self, part: MicroBatch) -> tuple[Targets, Targets]:
+    def _policy_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
         return self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
+
+    def _graded_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
+        """Run the policy's forward pass, and measure its distributions against the teacher's if the recipe wants it."""
+        inputs = self._inputs(part)
+        measure = self._teacher and self._teacher.measure(self.model, self.temperature, *inputs)
+        return self.policy_forward(*inputs, self.temperature, self.entropy_gradient, measure)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds of the teacher's forward passes since the last call, by metric name."""
+        return {"seconds/teacher": self._teacher.take_seconds()} if self._teacher is not None else {}
 
     def _value_pass(self, part: MicroBatch) -> Targets:
         return self.model(Role.CRITIC, *self._inputs(part))

@@ -30,11 +30,13 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
     proximal over behaviour, and is the same in all updates.
     """
     train = recipe.train
-    config = train.loss
+    config, teacher = train.loss, recipe.teacher
     policy_loss = PolicyLoss(config)
     proximal: list[Tensor] = []
 
-    def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
+    def loss(
+        index: int, part: MicroBatch, logprob: Targets, entropy: Targets, divergence: Targets | None = None
+    ) -> Terms:
         if index == len(proximal):
             proximal.append(logprob.detach())
         streams = part.streams
@@ -42,11 +44,16 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         # real tokens have weights above 0; tokens that only keep a process in step do not count
         real = weight > 0
         gap = torch.where(real, proximal[index] - streams["behaviour"], 0.0)
+        advantage = streams["advantage"]
+        if teacher is not None and divergence is None:
+            # on average the gradient of -KL(policy || teacher), from the sampled token alone
+            divergence = proximal[index] - streams["teacher"]
+            advantage = advantage - teacher.coefficient * divergence
         terms, clipped = policy_loss(
             logprob=logprob,
             proximal=proximal[index],
             behaviour=streams["behaviour"],
-            advantage=streams["advantage"],
+            advantage=advantage,
             sequence=part.sequence,
         )
         terms = terms * mismatch_weights(config.mismatch, gap, part.sequence)
@@ -60,6 +67,10 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
             "mixed": mixed.sum(),
             "mismatch_mixed": gap.abs()[mixed].sum(),
         }
+        if teacher is not None and divergence is not None:
+            if teacher.is_exact:
+                terms = terms + teacher.coefficient * divergence
+            sums["teacher_kl"] = divergence.detach()[real].sum()
         if config.behaviour_kl:
             held = behaviour_kl(logprob, streams["behaviour"])
             terms = terms + config.behaviour_kl * held
@@ -113,6 +124,8 @@ def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
         metrics["mismatch/behaviour_kl"] = first.sums["behaviour_kl"] / batch.tokens
     if "kl" in first.sums:
         metrics["kl"] = first.sums["kl"] / batch.tokens
+    if "teacher_kl" in first.sums:
+        metrics["teacher/kl"] = first.sums["teacher_kl"] / batch.tokens
     if "value_loss" in first.sums:
         metrics |= {"critic/loss": mean("value_loss"), "critic/clip_fraction": mean("value_clipped")}
     return metrics

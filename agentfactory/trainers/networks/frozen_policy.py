@@ -1,0 +1,117 @@
+"""Policies that are not trained: the reference, to which KL terms keep the policy close, and teachers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from agentfactory.trainers.batches.image_batches import Images
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.critic import ActorCritic, Role
+from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER, adapters_off, has_adapter
+from agentfactory.trainers.networks.network import apply_options, decoder_layers, load_network
+from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.processes.sharding import weights_of_rank_0
+
+
+class FrozenPolicy:
+    """A scorer of tokens whose weights do not change, by the policy's own code: with equal weights the two are equal.
+
+    Its methods leave the adapters and trainable weights of `model` unchanged, and every process calls them. `model` is
+    the model that accelerate prepared.
+    """
+
+    def __init__(self, accelerator: Accelerator, frozen: Policy | None, adapter: str | None = None) -> None:
+        """`frozen` is None if the weights are the base of the policy's adapter, alone or with the frozen `adapter`."""
+        self._accelerator = accelerator
+        self._frozen = frozen
+        self._adapter = adapter
+
+    @property
+    def network(self) -> nn.Module | None:
+        """The separate network; None if the policy's base is used."""
+        return self._frozen
+
+    @torch.no_grad()
+    def logprobs(
+        self,
+        model: nn.Module,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "targets"]:
+        """Return the log-probability of each label: see `Policy.forward`."""
+        inputs = (ids, sources, labels, positions, ends, images, temperature)
+        if self._frozen is not None:
+            return self._frozen(*inputs)[0]
+        role = (Role.POLICY,) if isinstance(self._accelerator.unwrap_model(model), ActorCritic) else ()
+        with self._in_use(model):
+            return model(*role, *inputs)[0]
+
+    @torch.no_grad()
+    def states(
+        self,
+        model: nn.Module,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
+    ) -> Float[Tensor, "targets width"]:
+        """Return the hidden state that predicts each target, for `logits`. Not for a frozen adapter, and not for fsdp2,
+        which gathers weights only in a whole forward pass."""
+        with self._in_use(model) as policy:
+            return policy.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
+
+    @torch.no_grad()
+    def logits(
+        self, model: nn.Module, hidden: Float[Tensor, "chunk width"], temperature: float = 1.0
+    ) -> Float[Tensor, "chunk vocabulary"]:
+        """Return the logits of hidden states: see `Policy.logits`."""
+        with self._in_use(model) as policy:
+            return policy.logits(hidden, temperature)
+
+    @contextmanager
+    def _in_use(self, model: nn.Module) -> Iterator[Policy]:
+        """Yield the policy that computes with these weights in this context."""
+        if self._frozen is not None:
+            yield self._frozen
+            return
+        unwrapped = self._accelerator.unwrap_model(model)
+        policy = unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
+        assert has_adapter(policy.model)
+        with policy.scoring_with(self._adapter) if self._adapter is not None else adapters_off(policy.model):
+            yield policy
+
+
+def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
+    """Create the reference of a recipe: the base of the policy's adapter, with a frozen copy of a continued adapter; or
+    a frozen copy from `model.path`."""
+    if has_adapter(policy.model):
+        continued = REFERENCE_ADAPTER in policy.model.peft_config
+        return FrozenPolicy(accelerator, None, REFERENCE_ADAPTER if continued else None)
+    network = load_network(recipe, accelerator.device, policy.dtype)
+    return freeze(network, recipe, policy, accelerator)
+
+
+def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
+    """Create a frozen policy from a network that `load_network` loaded in the dtype of `policy`; fsdp2 shards it like
+    that."""
+    apply_options(network, recipe.train, accelerator.device)
+    network.requires_grad_(False)
+    frozen = Policy(network, policy.dtype, banned=policy.banned).eval()
+    if recipe.train.strategy == "fsdp2":
+        with weights_of_rank_0(frozen):
+            # reshard after the forward pass, unlike a root: there is no backward pass that would free it
+            for unit in (*decoder_layers(network), frozen):
+                fully_shard(unit, reshard_after_forward=True)
+    return FrozenPolicy(accelerator, frozen)

@@ -1,0 +1,1 @@
+"""Teachers: models that grade each token of the policy's chains."""

@@ -1,0 +1,147 @@
+"""A teacher that the trainer loads: it scores the policy's tokens, or compares whole distributions with it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentfactory.rollout.text.tokenizer import load_tokenizer
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.config import TeacherConfig, TrainRecipe
+from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, freeze
+from agentfactory.trainers.networks.network import load_network
+from agentfactory.trainers.networks.policy import Measure, Policy, check_head
+from agentfactory.trainers.networks.row_layouts import resolve_batching
+from agentfactory.trainers.networks.token_rows import table_of
+from agentfactory.trainers.networks.vision_tower import sees
+from agentfactory.trainers.processes.sharding import decided_by_rank_0
+from agentfactory.trainers.teachers.divergences import divergence
+from agentfactory.trainers.teachers.tokenizers import tokens_missing
+
+
+class Teacher:
+    """A frozen policy that grades tokens. Every process calls its methods; `model` is the model that accelerate
+    prepared, and the further inputs are those of `Policy.forward`."""
+
+    def __init__(self, config: TeacherConfig, frozen: FrozenPolicy, missing: dict[int, str] | None = None) -> None:
+        """`missing` are the policy's tokens that the teacher cannot read."""
+        self._config = config
+        self._frozen = frozen
+        self._missing = missing or {}
+        self._seconds = 0.0
+
+    @property
+    def network(self) -> nn.Module | None:
+        """The separate network; None if the teacher is the base of the policy's adapter."""
+        return self._frozen.network
+
+    def logprobs(
+        self,
+        model: nn.Module,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        *rest: Any,
+    ) -> Float[Tensor, "targets"]:
+        """Return the teacher's log-probability of each label. Raise SettingError if it cannot read a token."""
+        self._check(ids, labels)
+        with self._timed(ids.device):
+            return self._frozen.logprobs(model, ids, sources, labels, *rest)
+
+    def measure(
+        self,
+        model: nn.Module,
+        temperature: float,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        *places: Any,
+    ) -> Measure | None:
+        """Return a function that computes the exact divergence of the policy's logits from the teacher's, for
+        `Policy.forward`; None if the recipe's is sampled. Only the teacher's hidden states are kept, and its logits are
+        computed by chunk. Raise SettingError if it cannot read a token."""
+        if not self._config.is_exact:
+            return None
+        self._check(ids, labels)
+        with self._timed(ids.device):
+            hidden = self._frozen.states(model, ids, sources, *places)
+        kind, beta = self._config.divergence, getattr(self._config.options, "beta", 0.5)
+
+        def measured(logits: Tensor, chunk: slice) -> Tensor:
+            theirs = self._frozen.logits(model, hidden[chunk], temperature)
+            return divergence(kind, logits, theirs, beta)  # type: ignore[arg-type]
+
+        return measured
+
+    def take_seconds(self) -> float:
+        """Return the seconds of this process's forward passes with the teacher since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _check(self, *ids: Tensor) -> None:
+        if not self._missing:
+            return
+        found = sorted({token for part in ids for token in part.unique().tolist()} & self._missing.keys())
+        if found:
+            named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
+            problem = f"{self._config.model} has no token {named}, which the policy's chains contain"
+            fix = "name a teacher with it, or set model.chat_template to one without it"
+            raise SettingError("teacher.model", problem, fix)
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            # kernels run behind the calls that start them
+            torch.cuda.synchronize(device)
+        self._seconds += time.perf_counter() - started
+
+
+def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Teacher:
+    """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter if that is the
+    teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
+    config = recipe.teacher
+    assert config is not None
+    if config.model == recipe.model.path and policy.is_lora:
+        return Teacher(config, FrozenPolicy(accelerator, None))
+    missing: dict[int, str] = {}
+    try:
+        if config.model != recipe.model.path:
+            missing = tokens_missing(load_tokenizer(recipe.model.path), load_tokenizer(config.model), config.model)
+        own = recipe.model.model_copy(update={"path": config.model, "lora": None})
+        recipe = recipe.model_copy(update={"model": own})
+        network = load_network(recipe, accelerator.device, policy.dtype)
+        # the checks compute with the weights, which only rank 0 has under fsdp2
+        check = partial(_check_network, network, recipe, policy)
+        decided_by_rank_0(check) if recipe.train.strategy == "fsdp2" else check()
+    except SettingError as error:
+        raise error.at("teacher.model" if error.field == "model.path" else error.field) from error.__cause__
+    missing |= {row: "without text" for row in range(_rows(network), _rows(policy.network)) if row not in missing}
+    left_out = [token for number, token in missing.items() if number >= _rows(network) and token != "without text"]
+    if config.is_exact and left_out:
+        problem = f"got {config.divergence!r}, and {config.model} has no row for {left_out[0]!r} of the vocabulary"
+        raise SettingError("teacher.divergence", problem, "use sampled, or a teacher with the whole vocabulary")
+    return Teacher(config, freeze(network, recipe, policy, accelerator), missing)
+
+
+def _check_network(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy) -> None:
+    """Raise SettingError unless the policy's rows can be scored by this network in the policy's layout."""
+    check_head(network)
+    resolve_batching(network, recipe.train.model_copy(update={"batching": policy.batching}))
+    own, other = policy.network.config, network.config
+    if sees(own) and own.model_type != other.model_type:
+        problem = f"{recipe.model.path} is of the family {other.model_type}, and the policy, which accepts images, of "
+        raise SettingError("teacher.model", f"{problem}{own.model_type}", "name a teacher of the policy's family")
+
+
+def _rows(network: Any) -> int:
+    """Return the number of rows of a network's head."""
+    return table_of(network.get_output_embeddings()).shape[0]

@@ -1,0 +1,292 @@
+"""Teachers: divergences, and whole updates with them, compared with dense forward passes in float64 and with TRL."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl.experimental.gkd import GKDTrainer
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.batches.batch import Batch, TrainingRow
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks import policy as policy_module
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.teachers.divergences import divergence
+from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
+from agentfactory.trainers.teachers.tokenizers import tokens_missing
+from agentfactory.trainers.update.learner import Learner, Terms, Update
+from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+from tests.forked import start_ranks
+from tests.trainers.conftest import VOCABULARY
+from tests.trainers.float64 import in_float64, never_through_float32
+from tests.trainers.launched_teachers import TEMPERATURE, exercise, make_rows
+
+pytestmark = pytest.mark.numbers
+
+EXACT = {"reverse_kl": {}, "forward_kl": {}, "jensen_shannon": {"beta": 0.3}}
+MakeRecipe = Callable[..., TrainRecipe]
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A wider model with the policy's tokenizer, whose vocabulary is padded further."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY + 6, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_teacher(recipe: TrainRecipe, folder: Path, **teacher: Any) -> TrainRecipe:
+    data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": {"model": str(folder), **teacher}}
+    data["rollout"]["temperature"] = TEMPERATURE
+    return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
+
+
+def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    """The definition, as sums of probabilities."""
+    p, q = policy.softmax(-1), teacher.softmax(-1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum(-1)
+
+    if kind == "reverse_kl":
+        return kl(p, q)
+    if kind == "forward_kl":
+        return kl(q, p)
+    mixture = beta * q + (1 - beta) * p
+    return beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, teacher = (3 * torch.randn(7, 50, generator=generator, dtype=torch.float64) for _ in range(2))
+    policy.requires_grad_()
+    beta = EXACT[kind].get("beta", 0.5)
+    ours = divergence(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)  # type: ignore[arg-type]
+    hand = by_hand(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)
+    in_trl = {"reverse_kl": 1.0, "forward_kl": 0.0, "jensen_shannon": beta}[kind]
+    trl = GKDTrainer.generalized_jsd_loss(policy, teacher, None, in_trl, TEMPERATURE, reduction="sum")
+    assert bool((ours > 0.1).all())
+    torch.testing.assert_close(ours, hand, atol=1e-9, rtol=0)
+    torch.testing.assert_close(ours.sum(), trl, atol=1e-9, rtol=0)
+    gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (ours, hand, trl)]
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-9, rtol=0)
+    torch.testing.assert_close(gradients[0], gradients[2], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_teacher_equal_to_the_policy_gives_0(kind: str) -> None:
+    policy = torch.randn(7, 50, dtype=torch.float64, requires_grad=True)
+    found = divergence(kind, policy, policy.detach() + 2.0)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-12, rtol=0)
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
+
+
+class Recorded:
+    """An update that keeps its gradients and changes no weight, with the recipe's networks in float64."""
+
+    def __init__(self, recipe: TrainRecipe, accelerator: Accelerator, rows: list[TrainingRow]) -> None:
+        self.learner = Learner(recipe, accelerator, TEMPERATURE)
+        for network in self.learner.networks:
+            in_float64(network)
+        self.learner.optimizer.step = self.learner.optimizer.zero_grad = lambda: None
+        names = [] if recipe.teacher is None or recipe.teacher.is_exact else ["teacher"]
+        self.rows = self.learner.score(rows, names) if names else rows
+        self.batch: Batch = self.learner.deal(self.rows)
+        report = self.learner._report
+
+        def kept(terms: list[Terms], normaliser: float, norm: float) -> Update:
+            # the report itself is in float32
+            self.loss = torch.stack([part.loss.detach() for part in terms]).sum() / normaliser
+            return report(terms, normaliser, norm)
+
+        self.learner._report = kept  # type: ignore[method-assign]
+        self.update = update_policy(self.learner, self.batch, recipe).updates[0]
+        trained = self.learner.policy.network.named_parameters()
+        self.gradients = {name: weight.grad for name, weight in trained if weight.grad is not None}
+
+
+def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
+    """Return a network in float64, and its logits for the targets of each row, divided by the temperature."""
+    network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    logits = []
+    for row in rows:
+        whole = network(torch.from_numpy(row.token_ids)[None], use_cache=False).logits[0]
+        logits.append(whole[torch.from_numpy(row.targets) - 1] / TEMPERATURE)
+    return network, logits
+
+
+def as_stored(values: np.ndarray) -> Tensor:
+    """Round values as a micro-batch does."""
+    return torch.from_numpy(values.astype(np.float32).astype(np.float64))
+
+
+PLAIN = {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}}
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
+@pytest.mark.parametrize("kind", [*EXACT, "sampled"])
+def test_an_update_equals_a_dense_forward_pass(
+    make_recipe: MakeRecipe,
+    model_folder: Path,
+    teacher_folder: Path,
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    batching: str,
+) -> None:
+    # five positions of a vocabulary of 64 at a time
+    monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 320)
+    options = EXACT.get(kind, {})
+    algorithm = {"batching": batching, "token_budget": 60, "max_grad_norm": 1e9, "loss": PLAIN}
+    recipe = make_recipe(**algorithm)
+    recipe = with_teacher(recipe, teacher_folder, divergence=kind, options=options, coefficient=0.8)
+    rows = make_rows()
+    with never_through_float32():
+        done = Recorded(recipe, accelerator, rows)
+        assert len(done.batch.micro_batches) > 1
+        network, policy = dense(model_folder, rows)
+        with torch.no_grad():
+            teacher = dense(teacher_folder, rows)[1]
+        terms = []
+        for number, row in enumerate(rows):
+            labels = torch.from_numpy(row.token_ids[row.targets])[:, None]
+            own = policy[number].log_softmax(-1).gather(-1, labels)[:, 0]
+            advantage = as_stored(row.streams["advantage"])
+            if kind == "sampled":
+                # all rows of the teacher's head count, as where it samples itself
+                theirs = teacher[number].log_softmax(-1).gather(-1, labels)[:, 0]
+                scored = done.rows[number].streams["teacher"]
+                torch.testing.assert_close(torch.from_numpy(scored), theirs, atol=1e-9, rtol=0)
+                advantage = advantage - 0.8 * (own.detach() - as_stored(scored))
+            else:
+                terms.append(0.8 * by_hand(kind, policy[number], teacher[number][:, :VOCABULARY], **options))
+            terms.append(-(own - own.detach()).exp() * advantage)
+        loss = torch.cat(terms).sum() / done.batch.tokens
+        loss.backward()
+    torch.testing.assert_close(done.loss, loss.detach(), atol=1e-9, rtol=0)
+    expected = {name: weight.grad for name, weight in network.named_parameters()}
+    assert done.gradients.keys() == expected.keys()
+    assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
+    for name, gradient in done.gradients.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "sampled"])
+def test_the_base_of_an_adapter_teaches_without_further_weights(
+    make_recipe: MakeRecipe,
+    model_folder: Path,
+    teacher_folder: Path,
+    accelerator: Accelerator,
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    """It grades as a copy of the base does, also after the adapter has changed."""
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    found = []
+    for folder in (model_folder, copy):
+        recipe = with_teacher(make_recipe(lora={"rank": 4}, loss=PLAIN), folder, divergence=kind)
+        learner = Learner(recipe, accelerator, TEMPERATURE)
+        assert len(learner.networks) == (1 if folder == model_folder else 2)
+        for network in learner.networks:
+            in_float64(network)
+        learner.optimizer.step = lambda: None
+        rows = make_rows()
+        results = []
+        for _ in range(2):
+            scored = learner.score(rows, ["teacher"]) if kind == "sampled" else rows
+            batch = learner.deal(
+                [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in scored]
+            )
+            update = update_policy(learner, batch, recipe).updates
+            results.append((update_metrics(update, batch)["teacher/kl"], update[0].grad_norm))
+            generator = torch.Generator().manual_seed(3)
+            for name, weight in learner.policy.named_parameters():
+                if "lora_B" in name:
+                    weight.data.normal_(std=0.3, generator=generator)
+        found.append(results)
+    # an adapter begins as its base: there is nothing to learn from it yet
+    assert found[0][0] == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert abs(found[0][1][0]) > 1e-2
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-6)
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(
+    make_recipe: MakeRecipe,
+    teacher_folder: Path,
+    model_folder: Path,
+    accelerator: Accelerator,
+    tmp_path: Path,
+    strategy: str,
+) -> None:
+    cases: list[tuple[Any, str, Path]] = [(None, "sampled", teacher_folder), ({"rank": 4}, "sampled", model_folder)]
+    if strategy == "ddp":
+        cases += [(None, "jensen_shannon", teacher_folder), ({"rank": 4}, "reverse_kl", teacher_folder)]
+    one, several = [], []
+    for lora, kind, folder in cases:
+        for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
+            recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=60, max_grad_norm=1e9, **strategies)
+            made.append(with_teacher(recipe, folder, divergence=kind))
+    expected = [exercise(recipe, accelerator) for recipe in one]
+    arguments = (json.dumps([recipe.model_dump(mode="json") for recipe in several]), str(tmp_path / "found"))
+    log = tmp_path / "ranks.log"
+    ranks = start_ranks("tests.trainers.launched_teachers", *arguments, log=log, strategy=strategy)
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    for given, wanted in zip(torch.load(tmp_path / "found"), expected, strict=True):
+        assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+        assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
+        torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)
+
+
+def test_other_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    longer, other = (PreTrainedTokenizerFast.from_pretrained(tmp_path) for _ in range(2))
+    longer.add_tokens(["<think>"])
+    assert tokens_missing(tokenizer, longer, "strong") == {}
+    assert tokens_missing(longer, tokenizer, "strong") == {VOCABULARY: "<think>"}
+    other.add_tokens(["<reason>"])
+    with pytest.raises(
+        SettingError, match=r"teacher\.model: strong has another tokenizer: token 64 is '<reason>' there"
+    ):
+        tokens_missing(longer, other, "strong")
+
+
+def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
+    make_recipe: MakeRecipe, model_folder: Path, teacher_folder: Path, accelerator: Accelerator
+) -> None:
+    recipe = with_teacher(make_recipe(), teacher_folder)
+    assert recipe.teacher is not None
+    policy = load_policy(recipe)
+    frozen = make_teacher(recipe, policy, accelerator)._frozen
+    teacher = Teacher(recipe.teacher, frozen, {7: "<think>"})
+    ids = torch.tensor([[3, 4, 5, 6]])
+    places = torch.tensor([1, 2])
+    teacher.logprobs(policy, ids, places, torch.tensor([5, 6]))
+    with pytest.raises(SettingError, match=r"has no token '<think>' \(7\), which the policy's chains contain"):
+        teacher.logprobs(policy, ids, places, torch.tensor([5, 7]))
+    # the policy's own rows beyond the teacher's are no tokens of it
+    wide = with_teacher(make_recipe(), model_folder)
+    wide = wide.model_copy(update={"model": wide.model.model_copy(update={"path": str(teacher_folder)})})
+    padded = make_teacher(wide, load_policy(wide), accelerator)
+    with pytest.raises(SettingError, match=r"\(64\)"):
+        padded.logprobs(policy, ids, places, torch.tensor([5, 64]))
