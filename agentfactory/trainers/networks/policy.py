@@ -261,7 +261,8 @@ def _check_head(network: PreTrainedModel) -> None:
         problem = f"{type(network).__name__} has further layers between its body and its head"
         raise SettingError("model.path", problem, "train another model")
     given, _ = policy(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
-    if not torch.allclose(given, expected, atol=3e-4 if network.dtype == torch.float32 else 0.1):
+    # in bfloat16, the two kinds of attention move log-probabilities of Qwen2.5-0.5B by more than .1
+    if not torch.allclose(given, expected, atol=3e-4 if network.dtype == torch.float32 else 0.5):
         problem = (
             f"{type(network).__name__} changes its logits after the head in a way that the trainer does not support"
         )
