@@ -297,12 +297,19 @@ def run_steps(model: str, steps: int) -> dict[str, float]:
         tasks = "".join(json.dumps({"question": question}) + "\n" for question in questions)
         (folder / "tasks.jsonl").write_text(tasks, encoding="utf-8")
         (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+        together, length = GROUPS * GROUP, 768
         recipe = {
             "model": {"path": model, "dtype": "float32", "lora": {"rank": RANK}},
             "data": {"path": "tasks.jsonl"},
             "rewards": ["reward.py:checksum"],
-            "rollout": {"group_size": GROUP, "max_turns": 1, "max_tokens": SAMPLED, "concurrency": GROUPS * GROUP},
-            "server": {"engine": "embedded", "max_model_len": 1024, "max_num_seqs": GROUPS * GROUP},
+            "rollout": {
+                "group_size": GROUP,
+                "max_turns": 1,
+                "max_tokens": SAMPLED,
+                "max_total_tokens": length,
+                "concurrency": together,
+            },
+            "server": {"engine": "embedded", "max_model_len": length, "max_num_seqs": together},
             "train": {"steps": steps, "batch_size": GROUPS, "learning_rate": 1e-5, "checkpoint_every": steps},
             "output": "run",
         }

@@ -37,6 +37,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.tools.calls.run_notices import Notice, Notices, notify
+from agentfactory.tools.processes.memory import return_freed_memory
 from agentfactory.tools.user_code.source_files import digests_of
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
@@ -69,6 +70,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
     `asked` is the launcher's assignment, which comes with a run folder. If you start the trainer yourself, it is the
     checkpoint to resume from or AUTO, or None for a new run.
     """
+    return_freed_memory()
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
     if not isinstance(asked, Assignment):
