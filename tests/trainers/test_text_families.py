@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.network import apply_options
-from agentfactory.trainers.networks.policy import Policy, _check_head
+from agentfactory.trainers.networks.policy import Policy, check_head
 from agentfactory.trainers.networks.row_layouts import resolve_batching
 
 TINY = {
@@ -155,14 +155,14 @@ def test_log_probabilities_are_those_of_the_model_alone(family: str) -> None:
     network = tiny_network(family)
     if family == "granite":
         network.config.logits_scaling = 1.0
-    _check_head(network)
+    check_head(network)
     assert largest_error(network) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["rembert", "cohere"])
 def test_a_network_whose_head_is_not_supported_is_refused(family: str) -> None:
     with pytest.raises(SettingError, match=r"model\.path: .*; fix: train another model"):
-        _check_head(tiny_network(family))
+        check_head(tiny_network(family))
 
 
 def test_only_attention_that_selects_keys_is_chosen() -> None:
@@ -187,7 +187,7 @@ def test_rows_share_a_line_under_a_soft_cap() -> None:
 def test_every_family_is_exact_or_refused(family: str) -> None:
     network = tiny_network(family)
     try:
-        _check_head(network)
+        check_head(network)
     except SettingError:
         return
     assert largest_error(network) < 1e-4
