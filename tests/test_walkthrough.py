@@ -167,8 +167,8 @@ def page_of(name: str) -> Path:
 
 def test_every_page_with_commands_is_followed() -> None:
     pages = {page.stem for page in [page_of("README"), *DOCS.glob("*.md")] if blocks(page, "bash")}
-    # those are followed by tests/test_database_page.py and tests/commands/test_sample.py
-    assert pages == FOLLOWED | {"database", "first-look"}
+    # those are followed by tests/test_database_page.py, tests/commands/test_sample.py and tests/learn/learn_teachers.py
+    assert pages == FOLLOWED | {"database", "first-look", "teachers"}
 
 
 def test_every_command_and_option_that_the_readme_names_is_typed() -> None:

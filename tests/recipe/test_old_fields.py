@@ -208,7 +208,7 @@ def test_options_of_one_source_stay_in_any_order(project: Path) -> None:
         ["server.options.args=[x]", "server.engine=embedded"],
         ["server.engine=embedded", "server.options.args=[x]"],
     ):
-        with pytest.raises(SettingError, match=r"vllm has it, and server\.engine is embedded"):
+        with pytest.raises(SettingError, match=r"vllm or sglang has it, and server\.engine is embedded"):
             load_recipe("recipe.yaml", overrides)
     (project / "own.yaml").write_text(
         "extends: recipe.yaml\ntrain: {loss: {policy: mine.py:one, options: {tau: 0.9}}}\n"
