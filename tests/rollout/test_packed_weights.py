@@ -66,8 +66,11 @@ def test_log_probabilities_are_the_models_own(rows: int) -> None:
     assert_exact(sample(engine, rows), network())
 
 
-def test_a_large_weight_is_kept_once() -> None:
-    model = network()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_weight_is_kept_once(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and not packed_linear.computes_bfloat16():
+        pytest.skip("bfloat16 is packed on CPUs with its instructions")
+    model = network().to(dtype)
     sample(Engine(model, max_model_len=64, max_num_seqs=8), 8)
     plain = {name for name, weight in model.named_parameters() if weight.device.type == "cpu"}
     large = {name for name, weight in model.named_parameters() if weight.numel() >= packed_linear.WHOLE}
