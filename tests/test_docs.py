@@ -291,7 +291,7 @@ def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None
     for page in [*SHOWN, REPOSITORY / "CONTRIBUTING.md"]:
         text = FENCE.sub("", page.read_text(encoding="utf-8"))
         commands |= set(re.findall(r"`agentfactory ([a-z]+)", text))
-        targets |= set(re.findall(r"`make ([\w-]+)", text))
+        targets |= set(re.findall(r"`make ([\w-]+)(?!/)\b", text))
         in_folder = r"(?:recipes|benchmarks|tests|trainers|rollout|tools)/[\w/.-]+\.(?:py|yaml|sh)"
         files |= set(re.findall(rf"`(?:python )?({in_folder})", text))
         if page.parent == REPOSITORY:
