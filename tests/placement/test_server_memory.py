@@ -18,10 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from agentfactory.placement.machine import LIBRARIES
 from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.placement.unmeasured_memory import CUDA_GRAPHS
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import Engine
+from agentfactory.rollout.inference.embedded.packed_linear import WHOLE, onednn_modules
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.step_plan import Planner
 
@@ -89,6 +91,9 @@ def check_planned(
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     sizes = {"max_model_len": length, "max_num_seqs": sequences}
     planned = plan(config, "cpu", engine="embedded", dtype=dtype, **sizes)
+    # the profile sees that weights are replaced, but not the end of those that were allocated before it
+    is_large = any(module.weight.numel() >= WHOLE for module in onednn_modules(model))
+    replaced = planned.parts["weights"] if is_large else 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         engine = Engine(model, **sizes)
         for together in prompts:
@@ -106,7 +111,8 @@ def check_planned(
     events.sort(key=lambda event: event.start_ns())
     real = max(itertools.accumulate(event.nbytes() for event in events))
     rest = planned.parts.get("packed", 0) + planned.parts["workspace"]
-    assert real - engine.cache.nbytes < rest < 1.4 * (real - engine.cache.nbytes)
+    real -= engine.cache.nbytes + replaced
+    assert real < rest < 1.4 * real
 
 
 @pytest.mark.parametrize(
@@ -242,4 +248,4 @@ def test_what_vllm_is_told_changes_its_workspace() -> None:
     # a sequence more: its logits
     assert plan(config, max_num_seqs=129).parts["workspace"] - usual > 152064 * 4
     assert "context" in plan(config).parts
-    assert "context" not in plan(config, "cpu").parts
+    assert plan(config, "cpu").parts["context"] == LIBRARIES

@@ -155,7 +155,7 @@ def test_a_turn_that_cannot_be_read_is_blamed(make_recipe: Make) -> None:
     assert advantages(credited(make_recipe(), group(malformed(1.0, 0), chain(1.0)))) == [[0.0] * 3] * 2
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"sft"}))
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"sft", "distill"}))
 def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, algorithm: str) -> None:
     groups = [group(malformed(5.0, 1), malformed(1.0, 0), chain(0.0), chain(4.0))]
     values = [{"value": [0.0] * 3}] * 4
@@ -261,7 +261,7 @@ def test_masked_positions_are_never_read(make_recipe: Make) -> None:
     assert streams() == clean
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft"}))
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft", "distill"}))
 def test_every_algorithm_prefers_the_better_chain(make_recipe: Make, algorithm: str) -> None:
     recipe = make_recipe(algorithm=algorithm)
     scores = [{name: [0.0] * 3 for name in needed_scores(recipe)}] * 2
