@@ -1,4 +1,4 @@
-"""What `make learn` runs, too: the agent of the quickstart teaches a new one, by the commands of docs/teachers.md."""
+"""Learning run of docs/teachers.md, part of `make learn`: a trained quickstart agent teaches a new one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What SGLang cannot serve is refused by the recipe's field, with the fix."""
+"""Refusals of recipes that SGLang cannot serve: field, value and fix."""
 
 import sys
 from pathlib import Path
