@@ -1,6 +1,7 @@
 """Shared fixtures: the quickstart, trained for a few steps by the user's own command, and a server on it."""
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -116,6 +117,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     if _started and item.get_closest_marker("unit"):
         pytest.fail(f"starts a process, so it needs @pytest.mark.processes: {_started[0]}")
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    """Fail a test that leaves a handler or a level at our logger, which would change what later tests see."""
+    logger = logging.getLogger("agentfactory")
+    before = logger.level, list(logger.handlers)
+    yield
+    assert (logger.level, list(logger.handlers)) == before, "remove the handler and restore the level"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,6 +17,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +71,25 @@ class Fuzzer:
         self.notices: list[str] = []
         self._renderers: dict[tuple[str, bool], TemplateRenderer | None] = {}
         self._good = [case for case in self._cases if isinstance(case.outcome, list) and isinstance(case.content, list)]
-        handler = logging.Handler()
-        handler.emit = self._hear  # type: ignore[method-assign]
-        logging.getLogger("agentfactory").addHandler(handler)
-        logging.getLogger("agentfactory").setLevel(logging.INFO)
 
-    def _hear(self, record: logging.LogRecord) -> None:
-        if notice := notice_of(record):
-            self.notices.append(str(notice))
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Collect the notices to the user in `notices`."""
+
+        class Collect(logging.Handler):
+            def emit(_, record: logging.LogRecord) -> None:
+                if notice := notice_of(record):
+                    self.notices.append(str(notice))
+
+        handler, logger = Collect(), logging.getLogger("agentfactory")
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
     def step(self) -> None:
         """Try one mutant."""
@@ -277,9 +290,10 @@ def fuzz(seed: int, seconds: float, folder: Path, steps: int | None = None) -> F
     """Run a fuzzer for `seconds`, or for `steps`."""
     fuzzer, until = Fuzzer(seed, folder), time.monotonic() + seconds
     done = 0
-    while time.monotonic() < until if steps is None else done < steps:
-        fuzzer.step()
-        done += 1
+    with fuzzer.listening():
+        while time.monotonic() < until if steps is None else done < steps:
+            fuzzer.step()
+            done += 1
     return fuzzer
 
 
