@@ -6,13 +6,14 @@ from pathlib import Path
 from tasks import rows
 from transcripts import with_calculator
 
-TRAINING, HELD_OUT = 480, 100
-SYSTEM_PROMPT = "Solve the task with the tool. End with the result alone, as <answer>result</answer>."
+TRAINING, HELD_OUT, TRANSCRIPTS = 480, 100, 100
+SYSTEM_PROMPT = "Think in a sentence or two, and compute with the tool. End with the result alone, as <answer>result</answer>."
 
 
 def gsm_symbolic(folder: Path, seed: int) -> None:
     """Write train.jsonl, heldout.jsonl and transcripts.jsonl for word problems with the calculator."""
-    tasks, transcripts = rows("gsm_symbolic", TRAINING + HELD_OUT, seed), with_calculator(SYSTEM_PROMPT, seed)
+    tasks = rows("gsm_symbolic", TRAINING + HELD_OUT, seed)
+    transcripts = with_calculator(SYSTEM_PROMPT, TRANSCRIPTS, seed)
     # a curriculum: short questions have few steps
     train = sorted(tasks[HELD_OUT:], key=lambda row: len(row["question"]))
     for name, table in (("train", train), ("heldout", tasks[:HELD_OUT]), ("transcripts", transcripts)):
