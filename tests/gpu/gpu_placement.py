@@ -72,7 +72,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_recipe(path: Path, lora: dict[str, Any] | None, **train: Any) -> TrainRecipe:
-    settings = {"steps": 1, "batch_size": 8, "token_budget": 8192, "learning_rate": 1e-6, **train}
+    # full micro-batches, as the table assumes: 18 rows, or 4 trees
+    settings = {"steps": 1, "batch_size": 8, "token_budget": 9216, "learning_rate": 1e-6, **train}
     rollout = {"group_size": GROUP, "max_total_tokens": LENGTH}
     model = {"path": str(path), "dtype": "bfloat16", "lora": lora}
     return TrainRecipe.model_validate({"model": model, "rollout": rollout, "train": settings})

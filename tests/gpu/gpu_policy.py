@@ -123,6 +123,25 @@ def test_flash_attention_equals_sdpa(small: Path, on_cpu: Scored, batching: str)
     Scored(recipe(small, "bfloat16", attention="flash_attention_2", batching=batching)).check(on_cpu, 0.05)
 
 
+def test_large_activations_have_gradients(small: Path) -> None:
+    """The case of https://github.com/pytorch/pytorch/issues/196678: cuDNN's kernel returns NaN for it."""
+    load_policy(recipe(small, "bfloat16", batching="tree"), DEVICE)
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    length, width = 704, 64
+    query, key, value = (
+        torch.randn(1, 1, length, width, device=DEVICE, dtype=torch.bfloat16, generator=draw) for _ in range(3)
+    )
+    with torch.no_grad():
+        query[..., 0], key[..., 0] = 1.0, -120.0 * width**0.5
+    mask = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()[None, None]
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    found = nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    found.float().square().sum().backward()
+    for tensor in inputs:
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_equal_plain_ones(small: Path, lora: dict[str, Any] | None, checkpointing: bool) -> None:

@@ -89,6 +89,9 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     Raises ValueError if the network, the device or the installed packages do not support one of them.
     """
     device = torch.device(device)
+    # with a mask, cuDNN's kernel on Hopper returns NaN gradients for the large activations of real models, such as
+    # Qwen2.5 (https://github.com/pytorch/pytorch/issues/196678); torch's other kernels do not
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if selects_keys(network) and train.attention not in ("auto", "eager", "sdpa"):
         problem = f"{train.attention} would ignore the keys that {type(network).__name__} selects"
         raise SettingError("train.attention", problem, "use sdpa")
