@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
 	test-faults vllm-cpu test-vllm test-vllm-long test-families alfworld test-alfworld test-wheel test-gpu lint docs \
-	learn-ci learn learn-worlds learn-agents test-agents test-harnesses
+	learn-ci learn learn-worlds learn-agents test-agents test-harnesses real
 
 setup: $(VENV)/.installed-dev
 
@@ -187,6 +187,10 @@ learn-agents: $(VENV)/.installed-dev
 models/%: $(VENV)/.installed
 	$(call install,$(VENV),-e '.[real]')
 	$(BIN)/python recipes/real/fetch.py $* $@
+
+# A pretrained model learns to count letters with Python: about an hour, and 6 GB of memory.
+real: models/qwen-0.5b
+	$(BIN)/agentfactory train recipes/real/letter_counting.yaml model.path=models/qwen-0.5b $(ARGS)
 
 # mini-swe-agent and Qwen Code as they are, in an environment of their own.
 .venv-agents/bin/mini:

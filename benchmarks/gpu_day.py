@@ -1,0 +1,178 @@
+"""Run everything that needs a GPU on a machine without a network, in nine minutes: the GPU tests, then placement.py.
+
+Such a machine has torch, transformers and other packages in its image. `pip freeze` there lists them. Here, download
+what agentfactory needs beside them, for its Python and its CUDA:
+
+    python benchmarks/gpu_day.py wheels FREEZE FOLDER [--python 3.12] [--cuda 130]
+
+Copy the repository and FOLDER there, and run:
+
+    python3 benchmarks/gpu_day.py run FOLDER OUTPUT [--minutes 9]
+
+OUTPUT gets the logs. The last line is JSON: the device and the versions; `tests` with the number that passed, those
+that failed, and the reasons for skips; the ratios of placement.py; the seconds of each part. A part that exceeds its
+share of the time is ended and reports what it has. Without a GPU, the GPU tests skip, and placement.py uses a tiny
+network.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+REPOSITORY = Path(__file__).parents[1]
+EXTRAS = ["liger-kernel", "bitsandbytes", "pytest-timeout", "pytest-xdist", "pytest-asyncio", "hypothesis"]
+"""Packages that the GPU tests use beside agentfactory's requirements."""
+
+
+def download(freeze: Path, folder: Path, python: str, cuda: str) -> None:
+    """Download to `folder` the wheels of every requirement that is not in `freeze`; the versions in it stay."""
+    installed = [line.strip() for line in freeze.read_text().splitlines() if re.match(r"^[\w.-]+==\S+$", line.strip())]
+    with tempfile.TemporaryDirectory() as temporary:
+        wanted, known = Path(temporary) / "wanted.txt", Path(temporary) / "known.txt"
+        wanted.write_text("\n".join([f"agentfactory @ file://{REPOSITORY}", *EXTRAS]))
+        known.write_text("\n".join(installed))
+        uv = [sys.executable, "-m", "uv", "pip", "compile", "--no-python-downloads", "--no-header", "--no-annotate"]
+        target = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
+        resolved = subprocess.run(
+            [*uv, *target, "--override", known, wanted], check=True, stdout=subprocess.PIPE, text=True
+        )
+    here = {_name(line) for line in installed}
+    missing = [line for line in resolved.stdout.splitlines() if "==" in line and _name(line) not in here]
+    platforms = [f"--platform=manylinux_2_{number}_x86_64" for number in (17, 24, 27, 28, 34)]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    only = ["--only-binary=:all:", f"--python-version={python}", *platforms, "--platform=manylinux2014_x86_64"]
+    subprocess.run([*pip, *only, f"--dest={folder}", *missing], check=True)
+    for wheel in folder.glob("bitsandbytes-*.whl"):
+        keep_cuda(wheel, cuda)
+    size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
+    print(f"{len(missing)} wheels, {size / 2**20:.0f} MiB: {', '.join(missing)}")
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[=\[ ;@]", requirement)[0].lower().replace("_", "-")
+
+
+def keep_cuda(wheel: Path, cuda: str) -> None:
+    """Remove bitsandbytes' libraries for other GPUs from its wheel; they are nine tenths of it."""
+    ours = re.compile(rf"_(cpu|cuda{cuda})\.so")
+    whole = wheel.rename(wheel.with_suffix(".whole"))
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as target:
+        for member in source.namelist():
+            content = source.read(member)
+            if member.endswith(".so") and not ours.search(member):
+                continue
+            if member.endswith("RECORD"):
+                lines = content.decode().splitlines(keepends=True)
+                content = "".join(line for line in lines if ".so," not in line or ours.search(line)).encode()
+            target.writestr(member, content)
+    whole.unlink()
+
+
+def run(wheels: Path, output: Path, minutes: float) -> dict[str, Any]:
+    """Install the wheels into `output`, run the parts, and return the report."""
+    started, site = time.monotonic(), output / "site"
+    output.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+    if found := sorted(wheels.glob("*.whl")):
+        subprocess.run([*pip, f"--target={site}", *found], check=True)
+    # agentfactory's own metadata, which the doctor reads
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info", f"--egg-base={site}"], cwd=REPOSITORY, check=True
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (site, REPOSITORY)))
+    report: dict[str, Any] = _describe() | {"seconds": {"install": round(time.monotonic() - started)}}
+    report["tests"] = _part(report, "tests", lambda: run_tests(output, 0.55 * 60 * minutes))
+    rest = 60 * minutes - (time.monotonic() - started)
+    report["placement"] = _part(report, "placement", lambda: run_benchmark("placement.py", output, rest))
+    return report
+
+
+def _part(report: dict[str, Any], name: str, act: Any) -> Any:
+    started = time.monotonic()
+    found = act()
+    report["seconds"][name] = round(time.monotonic() - started)
+    return found
+
+
+def _describe() -> dict[str, Any]:
+    said = subprocess.run([sys.executable, "-c", DESCRIBE], check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
+    return found
+
+
+DESCRIBE = """
+import importlib.metadata, json, platform, torch
+gpu = torch.cuda.is_available()
+versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "peft")}
+device = torch.cuda.get_device_name() if gpu else "cpu"
+print(json.dumps({"device": device, "python": platform.python_version(), "versions": versions}))
+"""
+
+
+def run_tests(output: Path, seconds: float) -> dict[str, Any]:
+    """Run the GPU tests in four processes; those that print speeds come last, alone."""
+    pytest = [sys.executable, "-m", "pytest", "-v", "-s", "-p", "no:cacheprovider", "--timeout=300"]
+    files = sorted(map(str, (REPOSITORY / "tests" / "gpu").glob("gpu_*.py")))
+    found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": Counter()}
+    until = time.monotonic() + seconds
+    for name, chosen in (("tests", ["-k", "not speed", "-n", "4"]), ("speed", ["-k", "speed"])):
+        limit = f"--session-timeout={max(1, until - time.monotonic()):.0f}"
+        with (output / f"{name}.log").open("w") as log:
+            junit = output / f"{name}.xml"
+            subprocess.run([*pytest, limit, f"--junitxml={junit}", *chosen, *files], cwd=REPOSITORY, stdout=log)
+        for case in ElementTree.parse(junit).iter("testcase"):
+            if (skip := case.find("skipped")) is not None:
+                found["skipped"][skip.get("message", "")] += 1
+            elif case.find("failure") is not None or case.find("error") is not None:
+                found["failed"].append(case.get("name"))
+            else:
+                found["passed"] += 1
+    return found
+
+
+def run_benchmark(name: str, output: Path, seconds: float) -> dict[str, Any] | None:
+    """Run a benchmark for at most `seconds`. Returns the JSON of its last line; None if it was ended or failed."""
+    with (output / f"{name}.log").open("w+") as log:
+        command = [sys.executable, str(REPOSITORY / "benchmarks" / name), "--quick"]
+        try:
+            subprocess.run(command, stdout=log, timeout=max(1, seconds), check=True)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            print(error, file=sys.stderr)
+            return None
+        log.seek(0)
+        found: dict[str, Any] = json.loads(log.read().splitlines()[-1])
+        return found
+
+
+def main() -> None:
+    """Download the wheels, or run the parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    wheels = commands.add_parser("wheels")
+    wheels.add_argument("freeze", type=Path)
+    wheels.add_argument("folder", type=Path)
+    wheels.add_argument("--python", default="3.12")
+    wheels.add_argument("--cuda", default="130", help="of bitsandbytes' libraries, such as 130 for 13.0")
+    there = commands.add_parser("run")
+    there.add_argument("folder", type=Path)
+    there.add_argument("output", type=Path)
+    there.add_argument("--minutes", type=float, default=9.0)
+    options = parser.parse_args()
+    if options.command == "wheels":
+        download(options.freeze, options.folder, options.python, options.cuda)
+    else:
+        print(json.dumps(run(options.folder.resolve(), options.output.resolve(), options.minutes)))
+
+
+if __name__ == "__main__":
+    main()
