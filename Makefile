@@ -188,7 +188,7 @@ models/%: $(VENV)/.installed
 	$(call install,$(VENV),-e '.[real]')
 	$(BIN)/python recipes/real/fetch.py $* $@
 
-# A pretrained model learns to count letters with Python: about an hour, and 6 GB of memory.
+# A pretrained model learns to count letters with Python: half an hour, and 10 GB of memory.
 real: models/qwen-0.5b
 	$(BIN)/agentfactory train recipes/real/letter_counting.yaml model.path=models/qwen-0.5b $(ARGS)
 

@@ -13,6 +13,8 @@ from agentfactory.tools.processes.interruption import run_interruptibly
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server must answer."""
+_ENGINES = {"vllm": "vllm", "agentfactory": "embedded"}
+"""Owner of the models that a server lists -> its engine. An SGLang server is checked when the run attaches to it."""
 
 
 def check_reach(recipe: Recipe) -> None:
@@ -33,13 +35,16 @@ def check_hub(recipe: Recipe | StagedRecipe, purpose: Purpose) -> None:
 
 
 def check_servers_answer(recipe: Recipe) -> None:
-    """Raise SettingError if nothing answers at an address of `server.url`."""
+    """Raise SettingError if nothing answers at an address of `server.url`, or an engine that does not do what
+    `server.engine` does. The default, vLLM, stands for both: what it requires suffices for the embedded engine."""
     # imported here, because most recipes start their server
     from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
     for url in recipe.server.urls:
         try:
-            ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN).get("/openapi.json")
+            server = ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN)
+            server.get("/openapi.json")
+            cards = server.get("/v1/models").get("data", [])
         except ServerGoneError as error:
             fix = "start it: agentfactory serve RECIPE server.url=null server.port=PORT; or set server.url=null, and a "
             fix += "server is started here"
@@ -47,6 +52,9 @@ def check_servers_answer(recipe: Recipe) -> None:
         except SyncError:
             # it answers; what it lacks is reported by those that use it
             continue
+        engine = next((_ENGINES.get(card.get("owned_by")) for card in cards), None)
+        if recipe.server.engine == "embedded" and engine == "vllm":
+            raise SettingError("server.engine", f"got embedded, but vLLM answers at {url}", "set server.engine=vllm")
 
 
 def check_tools_open(recipe: RolloutRecipe) -> None:
