@@ -2,14 +2,22 @@
 
 import ast
 import os
-import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter, doubts_about_targets
+from agentfactory.recipe.code_checks import (
+    check_anchors,
+    check_programs,
+    check_resets,
+    check_servers,
+    check_user_code,
+    gives_reward,
+    may_open_chains,
+)
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.sglang_checks import check_sglang, check_sglang_is_installed
@@ -23,21 +31,9 @@ from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.model_hub import HubName, is_hub_name, model_names, use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.parsers import AUTO, load_parser
-from agentfactory.tools.environments.environment import (
-    Environment,
-    check_data_rows,
-    check_machine_for,
-    gives_anchors,
-    reset_schema,
-)
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
-from agentfactory.tools.prebuilt.registry import prebuilt
-from agentfactory.tools.tool import is_tool
-from agentfactory.tools.user_code.loading import UserCodeError, load_object
-from agentfactory.trainers.config import GigpoOptions
 
 _TRIED_ROWS = 3
 
@@ -82,10 +78,10 @@ def check(
 def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lack: Lack) -> None:
     if purpose != "tools":
         _check_files(recipe, prepared, after)
-    _check_programs(recipe, lack, prepared)
-    _check_user_code(recipe, purpose, lack)
+    check_programs(recipe, lack, prepared)
+    check_user_code(recipe, lack, tools_only=purpose == "tools")
     if runs_chains(recipe, purpose) or purpose == "tools":
-        _check_servers(recipe, prepared)
+        check_servers(recipe, prepared)
     uses_server = runs_chains(recipe, purpose) or purpose == "serve"
     if uses_server and recipe.server.engine == "sglang":
         check_sglang(recipe)
@@ -110,7 +106,7 @@ def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
         _check_files(recipe, None, None if is_first else "the stage before")
         _check_rows(recipe, "train", None)
         if runs_chains(recipe, "train"):
-            _check_servers(recipe, None)
+            check_servers(recipe, None)
     except SettingError as error:
         fix = f"correct the prepare function, and delete {display(prepared)} so that it runs again"
         raise SettingError(error.field, error.problem, fix, source=error.source or recipe.name) from error.__cause__
@@ -182,7 +178,7 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
         if data.registered is not None:
             tasks = load_tasks(data, section)
             if acts:
-                _check_resets(recipe, tasks, section)
+                check_resets(recipe, tasks, section)
         if (path := data.file) is None:
             continue
         is_made = prepared is not None and path.is_relative_to(prepared)
@@ -199,10 +195,10 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         return
     if recipe.rollout.agent is None:
         check_lengths(tasks, recipe.rollout, section)
-        if not recipe.rollout.system_prompt and not _may_open_chains(recipe):
+        if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
     Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
-    _check_resets(recipe, tasks, section)
+    check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
         # imported here, because it imports transformers
         from agentfactory.rollout.gateway.client_agents import ClientAgent
@@ -305,194 +301,6 @@ def _check_images(tasks: list[Task], section: str) -> None:
                 raise SettingError(section, problem, "correct it, or leave the row out")
 
 
-def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
-    """Check that environments accept the rows."""
-    modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
-    modules |= {
-        f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
-    }
-    for name, reference in modules.items():
-        found = _load(reference, name, prebuilt())
-        if not _is_environment(found):
-            continue
-        needed = reset_schema(found)["required"]
-        for number, row in enumerate(tasks, 1):
-            missing = [field for field in needed if field not in row]
-            if not missing:
-                continue
-            problem = (
-                f"the reset of {_shown(reference)} needs {', '.join(missing)}, which row {number} of {section} lacks "
-                f"({', '.join(row)})"
-            )
-            raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
-        check_data_rows(found, tasks, section, has_rewards=bool(recipe.rewards) or _may_report_reward(recipe))
-
-
-def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
-    for key, server in recipe.mcp_servers.items():
-        folder = Path(server.cwd or ".")
-        if "${chain}" in str(folder):
-            folder = Path.cwd()
-        if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
-            raise SettingError(
-                f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"
-            )
-        _check_program(f"mcp_servers.{key}.command", server.command or "python", server.cwd or "", lack)
-    if (agent := recipe.rollout.agent) is not None and agent.command:
-        program = agent.command[0]
-        # a relative path is in the chain's folder, and ProgramAgent checks it
-        if "${" not in program and ("/" not in program or os.path.isabs(program)):
-            _check_program("rollout.agent.command.0", program, agent.options.workspace or "", lack)
-
-
-def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
-    """Check that a program exists: in `folder` if it has a slash, else on PATH; `python` is the running one."""
-    command = sys.executable if command == "python" else command
-    path = os.path.join(folder, command)
-    if shutil.which(path if "/" in command else command):
-        return
-    if not os.path.isfile(path):
-        lack(field, f"no program {command!r}", "install it, or give its full path")
-    elif "/" in command:
-        raise SettingError(field, f"{command} is not executable", f"chmod +x {path}")
-    else:
-        problem = f"no program {command!r} is on PATH, but {folder or 'the current folder'} has such a file"
-        executable = "" if os.access(path, os.X_OK) else f", after chmod +x {path}"
-        raise SettingError(field, problem, f"give its full path, {os.path.abspath(path)}{executable}")
-
-
-def _check_servers(recipe: Recipe, prepared: Path | None) -> None:
-    if not recipe.mcp_servers:
-        return
-    # imported here, because the MCP SDK is slow to import and few recipes need it
-    from agentfactory.tools.mcp_servers.server_entry import check_entry
-
-    for key, server in recipe.mcp_servers.items():
-        check_entry(key, server, Path.cwd(), prepared)
-
-
-def _check_user_code(recipe: Recipe, purpose: Purpose, lack: Lack) -> None:
-    # a check writes nothing, not even bytecode next to the user's files
-    write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        _load_tools(recipe, lack)
-        if purpose != "tools":
-            _load_user_code(recipe)
-    finally:
-        sys.dont_write_bytecode = write_bytecode
-
-
-def _load_tools(recipe: Recipe, lack: Lack) -> None:
-    for index, reference in enumerate(recipe.tools):
-        found = _load(reference, f"tools.{index}", prebuilt())
-        if not (_is_environment(found) or is_tool(found)):
-            raise SettingError(
-                f"tools.{index}",
-                f"{_shown(reference)} is not a tool but a {type(found).__name__}",
-                "put @tool above its definition, or name an Environment class",
-            )
-        _check_machine(found, {}, f"tools.{index}", "", lack)
-    for key, server in recipe.mcp_servers.items():
-        if server.module is not None:
-            found = _load(server.module, f"mcp_servers.{key}.module", prebuilt())
-            # imported here, because the MCP SDK is slow to import and few recipes need it
-            from agentfactory.tools.mcp_servers.own_server import build_server
-
-            try:
-                build_server([found], key, server.pool, server.options)
-            except (TypeError, ValueError) as error:
-                problem = f"{_shown(server.module)} cannot be served: {error}"
-                raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
-            _check_machine(found, server.options, f"mcp_servers.{key}.module", f"mcp_servers.{key}.options", lack)
-
-
-def _check_machine(found: Any, options: dict[str, Any], name: str, options_name: str, lack: Lack) -> None:
-    if _is_environment(found):
-        try:
-            check_machine_for(found, options)
-        except SettingError as error:
-            if error.field.partition(".")[0] in options:
-                raise error.at(f"{options_name}.{error.field}") from None
-            lack(name, error.problem, error.fix)
-
-
-def _load_user_code(recipe: Recipe) -> None:
-    Rewards.load(recipe.rewards, Path.cwd())
-    native = recipe.rollout.parser == AUTO or load_parser(recipe.rollout.parser, Path.cwd()).native
-    if recipe.rollout.agent is not None:
-        if recipe.rollout.agent.name is not None and recipe.rollout.agent.outside is None:
-            _load(recipe.rollout.agent.name, "rollout.agent")
-        # imported here, because it imports transformers
-        from agentfactory.rollout.gateway.client_agents import ClientAgent
-        from agentfactory.rollout.gateway.gateway_runner import check_recipe
-        from agentfactory.rollout.gateway.load_agent import load_agent
-
-        if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):
-            check_recipe(recipe.rollout, native)
-
-
-def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:
-    try:
-        return load_object(reference, Path.cwd(), prebuilt)
-    except UserCodeError as error:
-        raise SettingError(name, f"unknown: {error.problem}", error.fix) from error.__cause__
-
-
-def _shown(reference: str) -> str:
-    file, colon, name = reference.rpartition(":")
-    if not colon:
-        return name
-    return f"{display(Path(file))}:{name}"
-
-
-def _is_environment(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, Environment)
-
-
-def _judges(found: Any) -> bool:
-    return _is_environment(found) and found.reward is not Environment.reward
-
-
-def _modules(recipe: Recipe) -> list[Any]:
-    """Return the Python objects that the recipe names: tools, Environment classes and MCP servers."""
-    names = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
-    return [load_object(name, Path.cwd(), prebuilt()) for name in names]
-
-
-def _may_report_reward(recipe: Recipe) -> bool:
-    """Return whether chains are played by external programs, which may report the reward."""
-    return recipe.rollout.agent is not None and recipe.rollout.agent.outside is not None
-
-
-def _may_open_chains(recipe: Recipe) -> bool:
-    """Return whether an environment may give a chain's first text; external servers may be environments."""
-    is_external = any(server.module is None for server in recipe.mcp_servers.values())
-    return is_external or any(map(_is_environment, _modules(recipe)))
-
-
-def _gives_reward(recipe: Recipe) -> bool:
-    return (
-        bool(recipe.rewards)
-        or _may_report_reward(recipe)
-        or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
-        or any(map(_judges, _modules(recipe)))
-    )
-
-
-def _check_anchors(recipe: Recipe) -> None:
-    """Check that an environment defines anchor states. An external server may report them in its results."""
-    options = recipe.train.advantage.options
-    if not isinstance(options, GigpoOptions) or options.anchors != "environment":
-        return
-    elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
-    if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):
-        return
-    problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
-    raise SettingError(
-        "train.advantage.estimator", problem, "define it, or set train.advantage.options.anchors=observation"
-    )
-
-
 def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
     rollout, server = recipe.rollout, recipe.server
     if purpose == "eval" and recipe.eval.data is None:
@@ -505,7 +313,7 @@ def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
         )
     if recipe.eval.every and recipe.eval.data is None:
         raise SettingError("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
-    if not _gives_reward(recipe):
+    if not gives_reward(recipe):
         fix = "name FILE.py:NAME of a @reward, or an Environment"
         if recipe.needs_rewards or purpose != "train":
             raise SettingError("rewards", "empty, and no environment gives a reward", fix)
@@ -513,7 +321,7 @@ def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
             problem = "set, but there are no rewards by which held-out chains could be judged"
             raise SettingError("eval.data", problem, f"set null; or rewards: {fix}")
     if purpose == "train":
-        _check_anchors(recipe)
+        check_anchors(recipe)
     check_context(rollout)
     if rollout.max_total_tokens > server.max_model_len:
         raise SettingError(

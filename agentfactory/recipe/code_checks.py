@@ -1,0 +1,219 @@
+"""Checks of what a recipe names of the user's: programs, tools, MCP servers, rewards, environments and agents."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentfactory.recipe.composition import display
+from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.train_checks import Lack
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.text.parsers import AUTO, load_parser
+from agentfactory.tools.environments.environment import (
+    Environment,
+    check_data_rows,
+    check_machine_for,
+    gives_anchors,
+    reset_schema,
+)
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.tool import is_tool
+from agentfactory.tools.user_code.loading import UserCodeError, load_object
+from agentfactory.trainers.config import GigpoOptions
+
+
+def check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
+    """Check that the programs of MCP servers and of the agent exist, and their folders."""
+    for key, server in recipe.mcp_servers.items():
+        folder = Path(server.cwd or ".")
+        if "${chain}" in str(folder):
+            folder = Path.cwd()
+        if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
+            raise SettingError(
+                f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"
+            )
+        _check_program(f"mcp_servers.{key}.command", server.command or "python", server.cwd or "", lack)
+    if (agent := recipe.rollout.agent) is not None and agent.command:
+        program = agent.command[0]
+        # a relative path is in the chain's folder, and ProgramAgent checks it
+        if "${" not in program and ("/" not in program or os.path.isabs(program)):
+            _check_program("rollout.agent.command.0", program, agent.options.workspace or "", lack)
+
+
+def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
+    """Check that a program exists: in `folder` if it has a slash, else on PATH; `python` is the running one."""
+    command = sys.executable if command == "python" else command
+    path = os.path.join(folder, command)
+    if shutil.which(path if "/" in command else command):
+        return
+    if not os.path.isfile(path):
+        lack(field, f"no program {command!r}", "install it, or give its full path")
+    elif "/" in command:
+        raise SettingError(field, f"{command} is not executable", f"chmod +x {path}")
+    else:
+        problem = f"no program {command!r} is on PATH, but {folder or 'the current folder'} has such a file"
+        executable = "" if os.access(path, os.X_OK) else f", after chmod +x {path}"
+        raise SettingError(field, problem, f"give its full path, {os.path.abspath(path)}{executable}")
+
+
+def check_servers(recipe: Recipe, prepared: Path | None) -> None:
+    """Check the entries of `mcp_servers`."""
+    if not recipe.mcp_servers:
+        return
+    # imported here, because the MCP SDK is slow to import and few recipes need it
+    from agentfactory.tools.mcp_servers.server_entry import check_entry
+
+    for key, server in recipe.mcp_servers.items():
+        check_entry(key, server, Path.cwd(), prepared)
+
+
+def check_user_code(recipe: Recipe, lack: Lack, tools_only: bool) -> None:
+    """Check that tools, and unless `tools_only` rewards, the parser and the agent, can be loaded."""
+    # a check writes nothing, not even bytecode next to the user's files
+    write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        _load_tools(recipe, lack)
+        if not tools_only:
+            _load_user_code(recipe)
+    finally:
+        sys.dont_write_bytecode = write_bytecode
+
+
+def _load_tools(recipe: Recipe, lack: Lack) -> None:
+    for index, reference in enumerate(recipe.tools):
+        found = _load(reference, f"tools.{index}", prebuilt())
+        if not (_is_environment(found) or is_tool(found)):
+            raise SettingError(
+                f"tools.{index}",
+                f"{_shown(reference)} is not a tool but a {type(found).__name__}",
+                "put @tool above its definition, or name an Environment class",
+            )
+        _check_machine(found, {}, f"tools.{index}", "", lack)
+    for key, server in recipe.mcp_servers.items():
+        if server.module is not None:
+            found = _load(server.module, f"mcp_servers.{key}.module", prebuilt())
+            # imported here, because the MCP SDK is slow to import and few recipes need it
+            from agentfactory.tools.mcp_servers.own_server import build_server
+
+            try:
+                build_server([found], key, server.pool, server.options)
+            except (TypeError, ValueError) as error:
+                problem = f"{_shown(server.module)} cannot be served: {error}"
+                raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
+            _check_machine(found, server.options, f"mcp_servers.{key}.module", f"mcp_servers.{key}.options", lack)
+
+
+def _check_machine(found: Any, options: dict[str, Any], name: str, options_name: str, lack: Lack) -> None:
+    if _is_environment(found):
+        try:
+            check_machine_for(found, options)
+        except SettingError as error:
+            if error.field.partition(".")[0] in options:
+                raise error.at(f"{options_name}.{error.field}") from None
+            lack(name, error.problem, error.fix)
+
+
+def _load_user_code(recipe: Recipe) -> None:
+    Rewards.load(recipe.rewards, Path.cwd())
+    native = recipe.rollout.parser == AUTO or load_parser(recipe.rollout.parser, Path.cwd()).native
+    if recipe.rollout.agent is not None:
+        if recipe.rollout.agent.name is not None and recipe.rollout.agent.outside is None:
+            _load(recipe.rollout.agent.name, "rollout.agent")
+        # imported here, because it imports transformers
+        from agentfactory.rollout.gateway.client_agents import ClientAgent
+        from agentfactory.rollout.gateway.gateway_runner import check_recipe
+        from agentfactory.rollout.gateway.load_agent import load_agent
+
+        if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):
+            check_recipe(recipe.rollout, native)
+
+
+def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
+    """Check that environments accept the rows."""
+    modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
+    modules |= {
+        f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
+    }
+    for name, reference in modules.items():
+        found = _load(reference, name, prebuilt())
+        if not _is_environment(found):
+            continue
+        needed = reset_schema(found)["required"]
+        for number, row in enumerate(tasks, 1):
+            missing = [field for field in needed if field not in row]
+            if not missing:
+                continue
+            problem = (
+                f"the reset of {_shown(reference)} needs {', '.join(missing)}, which row {number} of {section} lacks "
+                f"({', '.join(row)})"
+            )
+            raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
+        check_data_rows(found, tasks, section, has_rewards=bool(recipe.rewards) or _may_report_reward(recipe))
+
+
+def check_anchors(recipe: Recipe) -> None:
+    """Check that an environment defines anchor states. An external server may report them in its results."""
+    options = recipe.train.advantage.options
+    if not isinstance(options, GigpoOptions) or options.anchors != "environment":
+        return
+    elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
+    if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):
+        return
+    problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
+    raise SettingError(
+        "train.advantage.estimator", problem, "define it, or set train.advantage.options.anchors=observation"
+    )
+
+
+def gives_reward(recipe: Recipe) -> bool:
+    """Return whether anything gives chains a reward."""
+    return (
+        bool(recipe.rewards)
+        or _may_report_reward(recipe)
+        or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
+        or any(map(_judges, _modules(recipe)))
+    )
+
+
+def _may_report_reward(recipe: Recipe) -> bool:
+    """Return whether chains are played by external programs, which may report the reward."""
+    return recipe.rollout.agent is not None and recipe.rollout.agent.outside is not None
+
+
+def may_open_chains(recipe: Recipe) -> bool:
+    """Return whether an environment may give a chain's first text; external servers may be environments."""
+    is_external = any(server.module is None for server in recipe.mcp_servers.values())
+    return is_external or any(map(_is_environment, _modules(recipe)))
+
+
+def _is_environment(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Environment)
+
+
+def _judges(found: Any) -> bool:
+    return _is_environment(found) and found.reward is not Environment.reward
+
+
+def _modules(recipe: Recipe) -> list[Any]:
+    """Return the Python objects that the recipe names: tools, Environment classes and MCP servers."""
+    names = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
+    return [load_object(name, Path.cwd(), prebuilt()) for name in names]
+
+
+def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:
+    try:
+        return load_object(reference, Path.cwd(), prebuilt)
+    except UserCodeError as error:
+        raise SettingError(name, f"unknown: {error.problem}", error.fix) from error.__cause__
+
+
+def _shown(reference: str) -> str:
+    file, colon, name = reference.rpartition(":")
+    if not colon:
+        return name
+    return f"{display(Path(file))}:{name}"
