@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import sqrt
 from statistics import fmean, median
 from typing import Any
 
@@ -22,16 +24,23 @@ MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
 """Symptom: KL(server || trainer) this many times above the median and above this many nats, for this many steps, while
 success is no better than usual."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
-"""Success is averaged over this many steps. If the best average is at least this high, a fall by half is more than
-chance; if it is at least a quarter of this, so is a fall to 0. Tasks without success use the reward, if it fell by more
-than its standard deviation."""
+"""Symptom: success, averaged over this many steps, is below half of its best average, which was at least this high; or
+it is 0, and its best was at least a quarter of this. Tasks without success use the reward, if it fell by more than its
+standard deviation."""
+CHANCE_FACTOR = 3.5
+"""Averages of SUCCESS_STEPS steps may differ by this many times the usual change from a step to the next: the few tasks
+of a step are not all equally hard."""
 UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 """Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
 while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
 tasks."""
-FORMAT_FALL, CALLS_FALL = 0.15, 0.5
-"""Symptom: the share of turns that could be parsed, averaged over SUCCESS_STEPS, is this much below its best; or the
-calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best."""
+FORMAT_RISE, CALLS_FALL = 0.15, 0.5
+"""Symptom: the share of turns that could not be parsed though they were not cut at rollout.max_tokens, averaged over
+SUCCESS_STEPS, is this much above its lowest; or the calls of a chain are below this share of their best, while success
+is UNSTABLE_LEAST below its best."""
+CAUSE_RISE, MOST = 0.1, 0.5
+"""Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
+nothing, if they are most turns."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
 
@@ -47,16 +56,21 @@ class Finding:
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
-    it was gone."""
+    it was gone.
 
+    `alike`: the tasks of all steps are equally hard on average, so that success that falls is a sign. They are not if
+    they come in the order of the file, such as easy ones first, or by rollout.curriculum.
+    """
+
+    alike: bool = True
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
     _best: float = 0.0
     """Highest success, or reward if there is no success, averaged over SUCCESS_STEPS."""
     _best_step: int = 0
     _best_entropy: float | None = None
     """Entropy when success was best; before that, of the first step."""
-    _best_parsed: float = 0.0
-    """Highest share of turns that could be parsed, averaged over SUCCESS_STEPS."""
+    _least: dict[str, float] = field(default_factory=dict)
+    """Lowest share of malformed, cut and unreadable turns, of the first step or averaged over SUCCESS_STEPS."""
     _best_calls: float = 0.0
     """Most calls of a chain, averaged over SUCCESS_STEPS."""
     _before: float = 0.0
@@ -71,7 +85,11 @@ class Health:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
             return []
-        self._steps.append({**figures, **_parsed(figures)})
+        shares = _shares(figures)
+        self._steps.append({**figures, **shares})
+        for name, share in shares.items():
+            least, recent = self._least.get(name, share), self._recent(name)
+            self._least[name] = least if recent is None else min(least, recent)
         found: list[Finding] = []
         for symptom, look in self._looks().items():
             text = look(figures)
@@ -81,7 +99,7 @@ class Health:
                 self._told.add(symptom)
                 page = RATES_PAGE if symptom is Symptom.UNSTABLE else PAGE
                 found.append(
-                    Finding(symptom, f"step {figures['step']}: {text}; {_cause(symptom, figures)}; see {page}")
+                    Finding(symptom, f"step {figures['step']}: {text}; {self._cause(symptom, figures)}; see {page}")
                 )
         return found
 
@@ -144,7 +162,7 @@ class Health:
         else:
             # half of a negative reward is meaningless
             fell = self._best > 0 and self._best - level > max(step["reward_std"] for step in self._steps)
-        if not fell or level >= self._best / 2:
+        if not self.alike or not fell or level >= self._best / 2 or self._best - level <= self._chance(name):
             return None
         best = f"{self._best:.2f} up to step {self._best_step}"
         return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
@@ -153,9 +171,9 @@ class Health:
         # checked after _success, which notes the best
         level, entropy, entropy_then = self._recent("success"), self._recent("entropy"), self._best_entropy
         best = max(self._best, self._before)
-        if level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
+        if not self.alike or level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
             return None
-        fell = level < best - max(UNSTABLE_LEAST, UNSTABLE_FALL * best)
+        fell = level < best - max(UNSTABLE_LEAST, UNSTABLE_FALL * best, self._chance("success"))
         if not fell or entropy < UNSTABLE_ENTROPY * entropy_then:
             return None
         grew = f"entropy grew from {entropy_then:.2g} to {entropy:.2g} nats"
@@ -163,13 +181,13 @@ class Health:
 
     def _format(self, figures: Figures) -> str | None:
         # checked after _success, which notes the best
-        parsed, calls = self._recent(_PARSED), self._recent("trajectory/tool_calls")
-        if parsed is not None:
-            self._best_parsed = max(self._best_parsed, parsed)
-            if parsed < self._best_parsed - FORMAT_FALL:
-                return f"the turns that could be parsed fell from {self._best_parsed:.0%} to {parsed:.0%}"
+        unreadable, calls = self._recent(_UNREADABLE), self._recent("trajectory/tool_calls")
+        if unreadable is not None and unreadable - self._least[_UNREADABLE] > max(
+            FORMAT_RISE, self._chance(_UNREADABLE)
+        ):
+            return f"the format has been lost: {self._rise(_MALFORMED, self._steps[-1])}"
         level = self._recent(_goal(figures))
-        if calls is None or level is None:
+        if calls is None or level is None or not self.alike:
             return None
         self._best_calls = max(self._best_calls, calls)
         # an agent that gets better may need fewer calls
@@ -178,10 +196,40 @@ class Health:
         goal = f"{_goal(figures)} from {self._best:.2f} to {level:.2f}"
         return f"the calls of a chain fell from {self._best_calls:.1f} to {calls:.1f}, and {goal}"
 
+    def _cause(self, symptom: Symptom, figures: Figures) -> str:
+        """Return the most likely cause, judging by the metrics."""
+        shares = _shares(figures)
+        risen = {name for name, share in shares.items() if share - self._least[name] > CAUSE_RISE}
+        if symptom is not Symptom.FORMAT and _UNREADABLE in risen:
+            return f"the format has been lost: {self._rise(_MALFORMED, shares)}"
+        if symptom is not Symptom.FORMAT and _CUT in risen:
+            return f"{self._rise(_CUT, shares)}: raise rollout.max_tokens, or read their text"
+        if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
+            return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
+        if symptom is Symptom.NO_GRADIENT:
+            malformed, cut = shares.get(_MALFORMED, 0.0), shares.get(_CUT, 0.0)
+            if max(malformed, cut) > MOST:
+                return f"{malformed:.0%} of the turns are malformed, and {cut:.0%} are cut at rollout.max_tokens"
+            rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
+            return (
+                f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
+            )
+        return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
+
+    def _rise(self, name: str, shares: Figures) -> str:
+        return f"{name} turns rose from {self._least[name]:.0%} to {shares[name]:.0%} of the turns"
+
     def _recent(self, name: str) -> float | None:
         """Return the mean of a metric over the last SUCCESS_STEPS steps; None if there are fewer."""
         values = [step[name] for step in list(self._steps)[-SUCCESS_STEPS:] if name in step]
         return fmean(values) if len(values) == SUCCESS_STEPS else None
+
+    def _chance(self, name: str) -> float:
+        """Return by how much averages of a metric over SUCCESS_STEPS steps may differ by chance. The largest change is
+        left out: it may be the one to detect."""
+        values = [step[name] for step in self._steps if name in step]
+        changes = sorted((after - before) ** 2 for before, after in pairwise(values))[:-1]
+        return CHANCE_FACTOR * sqrt(fmean(changes)) if changes else 0.0
 
     def _usual(self, name: str) -> float | None:
         """Return the median of a metric over earlier steps, including steps with signs of trouble, so that a lasting
@@ -201,31 +249,18 @@ class Health:
         return self._run[sign]
 
 
-_PARSED = "parsed"
+_MALFORMED, _CUT, _UNREADABLE = "malformed", "cut", "unreadable"
 
 
-def _parsed(figures: Figures) -> dict[str, float]:
-    """Return the share of the turns that could be parsed; nothing if it is unknown."""
+def _shares(figures: Figures) -> dict[str, float]:
+    """Return the shares of the turns that were malformed, that were cut at rollout.max_tokens, and that were malformed
+    without being cut (at least: a cut turn need not be malformed); nothing if they are unknown."""
     turns, malformed = figures.get("turns"), figures.get("trajectory/tool_errors/malformed_call")
-    return {_PARSED: 1 - malformed / turns} if turns and malformed is not None else {}
+    if not turns or malformed is None:
+        return {}
+    cut = figures.get("trajectory/truncated_turns", 0.0)
+    return {_MALFORMED: malformed / turns, _CUT: cut / turns, _UNREADABLE: max(malformed - cut, 0.0) / turns}
 
 
 def _goal(figures: Figures) -> str:
     return "success" if "success" in figures else "reward"
-
-
-def _cause(symptom: Symptom, figures: Figures) -> str:
-    """Return the most likely cause, judging by the metrics."""
-    turns = figures.get("turns", 0.0)
-    malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
-    cut = figures.get("trajectory/truncated_turns", 0.0)
-    if turns and malformed > 0.1 * turns:
-        return f"the format has been lost: the calls of {malformed:.1f} of {turns:.1f} turns a chain cannot be read"
-    if turns and cut > 0.3 * turns:
-        return f"{cut:.1f} of {turns:.1f} turns a chain are cut at rollout.max_tokens"
-    if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
-        return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
-    if symptom is Symptom.NO_GRADIENT:
-        rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
-        return f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
-    return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
