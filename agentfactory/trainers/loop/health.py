@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import sqrt
+from math import exp, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.trainers.config import Symptom
 
 Figures = Mapping[str, Any]
@@ -28,8 +29,8 @@ SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
 it is 0, and its best was at least a quarter of this. Tasks without success use the reward, if it fell by more than its
 standard deviation."""
 CHANCE_FACTOR = 3.5
-"""Averages of SUCCESS_STEPS steps may differ by this many times the usual change from a step to the next: the few tasks
-of a step are not all equally hard."""
+"""Success, the share of unreadable turns and the logarithm of the entropy may differ by this many times their usual
+change from a step to the next: a step has few tasks, and they are not all equally hard."""
 UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 """Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
 while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
@@ -53,13 +54,20 @@ class Finding:
     text: str
 
 
+def ordered_by(recipe: RolloutRecipe) -> str | None:
+    """Return the setting by which later steps may have harder tasks; None if each step has a random sample."""
+    if recipe.data is not None and not recipe.data.shuffle:
+        return "data.shuffle=false"
+    return None if recipe.rollout.curriculum is None else "rollout.curriculum"
+
+
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
     it was gone.
 
-    `alike`: the tasks of all steps are equally hard on average, so that success that falls is a sign. They are not if
-    they come in the order of the file, such as easy ones first, or by rollout.curriculum.
+    `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success that falls is a
+    sign of trouble.
     """
 
     alike: bool = True
@@ -86,7 +94,7 @@ class Health:
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
             return []
         shares = _shares(figures)
-        self._steps.append({**figures, **shares})
+        self._steps.append({**figures, **shares, _LOG_ENTROPY: log(max(figures.get("entropy", 0.0), _TINY))})
         for name, share in shares.items():
             least, recent = self._least.get(name, share), self._recent(name)
             self._least[name] = least if recent is None else min(least, recent)
@@ -129,9 +137,11 @@ class Health:
         entropy, usual = figures.get("entropy"), self._usual("entropy")
         if entropy is None or usual is None:
             return None
-        above = self._lasts("entropy above", entropy > ENTROPY_FACTOR * usual)
+        chance = exp(self._chance(_LOG_ENTROPY))
+        above = self._lasts("entropy above", entropy > max(ENTROPY_FACTOR, chance) * usual)
         # a policy that improves also becomes more certain
-        below = self._lasts("entropy below", self._no_better(figures) and entropy < usual / (2 * ENTROPY_FACTOR))
+        fell = self._no_better(figures) and entropy < usual / max(2 * ENTROPY_FACTOR, chance)
+        below = self._lasts("entropy below", fell)
         if max(above, below) < ENTROPY_STEPS:
             return None
         return f"entropy is {entropy:.3g} nats, and its median over the steps before is {usual:.3g}"
@@ -181,12 +191,13 @@ class Health:
 
     def _format(self, figures: Figures) -> str | None:
         # checked after _success, which notes the best
-        unreadable, calls = self._recent(_UNREADABLE), self._recent("trajectory/tool_calls")
-        if unreadable is not None and unreadable - self._least[_UNREADABLE] > max(
-            FORMAT_RISE, self._chance(_UNREADABLE)
-        ):
-            return f"the format has been lost: {self._rise(_MALFORMED, self._steps[-1])}"
-        level = self._recent(_goal(figures))
+        unreadable, malformed = self._recent(_UNREADABLE), self._recent(_MALFORMED)
+        if unreadable is not None and malformed is not None:
+            rise = unreadable - self._least[_UNREADABLE]
+            if rise > max(FORMAT_RISE, self._chance(_UNREADABLE)):
+                parsed = f"from {1 - self._least[_MALFORMED]:.0%} to {1 - malformed:.0%}"
+                return f"the turns that could be parsed fell {parsed}; the format has been lost"
+        calls, level = self._recent("trajectory/tool_calls"), self._recent(_goal(figures))
         if calls is None or level is None or not self.alike:
             return None
         self._best_calls = max(self._best_calls, calls)
@@ -198,26 +209,30 @@ class Health:
 
     def _cause(self, symptom: Symptom, figures: Figures) -> str:
         """Return the most likely cause, judging by the metrics."""
-        shares = _shares(figures)
-        risen = {name for name, share in shares.items() if share - self._least[name] > CAUSE_RISE}
-        if symptom is not Symptom.FORMAT and _UNREADABLE in risen:
-            return f"the format has been lost: {self._rise(_MALFORMED, shares)}"
-        if symptom is not Symptom.FORMAT and _CUT in risen:
-            return f"{self._rise(_CUT, shares)}: raise rollout.max_tokens, or read their text"
+        turns, shares = figures.get("turns", 0.0), _shares(figures)
+        malformed, cut = (
+            f"{shares.get(name, 0) * turns:.1f} of {turns:.1f} turns a chain" for name in (_MALFORMED, _CUT)
+        )
+        if symptom is not Symptom.FORMAT and self._has_risen(_UNREADABLE):
+            return f"the format has been lost: the calls of {malformed} cannot be read ({self._change(_MALFORMED)})"
+        if symptom is not Symptom.FORMAT and self._has_risen(_CUT):
+            return f"{cut} are cut at rollout.max_tokens ({self._change(_CUT)})"
         if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
             return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
         if symptom is Symptom.NO_GRADIENT:
-            malformed, cut = shares.get(_MALFORMED, 0.0), shares.get(_CUT, 0.0)
-            if max(malformed, cut) > MOST:
-                return f"{malformed:.0%} of the turns are malformed, and {cut:.0%} are cut at rollout.max_tokens"
+            if max(shares.values(), default=0.0) > MOST:
+                return f"the calls of {malformed} cannot be read, and {cut} are cut at rollout.max_tokens"
             rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
             return (
                 f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
             )
         return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
 
-    def _rise(self, name: str, shares: Figures) -> str:
-        return f"{name} turns rose from {self._least[name]:.0%} to {shares[name]:.0%} of the turns"
+    def _has_risen(self, share: str) -> bool:
+        return self._steps[-1].get(share, 0.0) - self._least.get(share, 0.0) > CAUSE_RISE
+
+    def _change(self, share: str) -> str:
+        return f"{self._steps[-1][share]:.0%}, and {self._least[share]:.0%} before"
 
     def _recent(self, name: str) -> float | None:
         """Return the mean of a metric over the last SUCCESS_STEPS steps; None if there are fewer."""
@@ -225,8 +240,8 @@ class Health:
         return fmean(values) if len(values) == SUCCESS_STEPS else None
 
     def _chance(self, name: str) -> float:
-        """Return by how much averages of a metric over SUCCESS_STEPS steps may differ by chance. The largest change is
-        left out: it may be the one to detect."""
+        """Return by how much a metric may differ by chance, judging by its changes from step to step. The largest of
+        them is left out: it may be the one to detect."""
         values = [step[name] for step in self._steps if name in step]
         changes = sorted((after - before) ** 2 for before, after in pairwise(values))[:-1]
         return CHANCE_FACTOR * sqrt(fmean(changes)) if changes else 0.0
@@ -249,7 +264,8 @@ class Health:
         return self._run[sign]
 
 
-_MALFORMED, _CUT, _UNREADABLE = "malformed", "cut", "unreadable"
+_MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
+_TINY = 1e-9
 
 
 def _shares(figures: Figures) -> dict[str, float]:
