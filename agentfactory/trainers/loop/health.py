@@ -270,10 +270,11 @@ _TINY = 1e-9
 
 def _shares(figures: Figures) -> dict[str, float]:
     """Return the shares of the turns that were malformed, that were cut at rollout.max_tokens, and that were malformed
-    without being cut (at least: a cut turn need not be malformed); nothing if they are unknown."""
-    turns, malformed = figures.get("turns"), figures.get("trajectory/tool_errors/malformed_call")
-    if not turns or malformed is None:
+    without being cut (at least: a cut turn need not be malformed)."""
+    turns = figures.get("turns")
+    if not turns:
         return {}
+    malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
     cut = figures.get("trajectory/truncated_turns", 0.0)
     return {_MALFORMED: malformed / turns, _CUT: cut / turns, _UNREADABLE: max(malformed - cut, 0.0) / turns}
 
