@@ -226,7 +226,8 @@ class Health:
             return (
                 f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
             )
-        return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
+        cause = f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
+        return f"{cause}, or a reward that pays for this" if symptom is Symptom.FORMAT else cause
 
     def _has_risen(self, share: str) -> bool:
         return self._steps[-1].get(share, 0.0) - self._least.get(share, 0.0) > CAUSE_RISE
