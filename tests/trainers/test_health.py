@@ -135,6 +135,27 @@ def test_turns_that_are_cut_are_no_lost_format() -> None:
     assert "; 2.1 of 5.0 turns a chain are cut at rollout.max_tokens (42%, and 2% before); see" in found.text
 
 
+def test_a_format_that_is_lost_in_turns_that_are_cut_is_told() -> None:
+    """A real run of the quickstart's second stage with a reward for malformed turns: from step 6 on they go on to the
+    limit, and hardly a call is left."""
+    turns = [5.891, 5.641, 5.859, 5.938, 5.938, 1.828, 2.141, 2.672, 4.109, 5.516]
+    malformed = [0.047, 0.016, 0.141, 0.797, 2.594, 0.828, 1.109, 1.656, 3.141, 5.188]
+    cut = [0.0, 0.0, 0.0, 0.0, 0.562, 1.781, 2.109, 2.656, 4.094, 5.453]
+    calls = [4.891, 5.109, 5.609, 5.078, 3.25, 0.0, 0.031, 0.016, 0.016, 0.094]
+    names = [
+        "turns",
+        *(f"trajectory/{name}" for name in ("tool_errors/malformed_call", "truncated_turns", "tool_calls")),
+    ]
+    shares = [dict(zip(names, values, strict=True)) for values in zip(turns, malformed, cut, calls, strict=True)]
+    lines = [step(n, success=0.1 if n < 4 else 0.0, entropy=0.2, **line) for n, line in enumerate(shares, 1)]
+    (number, found), *_ = findings(*lines)
+    assert (number, found.symptom) == (7, Symptom.FORMAT)
+    assert found.text.startswith(
+        "step 7: the turns that could be parsed fell from 99% to 61%; the format has been lost; "
+        "2.1 of 2.1 turns a chain are cut at rollout.max_tokens (99%, and 0% before); see"
+    )
+
+
 def test_evaluations_and_supervised_steps_are_passed_over() -> None:
     health = Health()
     assert health.note({"step": 0, "eval/sampled/success": 0.1}) == []

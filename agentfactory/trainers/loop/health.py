@@ -36,9 +36,9 @@ UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
 tasks."""
 FORMAT_RISE, CALLS_FALL = 0.15, 0.5
-"""Symptom: the share of turns that could not be parsed though they were not cut at rollout.max_tokens, averaged over
-SUCCESS_STEPS, is this much above its lowest; or the calls of a chain are below this share of their best, while success
-is UNSTABLE_LEAST below its best."""
+"""Symptom: the share of turns that could not be parsed, averaged over SUCCESS_STEPS, is this much above its lowest; or
+the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best. Turns that were
+cut at rollout.max_tokens count only if the calls have fallen so far: calls that are too long are no lost format."""
 CAUSE_RISE, MOST = 0.1, 0.5
 """Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
 nothing, if they are most turns."""
@@ -80,7 +80,7 @@ class Health:
     _least: dict[str, float] = field(default_factory=dict)
     """Lowest share of malformed, cut and unreadable turns, of the first step or averaged over SUCCESS_STEPS."""
     _best_calls: float = 0.0
-    """Most calls of a chain, averaged over SUCCESS_STEPS."""
+    """Most calls of a chain, of the first step or averaged over SUCCESS_STEPS."""
     _before: float = 0.0
     """Success of the initial weights on held-out tasks."""
     _run: dict[str, int] = field(default_factory=dict)
@@ -93,8 +93,11 @@ class Health:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
             return []
-        shares = _shares(figures)
+        if not self._steps:
+            self._best_calls = figures.get(_CALLS, 0.0)
+        shares = self._shares(figures)
         self._steps.append({**figures, **shares, _LOG_ENTROPY: log(max(figures.get("entropy", 0.0), _TINY))})
+        self._best_calls = max(self._best_calls, self._recent(_CALLS) or 0.0)
         for name, share in shares.items():
             least, recent = self._least.get(name, share), self._recent(name)
             self._least[name] = least if recent is None else min(least, recent)
@@ -197,30 +200,44 @@ class Health:
             if rise > max(FORMAT_RISE, self._chance(_UNREADABLE)):
                 parsed = f"from {1 - self._least[_MALFORMED]:.0%} to {1 - malformed:.0%}"
                 return f"the turns that could be parsed fell {parsed}; the format has been lost"
-        calls, level = self._recent("trajectory/tool_calls"), self._recent(_goal(figures))
+        calls, level = self._recent(_CALLS), self._recent(_goal(figures))
         if calls is None or level is None or not self.alike:
             return None
-        self._best_calls = max(self._best_calls, calls)
         # an agent that gets better may need fewer calls
         if calls >= CALLS_FALL * self._best_calls or level > self._best - UNSTABLE_LEAST:
             return None
         goal = f"{_goal(figures)} from {self._best:.2f} to {level:.2f}"
         return f"the calls of a chain fell from {self._best_calls:.1f} to {calls:.1f}, and {goal}"
 
+    def _shares(self, figures: Figures) -> dict[str, float]:
+        """Return the shares of the turns that were malformed, that were cut at rollout.max_tokens, and that show no
+        format: the malformed ones, without those that were cut if chains still call their tools."""
+        turns, calls = figures.get("turns"), figures.get(_CALLS, 0.0)
+        if not turns:
+            return {}
+        malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
+        cut = figures.get("trajectory/truncated_turns", 0.0)
+        unreadable = max(malformed - cut, 0.0) if calls >= CALLS_FALL * self._best_calls else malformed
+        return {_MALFORMED: malformed / turns, _CUT: cut / turns, _UNREADABLE: unreadable / turns}
+
     def _cause(self, symptom: Symptom, figures: Figures) -> str:
         """Return the most likely cause, judging by the metrics."""
-        turns, shares = figures.get("turns", 0.0), _shares(figures)
+        turns, last = figures.get("turns", 0.0), self._steps[-1]
         malformed, cut = (
-            f"{shares.get(name, 0) * turns:.1f} of {turns:.1f} turns a chain" for name in (_MALFORMED, _CUT)
+            f"{last.get(name, 0) * turns:.1f} of {turns:.1f} turns a chain" for name in (_MALFORMED, _CUT)
         )
-        if symptom is not Symptom.FORMAT and self._has_risen(_UNREADABLE):
-            return f"the format has been lost: the calls of {malformed} cannot be read ({self._change(_MALFORMED)})"
-        if symptom is not Symptom.FORMAT and self._has_risen(_CUT):
-            return f"{cut} are cut at rollout.max_tokens ({self._change(_CUT)})"
+        causes = []
+        if self._has_risen(_UNREADABLE) and symptom is not Symptom.FORMAT:
+            lost = f"the calls of {malformed} cannot be read ({self._change(_MALFORMED)})"
+            causes.append(f"the format has been lost: {lost}")
+        if self._has_risen(_CUT):
+            causes.append(f"{cut} are cut at rollout.max_tokens ({self._change(_CUT)})")
+        if causes:
+            return ", and ".join(causes)
         if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
             return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
         if symptom is Symptom.NO_GRADIENT:
-            if max(shares.values(), default=0.0) > MOST:
+            if max(last.get(_MALFORMED, 0.0), last.get(_CUT, 0.0)) > MOST:
                 return f"the calls of {malformed} cannot be read, and {cut} are cut at rollout.max_tokens"
             rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
             return (
@@ -266,18 +283,8 @@ class Health:
 
 
 _MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
+_CALLS = "trajectory/tool_calls"
 _TINY = 1e-9
-
-
-def _shares(figures: Figures) -> dict[str, float]:
-    """Return the shares of the turns that were malformed, that were cut at rollout.max_tokens, and that were malformed
-    without being cut (at least: a cut turn need not be malformed)."""
-    turns = figures.get("turns")
-    if not turns:
-        return {}
-    malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
-    cut = figures.get("trajectory/truncated_turns", 0.0)
-    return {_MALFORMED: malformed / turns, _CUT: cut / turns, _UNREADABLE: max(malformed - cut, 0.0) / turns}
 
 
 def _goal(figures: Figures) -> str:
