@@ -79,6 +79,7 @@ def garbled(trajectory, environment):
 """
 
 
+@pytest.mark.long
 def test_a_format_that_a_reward_drives_out_is_told_and_ends_the_run(
     project: Path, quickstart_run: Path, warm_start: Path, agentfactory: Command
 ) -> None:
