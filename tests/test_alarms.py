@@ -1,5 +1,8 @@
-"""Alarms of a real training made for them: a model that never calls its tools, equal rewards, slow tool processes."""
+"""Alarms of a real training made for them: a model that never calls its tools, equal rewards, slow tool processes, and
+a reward that makes the model lose its format."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -47,7 +50,7 @@ def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) ->
         ("no chain of 64 in 16 groups called a tool, though ", ""),
         ("first look: rollout.max_tokens=2 cut a turn of 8 of 8 chains; fix: rollout.max_tokens=4", ""),
         ("first look: the rewards of all 8 chains in 2 groups are 0: such groups teach nothing; fix: easier rows", ""),
-        ("step 5: nothing was learned in 5 steps: ", "the format has been lost: the calls of 1.0 of 1.0"),
+        ("step 5: nothing was learned in 5 steps: ", "1.0 of 1.0 turns a chain are cut at rollout.max_tokens; see"),
         ("chains spend ", "of their time waiting for a process of tool server pad ("),
     ):
         assert shown.count(f"warning: {start}") == 1, start
@@ -64,3 +67,58 @@ def test_groups_that_are_left_out_are_told_before_the_run_gives_up(recipe: str, 
         "\n  the rewards of all 64 chains in 16 groups are 0: such groups teach nothing; fix: easier" in result.stdout
     )
     assert "256 groups in a row had chains of equal rewards" in result.stderr
+
+
+GARBLED = """
+from agentfactory import reward
+
+
+@reward
+def garbled(trajectory, environment):
+    return {"reward": len(trajectory.malformed_turns) / trajectory.turns, **environment.metrics}
+"""
+
+
+@pytest.mark.long
+def test_a_format_that_a_reward_drives_out_is_told_and_ends_the_run(
+    project: Path, quickstart_run: Path, warm_start: Path, agentfactory: Command
+) -> None:
+    """The quickstart's second stage, with a reward that pays for calls that cannot be read. By default, tokens of such
+    turns are never reinforced."""
+    (project / "garbled.py").write_text(GARBLED)
+    recipe = {
+        "model": {"path": str(warm_start), "dtype": "float32"},
+        "data": {"path": str(quickstart_run / "prepared" / "train.jsonl")},
+        "tools": [str(REPOSITORY / "recipes" / "quickstart" / "treasure_hunt.py") + ":TreasureHunt"],
+        "rewards": ["garbled.py:garbled"],
+        "rollout": {"group_size": 16, "max_turns": 6, "max_tokens": 32, "max_total_tokens": 512, "concurrency": 128},
+        "server": {"engine": "embedded", "max_model_len": 512, "max_num_seqs": 128},
+        "train": {
+            "steps": 30,
+            "batch_size": 4,
+            "token_budget": 4096,
+            "learning_rate": 1e-3,
+            "advantage": {"malformed_turns": "like_others"},
+            "stop_when": ["format"],
+        },
+    }
+    (project / "garbled.yaml").write_text(yaml.safe_dump(recipe))
+    result = agentfactory("train", "garbled.yaml", "output=run")
+    assert result.returncode == 3, result.stdout + result.stderr
+    said = re.search(
+        r"warning: step (\d+): the turns that could be parsed fell from (\d+)% to (\d+)%; the format has been lost; ",
+        result.stdout,
+    )
+    assert said is not None, result.stdout
+    lines = [json.loads(line) for line in (project / "run" / "metrics.jsonl").read_text().splitlines()]
+    parsed = [
+        100 - 100 * line["trajectory/tool_errors/malformed_call"] / line["turns"] for line in lines if "turns" in line
+    ]
+    step, before, now = map(int, said.groups())
+    assert step == len(parsed)
+    assert now == pytest.approx(sum(parsed[-4:]) / 4, abs=0.5)
+    assert now < before - 15
+    assert before <= max(parsed) + 0.5
+    assert json.loads((project / "run" / "summary.json").read_text())["reason"].startswith(
+        "train.stop_when: format: step"
+    )

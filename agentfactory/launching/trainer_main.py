@@ -46,7 +46,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as f
 from agentfactory.trainers.checkpoints.checkpoint_folder import step_of
 from agentfactory.trainers.config import Symptom
 from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.health import Finding, Health
+from agentfactory.trainers.loop.health import Finding, Health, ordered_by
 from agentfactory.trainers.loop.rl import Note, Services, TrainResult, train_rl
 from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.loop.stopping import Stop, name_of
@@ -254,7 +254,7 @@ class _Display:
         self._stop = stop
         self._progress = progress
         self._tracking = tracking
-        self._health = Health()
+        self._health = Health(alike=ordered_by(recipe) is None)
         for metrics in folder.read_metrics():
             for finding in self._health.note(metrics):
                 self.findings.append(finding)

@@ -15,8 +15,9 @@ from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
-from agentfactory.trainers.config import ALGORITHMS, MaskOptions, TrainConfig
+from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom, TrainConfig
 from agentfactory.trainers.loop.advantages import Estimator
+from agentfactory.trainers.loop.health import ordered_by
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
@@ -362,6 +363,11 @@ def _check_unused(recipe: Recipe) -> None:
             shown = "a setting" if isinstance(value, BaseModel) else short(value)
             problem = f"got {shown}, which has an effect only with {with_what}"
             raise SettingError(name, problem, "remove it, or change that")
+    order = ordered_by(recipe)
+    for symptom in (Symptom.SUCCESS, Symptom.UNSTABLE):
+        if order is not None and symptom in train.stop_when:
+            problem = f"got {symptom.value!r}, which is not reported with {order}: later tasks may be harder"
+            raise SettingError("train.stop_when", problem, "remove it, or change that")
 
 
 def _check_mismatch(recipe: Recipe) -> None:

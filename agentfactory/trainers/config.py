@@ -338,7 +338,8 @@ class TrainConfig(Section):
     stop_when: list[Symptom] = []
     """End the run with the status `stopped` at the first of these symptoms, which are reported in any case.
     no_gradient: nothing to learn in 5 steps; entropy, mismatch: far from their earlier values; success: less than half
-    its best; format: more turns that cannot be parsed, or fewer calls. See docs/troubleshooting.md."""
+    its best; format: more turns that cannot be parsed, or fewer calls. success and unstable need tasks in random order.
+    See docs/troubleshooting.md."""
     processes: PositiveInt = 1
     """Number of trainer processes; a launch with another number is refused."""
     strategy: Literal["single", "ddp", "fsdp2"] = "single"

@@ -99,6 +99,16 @@ REFUSED = {
         "train.loss.policy",
         "remove it",
     ),
+    "a fall of success where later tasks are harder": (
+        ["train.stop_when=[format, success]", "data.shuffle=false"],
+        "train.stop_when",
+        "got 'success', which is not reported with data.shuffle=false",
+    ),
+    "the same by a curriculum": (
+        ["train.stop_when=[unstable]", "rollout.curriculum={}"],
+        "train.stop_when",
+        "which is not reported with rollout.curriculum",
+    ),
     "held-out tasks and nothing that judges them": (
         [TEACHER, "train.algorithm=distill", "rewards=[]"],
         "eval.data",

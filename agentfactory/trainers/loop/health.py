@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import exp, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.trainers.config import Symptom
 
 Figures = Mapping[str, Any]
@@ -22,16 +25,23 @@ MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
 """Symptom: KL(server || trainer) this many times above the median and above this many nats, for this many steps, while
 success is no better than usual."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
-"""Success is averaged over this many steps. If the best average is at least this high, a fall by half is more than
-chance; if it is at least a quarter of this, so is a fall to 0. Tasks without success use the reward, if it fell by more
-than its standard deviation."""
+"""Symptom: success, averaged over this many steps, is below half of its best average, which was at least this high; or
+it is 0, and its best was at least a quarter of this. Tasks without success use the reward, if it fell by more than its
+standard deviation."""
+CHANCE_FACTOR = 3.5
+"""Success, the share of unreadable turns and the logarithm of the entropy may differ by this many times their usual
+change from a step to the next: a step has few tasks, and they are not all equally hard."""
 UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 """Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
 while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
 tasks."""
-FORMAT_FALL, CALLS_FALL = 0.15, 0.5
-"""Symptom: the share of turns that could be parsed, averaged over SUCCESS_STEPS, is this much below its best; or the
-calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best."""
+FORMAT_RISE, CALLS_FALL = 0.15, 0.5
+"""Symptom: the share of turns that could not be parsed, averaged over SUCCESS_STEPS, is this much above its lowest; or
+the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best. Turns that were
+cut at rollout.max_tokens count only if the calls have fallen so far: calls that are too long are no lost format."""
+CAUSE_RISE, MOST = 0.1, 0.5
+"""Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
+nothing, if they are most turns."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
 
@@ -44,21 +54,33 @@ class Finding:
     text: str
 
 
+def ordered_by(recipe: RolloutRecipe) -> str | None:
+    """Return the setting by which later steps may have harder tasks; None if each step has a random sample."""
+    if recipe.data is not None and not recipe.data.shuffle:
+        return "data.shuffle=false"
+    return None if recipe.rollout.curriculum is None else "rollout.curriculum"
+
+
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
-    it was gone."""
+    it was gone.
 
+    `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success that falls is a
+    sign of trouble.
+    """
+
+    alike: bool = True
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
     _best: float = 0.0
     """Highest success, or reward if there is no success, averaged over SUCCESS_STEPS."""
     _best_step: int = 0
     _best_entropy: float | None = None
     """Entropy when success was best; before that, of the first step."""
-    _best_parsed: float = 0.0
-    """Highest share of turns that could be parsed, averaged over SUCCESS_STEPS."""
+    _least: dict[str, float] = field(default_factory=dict)
+    """Lowest share of malformed, cut and unreadable turns, of the first step or averaged over SUCCESS_STEPS."""
     _best_calls: float = 0.0
-    """Most calls of a chain, averaged over SUCCESS_STEPS."""
+    """Most calls of a chain, of the first step or averaged over SUCCESS_STEPS."""
     _before: float = 0.0
     """Success of the initial weights on held-out tasks."""
     _run: dict[str, int] = field(default_factory=dict)
@@ -71,7 +93,14 @@ class Health:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
             return []
-        self._steps.append({**figures, **_parsed(figures)})
+        if not self._steps:
+            self._best_calls = figures.get(_CALLS, 0.0)
+        shares = self._shares(figures)
+        self._steps.append({**figures, **shares, _LOG_ENTROPY: log(max(figures.get("entropy", 0.0), _TINY))})
+        self._best_calls = max(self._best_calls, self._recent(_CALLS) or 0.0)
+        for name, share in shares.items():
+            least, recent = self._least.get(name, share), self._recent(name)
+            self._least[name] = least if recent is None else min(least, recent)
         found: list[Finding] = []
         for symptom, look in self._looks().items():
             text = look(figures)
@@ -81,7 +110,7 @@ class Health:
                 self._told.add(symptom)
                 page = RATES_PAGE if symptom is Symptom.UNSTABLE else PAGE
                 found.append(
-                    Finding(symptom, f"step {figures['step']}: {text}; {_cause(symptom, figures)}; see {page}")
+                    Finding(symptom, f"step {figures['step']}: {text}; {self._cause(symptom, figures)}; see {page}")
                 )
         return found
 
@@ -111,9 +140,11 @@ class Health:
         entropy, usual = figures.get("entropy"), self._usual("entropy")
         if entropy is None or usual is None:
             return None
-        above = self._lasts("entropy above", entropy > ENTROPY_FACTOR * usual)
+        chance = exp(self._chance(_LOG_ENTROPY))
+        above = self._lasts("entropy above", entropy > max(ENTROPY_FACTOR, chance) * usual)
         # a policy that improves also becomes more certain
-        below = self._lasts("entropy below", self._no_better(figures) and entropy < usual / (2 * ENTROPY_FACTOR))
+        fell = self._no_better(figures) and entropy < usual / max(2 * ENTROPY_FACTOR, chance)
+        below = self._lasts("entropy below", fell)
         if max(above, below) < ENTROPY_STEPS:
             return None
         return f"entropy is {entropy:.3g} nats, and its median over the steps before is {usual:.3g}"
@@ -144,7 +175,7 @@ class Health:
         else:
             # half of a negative reward is meaningless
             fell = self._best > 0 and self._best - level > max(step["reward_std"] for step in self._steps)
-        if not fell or level >= self._best / 2:
+        if not self.alike or not fell or level >= self._best / 2 or self._best - level <= self._chance(name):
             return None
         best = f"{self._best:.2f} up to step {self._best_step}"
         return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
@@ -153,9 +184,9 @@ class Health:
         # checked after _success, which notes the best
         level, entropy, entropy_then = self._recent("success"), self._recent("entropy"), self._best_entropy
         best = max(self._best, self._before)
-        if level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
+        if not self.alike or level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
             return None
-        fell = level < best - max(UNSTABLE_LEAST, UNSTABLE_FALL * best)
+        fell = level < best - max(UNSTABLE_LEAST, UNSTABLE_FALL * best, self._chance("success"))
         if not fell or entropy < UNSTABLE_ENTROPY * entropy_then:
             return None
         grew = f"entropy grew from {entropy_then:.2g} to {entropy:.2g} nats"
@@ -163,25 +194,75 @@ class Health:
 
     def _format(self, figures: Figures) -> str | None:
         # checked after _success, which notes the best
-        parsed, calls = self._recent(_PARSED), self._recent("trajectory/tool_calls")
-        if parsed is not None:
-            self._best_parsed = max(self._best_parsed, parsed)
-            if parsed < self._best_parsed - FORMAT_FALL:
-                return f"the turns that could be parsed fell from {self._best_parsed:.0%} to {parsed:.0%}"
-        level = self._recent(_goal(figures))
-        if calls is None or level is None:
+        unreadable, malformed = self._recent(_UNREADABLE), self._recent(_MALFORMED)
+        if unreadable is not None and malformed is not None:
+            rise = unreadable - self._least[_UNREADABLE]
+            if rise > max(FORMAT_RISE, self._chance(_UNREADABLE)):
+                parsed = f"from {1 - self._least[_MALFORMED]:.0%} to {1 - malformed:.0%}"
+                return f"the turns that could be parsed fell {parsed}; the format has been lost"
+        calls, level = self._recent(_CALLS), self._recent(_goal(figures))
+        if calls is None or level is None or not self.alike:
             return None
-        self._best_calls = max(self._best_calls, calls)
         # an agent that gets better may need fewer calls
         if calls >= CALLS_FALL * self._best_calls or level > self._best - UNSTABLE_LEAST:
             return None
         goal = f"{_goal(figures)} from {self._best:.2f} to {level:.2f}"
         return f"the calls of a chain fell from {self._best_calls:.1f} to {calls:.1f}, and {goal}"
 
+    def _shares(self, figures: Figures) -> dict[str, float]:
+        """Return the shares of the turns that were malformed, that were cut at rollout.max_tokens, and that show no
+        format: the malformed ones, without those that were cut if chains still call their tools."""
+        turns, calls = figures.get("turns"), figures.get(_CALLS, 0.0)
+        if not turns:
+            return {}
+        malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
+        cut = figures.get("trajectory/truncated_turns", 0.0)
+        unreadable = max(malformed - cut, 0.0) if calls >= CALLS_FALL * self._best_calls else malformed
+        return {_MALFORMED: malformed / turns, _CUT: cut / turns, _UNREADABLE: unreadable / turns}
+
+    def _cause(self, symptom: Symptom, figures: Figures) -> str:
+        """Return the most likely cause, judging by the metrics."""
+        turns, last = figures.get("turns", 0.0), self._steps[-1]
+        malformed, cut = (
+            f"{last.get(name, 0) * turns:.1f} of {turns:.1f} turns a chain" for name in (_MALFORMED, _CUT)
+        )
+        causes = []
+        if self._has_risen(_UNREADABLE) and symptom is not Symptom.FORMAT:
+            lost = f"the calls of {malformed} cannot be read ({self._change(_MALFORMED)})"
+            causes.append(f"the format has been lost: {lost}")
+        if self._has_risen(_CUT):
+            causes.append(f"{cut} are cut at rollout.max_tokens ({self._change(_CUT)})")
+        if causes:
+            return ", and ".join(causes)
+        if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
+            return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
+        if symptom is Symptom.NO_GRADIENT:
+            if max(last.get(_MALFORMED, 0.0), last.get(_CUT, 0.0)) > MOST:
+                return f"the calls of {malformed} cannot be read, and {cut} are cut at rollout.max_tokens"
+            rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
+            return (
+                f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
+            )
+        cause = f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
+        return f"{cause}, or a reward that pays for this" if symptom is Symptom.FORMAT else cause
+
+    def _has_risen(self, share: str) -> bool:
+        return self._steps[-1].get(share, 0.0) - self._least.get(share, 0.0) > CAUSE_RISE
+
+    def _change(self, share: str) -> str:
+        return f"{self._steps[-1][share]:.0%}, and {self._least[share]:.0%} before"
+
     def _recent(self, name: str) -> float | None:
         """Return the mean of a metric over the last SUCCESS_STEPS steps; None if there are fewer."""
         values = [step[name] for step in list(self._steps)[-SUCCESS_STEPS:] if name in step]
         return fmean(values) if len(values) == SUCCESS_STEPS else None
+
+    def _chance(self, name: str) -> float:
+        """Return by how much a metric may differ by chance, judging by its changes from step to step. The largest of
+        them is left out: it may be the one to detect."""
+        values = [step[name] for step in self._steps if name in step]
+        changes = sorted((after - before) ** 2 for before, after in pairwise(values))[:-1]
+        return CHANCE_FACTOR * sqrt(fmean(changes)) if changes else 0.0
 
     def _usual(self, name: str) -> float | None:
         """Return the median of a metric over earlier steps, including steps with signs of trouble, so that a lasting
@@ -201,31 +282,10 @@ class Health:
         return self._run[sign]
 
 
-_PARSED = "parsed"
-
-
-def _parsed(figures: Figures) -> dict[str, float]:
-    """Return the share of the turns that could be parsed; nothing if it is unknown."""
-    turns, malformed = figures.get("turns"), figures.get("trajectory/tool_errors/malformed_call")
-    return {_PARSED: 1 - malformed / turns} if turns and malformed is not None else {}
+_MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
+_CALLS = "trajectory/tool_calls"
+_TINY = 1e-9
 
 
 def _goal(figures: Figures) -> str:
     return "success" if "success" in figures else "reward"
-
-
-def _cause(symptom: Symptom, figures: Figures) -> str:
-    """Return the most likely cause, judging by the metrics."""
-    turns = figures.get("turns", 0.0)
-    malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
-    cut = figures.get("trajectory/truncated_turns", 0.0)
-    if turns and malformed > 0.1 * turns:
-        return f"the format has been lost: the calls of {malformed:.1f} of {turns:.1f} turns a chain cannot be read"
-    if turns and cut > 0.3 * turns:
-        return f"{cut:.1f} of {turns:.1f} turns a chain are cut at rollout.max_tokens"
-    if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
-        return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
-    if symptom is Symptom.NO_GRADIENT:
-        rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
-        return f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
-    return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
