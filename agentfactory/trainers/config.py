@@ -31,6 +31,9 @@ def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
     return name
 
 
+Precision = Literal["auto", "fp8", "fp8_rowwise"]
+
+
 class Symptom(StrEnum):
     """A kind of problem in a run."""
 
@@ -322,6 +325,10 @@ class TrainConfig(Section):
     """Use the layer kernels of liger-kernel (GPU)."""
     compile: bool = False
     """Apply torch.compile to the backbone's layers."""
+    precision: Precision = "auto"
+    """Precision of products in linear layers: auto: model.dtype; fp8: 8 bits, one scale per tensor; fp8_rowwise: 8 bits,
+    one scale per row, which is more exact and slower. FP8 needs torchao, and a GPU that has it; a CPU emulates it. See
+    docs/placement.md. (Untested on a GPU so far.)"""
     from_trajectories: str | None = None
     """Train on saved groups (a JSONL file with its arrays beside it, or a folder of them), without worker or server."""
     min_reward: float | None = None
@@ -527,12 +534,14 @@ class TrainRecipe(RolloutRecipe):
     @property
     def rounding(self) -> dict[str, str]:
         """The fields, with their values, that make the server's weights differ from the trained ones by rounding: of
-        the server's weights, or of the base below the trainer's adapter."""
+        the server's weights, of the base below the trainer's adapter, or of weights that the trainer gathers."""
         lora = self.model.lora
         fields = {
             "server.model": self.server.model,
             "server.quantization": self.server.quantization,
             "model.lora.quantization": lora.quantization if lora else None,
+            # fsdp2 gathers them in 8 bits
+            "train.precision": "fp8" if (self.train.precision, self.train.strategy) == ("fp8", "fsdp2") else None,
         }
         return {name: value for name, value in fields.items() if value is not None}
 
