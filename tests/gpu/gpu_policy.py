@@ -1,5 +1,5 @@
 """What only a GPU computes, against what is proven on the CPU: precision, attention kernels, layer kernels, compiled
-layers, offloading, QLoRA, FP8, 8-bit optimisers. `make test-gpu` runs it, and prints how fast and small each option is."""
+layers, offloading, QLoRA, FP8, 8-bit optimisers. `make test-gpu` runs it, and prints how fast and small each is."""
 
 import random
 import time

@@ -39,8 +39,8 @@ def fp8_linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, n
     multiples of 16, except routers. Vision towers are left out by the caller: servers compute them in model.dtype, too.
 
     Heads and embeddings are outside the layers: their rounding would go into the log-probabilities unattenuated. A
-    quantised linear layer has a class of its own. An adapter's matrices are added later: they are narrow, so casts would
-    cost more than they save.
+    quantised linear layer has a class of its own. An adapter's matrices are added later: they are narrow, so casts
+    would cost more than they save.
     """
     for layer in layers:
         for name, module in layer.named_modules():
@@ -126,8 +126,8 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _plain(layer: nn.Linear, x: Tensor) -> Tensor:
-    weight: Any = layer.weight
+def _plain(layer: Any, x: Tensor) -> Tensor:
+    weight = layer.weight
     whole = weight.to_original_precision() if type(weight.data).__name__ == "Float8TrainingTensor" else weight
     return nn.functional.linear(x, whole, layer.bias)
 
