@@ -1,7 +1,10 @@
 """FP8 training: products of linear layers in 8-bit floating point, by torchao (extra `fp8`).
 
-Weights stay plain parameters of their own dtype under their own names. Each product casts its operands, with scales from
-their current values: activations and weights to e4m3, gradients to e5m2 (`fp8`) or e4m3 (`fp8_rowwise`).
+Weights stay plain parameters of their own dtype under their own names. Each product casts its operands, with scales
+from their current values: activations and weights to e4m3, gradients to e5m2 (`fp8`) or e4m3 (`fp8_rowwise`).
+
+torchao is called directly: accelerate's `mixed_precision: fp8` would also convert adapters and vision towers, and add
+an autocast of its own.
 """
 
 import logging
