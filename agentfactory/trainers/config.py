@@ -534,14 +534,12 @@ class TrainRecipe(RolloutRecipe):
     @property
     def rounding(self) -> dict[str, str]:
         """The fields, with their values, that make the server's weights differ from the trained ones by rounding: of
-        the server's weights, of the base below the trainer's adapter, or of weights that the trainer gathers."""
+        the server's weights, or of the base below the trainer's adapter."""
         lora = self.model.lora
         fields = {
             "server.model": self.server.model,
             "server.quantization": self.server.quantization,
             "model.lora.quantization": lora.quantization if lora else None,
-            # fsdp2 gathers them in 8 bits
-            "train.precision": "fp8" if (self.train.precision, self.train.strategy) == ("fp8", "fsdp2") else None,
         }
         return {name: value for name, value in fields.items() if value is not None}
 

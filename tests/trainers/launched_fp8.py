@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.fp8 import in_high_precision
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import TRAINING_STATE, load_state, part_of, write_part
@@ -42,12 +43,15 @@ def train(learner: Learner, state: Path | None = None) -> dict[str, Any]:
     # a base layer of an adapter, or a plain layer
     layer = learner.policy.network.base_model.layers[0].self_attn.q_proj
     getattr(layer, "base_layer", layer).register_forward_pre_hook(note)
+    ids, sources = torch.arange(24).reshape(2, 12), torch.arange(0, 20, 2)
+    with torch.no_grad(), in_high_precision(learner.policy):
+        plain = learner.policy_forward(ids, sources, ids.flatten()[sources + 1])[0]
     first = step(learner)
     if state is not None:
         part = {name: value.cpu() for name, value in part_of(learner).items()}
         write_part(part, state / TRAINING_STATE, torch.distributed.group.WORLD)
     second = step(learner)
-    return {"first": first, "second": second, "weights": weights(learner), "gathered": gathered}
+    return {"first": first, "second": second, "weights": weights(learner), "gathered": gathered, "plain": plain}
 
 
 def resume(learner: Learner, state: Path) -> dict[str, Any]:

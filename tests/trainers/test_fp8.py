@@ -315,6 +315,8 @@ def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path, dt
             assert torch.equal(resumed["weights"][name], weight)
         alone = train(Learner(TrainRecipe.model_validate(recipe("single", *case)), Accelerator(cpu=True)))
         assert alone["weights"].keys() == sharded["weights"].keys()
+        # the canary's pass is exact also where weights are gathered in FP8
+        torch.testing.assert_close(sharded["plain"], alone["plain"], atol=1e-5 if dtype == "float32" else 0.15, rtol=0)
         # after a step in bfloat16, AdamW has moved weights with small gradients in either direction
         for step in ("first", "second") if dtype == "float32" else ("first",):
             _assert_close(sharded[step], alone[step], dtype)

@@ -33,6 +33,8 @@ _MULTIPLE = 16
 """The kernels read rows of both operands in blocks of 16 bytes."""
 _ROUTERS = ("gate", "router")
 """Names of linear layers that choose experts. They are small, and rounding would send tokens to other experts."""
+_SHARD = "fp8_shard"
+"""Attribute of layers whose weights fsdp2 gathers in FP8: this process's shard, and the group of all shards."""
 _FP8_SINCE = (8, 9)
 """The lowest compute capability of GPUs with FP8: Ada."""
 
@@ -105,6 +107,7 @@ def gather_in_fp8(model: nn.Module) -> None:
             continue
         shard: Any = module.weight._local_tensor
         casts.append(WeightWithDynamicFloat8CastTensor(shard.detach(), module.linear_mm_config, cast.target_dtype))
+        setattr(module, _SHARD, (shard.detach(), module.weight.device_mesh.get_group()))
         shard.fsdp_pre_all_gather = casts[-1].fsdp_pre_all_gather
         shard.fsdp_post_all_gather = casts[-1].fsdp_post_all_gather
     if casts:
@@ -113,8 +116,8 @@ def gather_in_fp8(model: nn.Module) -> None:
 
 @contextmanager
 def in_high_precision(model: nn.Module) -> Iterator[None]:
-    """Make the FP8 layers of `model` compute in the precision of their operands in this context. Weights that fsdp2
-    gathers in FP8 stay rounded.
+    """Make the FP8 layers of `model` compute in the precision of their operands in this context, which is for passes
+    without gradients. Every process of fsdp2 enters it at the same time.
 
     FP8 rounds anew after each update, so changes of log-probabilities below its noise would be lost in it.
     """
@@ -131,8 +134,13 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
 
 def _plain(layer: Any, x: Tensor) -> Tensor:
     weight = layer.weight
-    whole = weight.to_original_precision() if type(weight.data).__name__ == "Float8TrainingTensor" else weight
-    return nn.functional.linear(x, whole, layer.bias)
+    if gathered := getattr(layer, _SHARD, None):
+        # gathered again, since fsdp2 has rounded it
+        shard, group = gathered
+        whole = shard.new_empty(weight.shape, dtype=weight.dtype)
+        dist.all_gather_into_tensor(whole, shard.to(weight.dtype), group=group)
+        weight = whole
+    return nn.functional.linear(x, weight, layer.bias)
 
 
 def _scaling(casts: list[Any], dtype: torch.dtype) -> Callable[..., None]:
