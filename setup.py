@@ -4,6 +4,8 @@ from setuptools import find_namespace_packages, setup
 
 # in two extras each
 TANTIVY, RAPIDFUZZ = "tantivy>=0.27,<0.28", "rapidfuzz>=3.9"
+# FP8 training. Bounded because the weights' cast before a gather is not a public API: trainers/networks/fp8.py
+TORCHAO = "torchao>=0.18,<0.19"
 # for users. Errors name the extra of a missing package: a name in `import` is the package's, with _ for -
 OPTIONAL = {
     # plots that include their own JavaScript; curve.png
@@ -51,6 +53,8 @@ EXTRAS = {
         "mkdocs-material>=9.7,<10",
         # QLoRA on the CPU
         "bitsandbytes>=0.50",
+        # FP8 on the CPU, emulated: 3.4 MB
+        TORCHAO,
         # experiment trackers
         "wandb",
         "tensorboard",
@@ -68,6 +72,7 @@ EXTRAS = {
     # tasks and local models of recipes/real
     "real": ["reasoning-gym>=0.1.25", "gguf>=0.17"],
     "liger": ["liger-kernel>=0.8"],
+    "fp8": [TORCHAO],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
     "wandb": ["wandb"],
     "tensorboard": ["tensorboard"],

@@ -11,6 +11,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from agentfactory.placement.server_memory import meta_network
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
+from agentfactory.trainers.networks.fp8 import fp8_linears
+from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import Policy, make_policy
 from agentfactory.trainers.networks.row_layouts import resolve_batching
 from agentfactory.trainers.networks.vision_tower import sees
@@ -30,7 +32,9 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
         batching = resolve_batching(network, train, measure=False)
         if recipe.model.lora and recipe.model.lora.quantization:
             _quantise(network)
-        plain: dict[str, Any] = {"liger": False, "compile": False}
+        if train.precision != "auto":
+            _use_fp8(network)
+        plain: dict[str, Any] = {"liger": False, "compile": False, "precision": "auto"}
         plain["gradient_checkpointing"] = bool(train.gradient_checkpointing)
         if train.attention.startswith("fl"):
             plain["attention"] = "auto"
@@ -39,6 +43,8 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
         if not train.has_critic:
             return policy
         own = None if recipe.model.lora else meta_network(config, dtype, whole=sees(config))
+        if own is not None and train.precision != "auto":
+            _use_fp8(own)
         return make_actor_critic(recipe, policy, device, own)
 
 
@@ -90,3 +96,50 @@ class _FourBitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         return gradient @ gradient.new_empty(ctx.shape), None
+
+
+def _use_fp8(network: Any) -> None:
+    """Insert stand-ins where the trainer inserts torchao's layers: planning must not require torchao."""
+    for layer, name, module in [*fp8_linears(text_layers(network))]:
+        layer.set_submodule(name, _Float8Linear(module))
+
+
+class _Float8Linear(nn.Linear):
+    """A linear layer that takes as much memory as torchao's. Compiled layers fuse the casts, and take less."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight, self.bias = plain.weight, plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y: Tensor = _Float8Product.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class _Float8Product(torch.autograd.Function):
+    """Like torchao's matmul_with_hp_or_float8_args: it saves both operands as they came, casts them again for the
+    backward pass, and computes the gradient of a frozen weight, too."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        operands = _cast(x), _cast(weight)
+        return operands[0].new_empty(*x.shape[:-1], len(weight), dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        operands = _cast(gradient), _cast(weight).t().contiguous()
+        of_x = gradient.new_empty(x.shape)
+        # by columns of both; torchao keeps the earlier casts until it returns
+        columns = _cast(gradient).mT.contiguous(), _cast(x).mT.contiguous()
+        return of_x, operands[0].new_empty(columns[0].shape[-2], columns[1].shape[-2], dtype=gradient.dtype)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """Return `x` in 8 bits: in float32, scaled by its largest absolute value, and clamped."""
+    scale = x.abs().amax()
+    return (x.to(torch.float32) * scale).clamp(-1.0, 1.0).to(torch.float8_e4m3fn)

@@ -104,6 +104,9 @@ def _check_network(recipe: Recipe, lack: Lack) -> None:
         if optimizer not in ("adamw", "sgd"):
             problem = f"got {optimizer!r}, which is not exact on weights that train.strategy=fsdp2 shards"
             raise SettingError("train.optimizer.name", problem, "use adamw or sgd, or strategy ddp")
+    if train.precision != "auto" and quantization is not None:
+        problem = f"got {train.precision!r} with model.lora.quantization={quantization}, whose weights have 4 bits"
+        raise SettingError("train.precision", problem, "use auto, or set model.lora.quantization=null")
     if train.attention == "flash_attention_2":
         if recipe.model.dtype == "float32":
             raise SettingError(
@@ -121,6 +124,7 @@ def _check_network(recipe: Recipe, lack: Lack) -> None:
         "model.lora.quantization": ("bitsandbytes", quantization is not None),
         "train.optimizer.name": ("bitsandbytes", optimizer in ("adamw_8bit", "lion")),
         "train.liger": ("liger_kernel", train.liger),
+        "train.precision": ("torchao", train.precision != "auto"),
         "train.attention": ("flash_attn", train.attention == "flash_attention_2"),
     }
     for name, (package, asked) in needed.items():
@@ -374,8 +378,9 @@ def _check_mismatch(recipe: Recipe) -> None:
     """If server and trainer compute with different weights, require a correction for the server's sampling."""
     if recipe.train.loss.mismatch.correction != "none":
         return
-    for name, value in recipe.rounding.items():
-        problem = f"got 'none' with {name}={value}: the server's weights differ from the trainer's"
+    precision = recipe.train.precision
+    for name, value in {**recipe.rounding, **({} if precision == "auto" else {"train.precision": precision})}.items():
+        problem = f"got 'none' with {name}={value}: the server computes with other weights or in another precision"
         raise SettingError(
             "train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction"
         )

@@ -31,6 +31,9 @@ def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
     return name
 
 
+Precision = Literal["auto", "fp8", "fp8_rowwise"]
+
+
 class Symptom(StrEnum):
     """A kind of problem in a run."""
 
@@ -322,6 +325,10 @@ class TrainConfig(Section):
     """Use the layer kernels of liger-kernel (GPU)."""
     compile: bool = False
     """Apply torch.compile to the backbone's layers."""
+    precision: Precision = "auto"
+    """Precision of products in linear layers. auto: model.dtype; fp8: 8 bits, one scale per tensor; fp8_rowwise: 8
+    bits, one scale per row. FP8 needs torchao, and a GPU that has it; a CPU emulates it, slowly. See docs/placement.md.
+    (Untested on a GPU so far.)"""
     from_trajectories: str | None = None
     """Train on saved groups (a JSONL file with its arrays beside it, or a folder of them), without worker or server."""
     min_reward: float | None = None

@@ -1,5 +1,5 @@
 """What only a GPU computes, against what is proven on the CPU: precision, attention kernels, layer kernels, compiled
-layers, offloading, QLoRA, 8-bit optimisers. `make test-gpu` runs it, and prints how fast and small each option is."""
+layers, offloading, QLoRA, FP8, 8-bit optimisers. `make test-gpu` runs it, and prints how fast and small each is."""
 
 import random
 import time
@@ -18,10 +18,11 @@ from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.update.optimizer import make_optimizer
-from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, needs, recipe
+from tests.gpu.models import DEVICE, NEEDS_FP8, NEEDS_GPU, VOCABULARY, needs, recipe
 
 pytestmark = NEEDS_GPU
 LORA = {"rank": 8}
+FP8 = [NEEDS_FP8, needs("torchao")]
 
 
 def make_rows(groups: int, size: int, prompt: int, answer: int) -> list[TrainingRow]:
@@ -173,6 +174,28 @@ def test_qlora_equals_an_adapter_on_its_dequantised_base(small: Path, tmp_path: 
     assert AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").peft_config["default"].r == LORA["rank"]
 
 
+def _error(found: Scored, exact: Scored) -> float:
+    """The gradient's difference as a share of its length."""
+    assert found.gradients.keys() == exact.gradients.keys()
+    apart = sum((found.gradients[name] - gradient).square().sum() for name, gradient in exact.gradients.items())
+    return float((apart / sum(gradient.square().sum() for gradient in exact.gradients.values())) ** 0.5)
+
+
+@NEEDS_FP8
+@needs("torchao")
+@pytest.mark.parametrize("lora", [None, {"rank": 16}])
+@pytest.mark.parametrize("batching", ["packed", "tree"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise"])
+def test_fp8_is_as_exact_as_its_emulation(small: Path, precision: str, batching: str, lora: Any) -> None:
+    """The emulation is proven in tests/trainers/test_fp8.py."""
+    exact = Scored(recipe(small, lora=lora, batching=batching), "cpu")
+    settings = recipe(small, "bfloat16", lora, batching=batching, precision=precision)
+    real, emulated = _error(Scored(settings), exact), _error(Scored(settings, "cpu"), exact)
+    plain = _error(Scored(recipe(small, "bfloat16", lora, batching=batching)), exact)
+    print(f"\n{precision}: gradient {real:.3f}, emulated {emulated:.3f}; bfloat16 {plain:.3f}")
+    assert 2 * plain < real < 1.5 * emulated
+
+
 def optimised(name: str, steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """A matrix before and after steps, and the gradients; the learning rate is 0.01, the betas 0.9 and 0.99."""
     torch.manual_seed(0)
@@ -255,6 +278,9 @@ def test_checkpointing_and_offloading_save_memory(cost: Callable[..., Cost]) -> 
         pytest.param({"compile": True}, id="compile"),
         pytest.param({"attention": "flex_attention"}, id="flex"),
         pytest.param({"liger": True}, id="liger", marks=needs("liger_kernel")),
+        pytest.param({"precision": "fp8"}, id="fp8", marks=FP8),
+        pytest.param({"precision": "fp8", "compile": True}, id="fp8-compile", marks=FP8),
+        pytest.param({"precision": "fp8_rowwise", "compile": True}, id="rowwise-compile", marks=FP8),
     ],
 )
 def test_speed_is_printed(cost: Callable[..., Cost], settings: dict[str, Any]) -> None:

@@ -11,6 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentfactory.trainers.config import TrainRecipe
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+NEEDS_FP8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with FP8"
+)
 DEVICE = "cuda"
 VOCABULARY = 512
 

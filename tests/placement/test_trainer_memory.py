@@ -1,6 +1,7 @@
 """The planned memory of a trainer against what torch's allocator hands out while the real learner updates."""
 
 import gc
+import importlib.util
 import itertools
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
 }
 
 
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (extra fp8)")
 LORA = {"rank": 16}
 NF4 = {"rank": 16, "quantization": "nf4"}
 
@@ -112,6 +114,8 @@ def allocated(prof: profile) -> int:
         pytest.param("llama", LORA, "tree", "float32", {"algorithm": "ppo"}, marks=pytest.mark.long),
         pytest.param("qwen3", None, "tree", "bfloat16", {"teacher": "jensen_shannon"}, marks=pytest.mark.extended),
         pytest.param("llama", LORA, "packed", "float32", {"teacher": "reverse_kl"}, marks=pytest.mark.long),
+        pytest.param("qwen2", None, "packed", "bfloat16", {"precision": "fp8"}, marks=needs_torchao),
+        pytest.param("llama", LORA, "tree", "bfloat16", {"precision": "fp8"}, marks=[needs_torchao, pytest.mark.long]),
     ],
 )
 def test_planned_is_what_updates_allocate(

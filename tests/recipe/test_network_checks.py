@@ -45,6 +45,13 @@ REFUSED = {
         "pip install bitsandbytes",
     ),
     "no liger-kernel": (["train.liger=true"], "train.liger", "pip install liger-kernel"),
+    "no torchao": (["train.precision=fp8"], "train.precision", "pip install torchao"),
+    "FP8 on four bits": ([NF4, "train.precision=fp8"], "train.precision", "model.lora.quantization=null"),
+    "8-bit moments in shares": (
+        [*FSDP2, "train.optimizer.name=adamw_8bit"],
+        "train.optimizer.name",
+        "use adamw or sgd, or strategy ddp",
+    ),
     "no flash attention": (
         ["model.dtype=bfloat16", "train.attention=flash_attention_2"],
         "train.attention",
@@ -70,7 +77,7 @@ REFUSED = {
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the packages that only some options need."""
     find = importlib.util.find_spec
-    optional = ("bitsandbytes", "liger_kernel", "flash_attn")
+    optional = ("bitsandbytes", "liger_kernel", "flash_attn", "torchao")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in optional else find(name))
 
 
@@ -101,6 +108,11 @@ SERVED_APART = {
     ),
     "uncorrected, a copy": (
         [LORA, UNCORRECTED, "server.model=org/Model-AWQ"],
+        "train.loss.mismatch.correction",
+        "use token_truncate",
+    ),
+    "uncorrected, FP8 in the trainer": (
+        ["train.precision=fp8", UNCORRECTED],
         "train.loss.mismatch.correction",
         "use token_truncate",
     ),

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role
+from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER, adapters_off, has_adapter
 from agentfactory.trainers.networks.network import apply_options, decoder_layers, load_network
 from agentfactory.trainers.networks.policy import Policy
@@ -114,4 +115,6 @@ def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accele
             # reshard after the forward pass, unlike a root: there is no backward pass that would free it
             for unit in (*decoder_layers(network), frozen):
                 fully_shard(unit, reshard_after_forward=True)
+        if recipe.train.precision != "auto":
+            gather_in_fp8(frozen)
     return FrozenPolicy(accelerator, frozen)

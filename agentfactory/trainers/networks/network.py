@@ -23,6 +23,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.networks.attention import selects_keys
+from agentfactory.trainers.networks.fp8 import use_fp8
 from agentfactory.trainers.networks.vision_tower import sees, tower_of
 from agentfactory.trainers.processes.sharding import load_on_rank_0
 
@@ -83,8 +84,8 @@ def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
 
 
 def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:
-    """Apply attention implementation, layer kernels, compiled layers, gradient checkpointing and offloading in place,
-    and freeze the vision tower unless it is trained.
+    """Apply attention implementation, layer kernels, FP8, compiled layers, gradient checkpointing and offloading in
+    place, and freeze the vision tower unless it is trained.
 
     Raises ValueError if the network, the device or the installed packages do not support one of them.
     """
@@ -105,6 +106,8 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     if train.liger:
         _need_gpu("train.liger", "true", device)
         _apply_liger(network)
+    if train.precision != "auto":
+        use_fp8(text_layers(network), train.precision, device)
     if train.compile or train.attention == "flex_attention":
         # variants: with or without gradients and mask, one line or several, before or after an adapter's first layer;
         # above the limit torch would run layers uncompiled, and FlexAttention with scores of length x length
@@ -179,5 +182,12 @@ def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
             inside.update(module.modules())
     if not layers:
         problem = f"{type(network).__name__} does not declare its layers (_no_split_modules)"
-        raise SettingError("model.path", problem, "train it without fsdp2, compile and gradient_checkpointing")
+        raise SettingError("model.path", problem, "train it without fsdp2, compile, FP8 and gradient_checkpointing")
     return layers
+
+
+def text_layers(network: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of `decoder_layers` outside a vision tower."""
+    tower = tower_of(network)
+    seeing = set(tower.modules()) if tower is not None else set()
+    return [layer for layer in decoder_layers(network) if layer not in seeing]

@@ -32,6 +32,7 @@ from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
+from agentfactory.trainers.networks.fp8 import in_high_precision
 from agentfactory.trainers.networks.policy import BAN, Policy
 from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict, judge_rows
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
@@ -162,7 +163,8 @@ def trainer_scores(
     policy.eval()  # disables an adapter's dropout
     seen = images.load_block(length, [row.images for row in rows], device) if images is not None else None
     inputs = torch.tensor(contexts, device=device), ends, labels, None, None, seen
-    logprobs, _ = (forward or policy)(*inputs)
+    with in_high_precision(policy):
+        logprobs, _ = (forward or policy)(*inputs)
     policy.train(trained)
     return logprobs.flatten().double().cpu().numpy()
 

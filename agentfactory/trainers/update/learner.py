@@ -19,6 +19,7 @@ from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, 
 from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.image_check import check_images
 from agentfactory.trainers.networks.policy import Policy, load_policy
@@ -93,6 +94,8 @@ class Learner:
         optimizer = make_optimizer(model, train)
         with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
             self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        if accelerator.is_fsdp2 and train.precision != "auto":
+            gather_in_fp8(self.model)
         # not prepared: accelerate would step it once per process
         self.schedule = make_schedule(optimizer, train)
         unwrapped = accelerator.unwrap_model(self.model)

@@ -1,0 +1,85 @@
+"""Run in two processes by test_fp8.py: FP8 under fsdp2.
+
+Arguments: recipes as a JSON list, a folder for rank 0's results and the states of learners.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.fp8 import in_high_precision
+from agentfactory.trainers.processes.accelerator import make_accelerator
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.learner_state import TRAINING_STATE, load_state, part_of, write_part
+from tests.trainers.launched_loading import loss_and_gradients
+
+
+def step(learner: Learner) -> dict[str, Any]:
+    """Take an optimiser step; return loss and gradients."""
+    found = loss_and_gradients(learner)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    return found
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    """Return the policy's whole weights (rank 0)."""
+    return {name: value.clone() for name, value in learner.policy.gather().items()}
+
+
+def train(learner: Learner, state: Path | None = None) -> dict[str, Any]:
+    """Take two steps, and write the state between them."""
+    gathered: set[bool] = set()
+
+    def note(module: torch.nn.Module, inputs: Any) -> None:
+        gathered.add(isinstance(module.weight, Float8TrainingTensor))
+
+    # a base layer of an adapter, or a plain layer
+    layer = learner.policy.network.base_model.layers[0].self_attn.q_proj
+    getattr(layer, "base_layer", layer).register_forward_pre_hook(note)
+    ids, sources = torch.arange(24).reshape(2, 12), torch.arange(0, 20, 2)
+    with torch.no_grad(), in_high_precision(learner.policy):
+        plain = learner.policy_forward(ids, sources, ids.flatten()[sources + 1])[0]
+    first = step(learner)
+    if state is not None:
+        part = {name: value.cpu() for name, value in part_of(learner).items()}
+        write_part(part, state / TRAINING_STATE, torch.distributed.group.WORLD)
+    second = step(learner)
+    return {"first": first, "second": second, "weights": weights(learner), "gathered": gathered, "plain": plain}
+
+
+def resume(learner: Learner, state: Path) -> dict[str, Any]:
+    """Load the state into a learner that has already computed, and take the second step."""
+    loss_and_gradients(learner)
+    learner.optimizer.zero_grad()
+    load_state(state, learner)
+    return {"second": step(learner), "weights": weights(learner)}
+
+
+def main() -> None:
+    recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
+    accelerator, folder = make_accelerator(recipes[0]), Path(sys.argv[2])
+    found: list[dict[str, Any]] = []
+    for number, recipe in enumerate(recipes):
+        state = folder / f"state-{number}"
+        for run in (train, resume):
+            learner = Learner(recipe, accelerator)
+            found.append(run(learner, state))
+            del learner
+            accelerator.free_memory()
+            # the next network's layers are other objects
+            accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
+            accelerator.state.fsdp_plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    if accelerator.is_main_process:
+        torch.save(found, folder / "found.pt")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""FP8 training, emulated on the CPU: products against float64 by hand, errors against float32, and plain weights
+everywhere else."""
+
+import importlib.util
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.batches.batch import TrainingRow, make_batches
+from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.group_source import SavedGroups
+from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.networks.fp8 import fp8_linears, in_high_precision, use_fp8
+from agentfactory.trainers.networks.network import text_layers
+from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.networks.vision_tower import tower_of
+from agentfactory.trainers.update.learner import Learner
+from tests.forked import start_ranks
+from tests.saved_groups import write_groups
+from tests.vision_models import make_vision_model
+
+pytestmark = pytest.mark.numbers
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (extra fp8)")
+
+Make = Callable[..., TrainRecipe]
+CPU = torch.device("cpu")
+RECIPES = ["fp8", "fp8_rowwise"]
+LORA = {"rank": 16}
+E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
+"""Bits of the mantissa, the smallest normal exponent, the largest value."""
+
+
+def quantised(x: Tensor, kind: tuple[int, int, float], axis: int | None, powers: bool) -> Tensor:
+    """Round float64 values to FP8 and back, by the definition of its numbers: one scale for all values, or one along
+    `axis`, which may be a power of two."""
+    bits, smallest, largest = kind
+    amax = x.abs().amax() if axis is None else x.abs().amax(axis, keepdim=True)
+    scale = (largest / amax).float().double()
+    if powers:
+        scale = 2.0 ** torch.floor(torch.log2(scale))
+    scaled = (x * scale).clamp(-largest, largest)
+    exponent = torch.floor(torch.log2(scaled.abs())).clamp(min=smallest)
+    step = 2.0 ** (exponent - bits)
+    return torch.round(scaled / step) * step / scale
+
+
+@needs_torchao
+@pytest.mark.parametrize("precision", RECIPES)
+def test_a_linear_layer_equals_its_rounded_operands_in_float64(precision: Any) -> None:
+    torch.manual_seed(0)
+    # 24 tokens: torchao pads them to 32 for the sum of the weight's gradient
+    layer, x, g = nn.Sequential(nn.Linear(48, 32)), torch.randn(24, 48, requires_grad=True), torch.randn(24, 32)
+    use_fp8([layer], precision, CPU)
+    y = layer(x)
+    y.backward(g)
+    weight, bias = (part.detach().double() for part in (layer[0].weight, layer[0].bias))
+    rows = precision == "fp8_rowwise"
+
+    def rounded(values: Tensor, axis: int, kind: tuple[int, int, float] = E4M3) -> Tensor:
+        return quantised(values.double(), kind, axis if rows else None, powers=rows)
+
+    of_gradients = E4M3 if rows else E5M2
+    a = x.detach()
+    products = {
+        # scales are along the dimension that is summed
+        "output": (rounded(a, 1), rounded(weight, 1).T, y.detach().double() - bias),
+        "gradient of the input": (rounded(g, 1, of_gradients), rounded(weight, 0), x.grad),
+        "gradient of the weight": (rounded(g, 0, of_gradients).T, rounded(a, 0), layer[0].weight.grad),
+    }
+    for name, (left, right, found) in products.items():
+        assert found is not None
+        # each of the summed products is rounded to float32, once in each operand, and once per addition
+        bound = 2.0**-24 * (left.shape[1] + 4) * (left.abs() @ right.abs()) + 2.0**-23
+        assert ((found.double() - left @ right).abs() <= bound).all(), name
+    torch.testing.assert_close(layer[0].bias.grad, g.sum(0))
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network whose layers have sizes in multiples of 16."""
+    folder = tmp_path_factory.mktemp("network")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, initializer_range=0.15,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def made(network: Path) -> Callable[..., TrainRecipe]:
+    def make(dtype: str = "float32", lora: Any = None, **train: Any) -> TrainRecipe:
+        model = {"path": str(network), "dtype": dtype, "lora": lora}
+        return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **train}})
+
+    return make
+
+
+class Scored:
+    """Log-probabilities and the gradient of their mean, on four rows that share a prompt in pairs."""
+
+    def __init__(self, recipe: TrainRecipe) -> None:
+        self.policy = load_policy(recipe)
+        draw = torch.Generator().manual_seed(1)
+        prompts, answers = (torch.randint(64, (count, 12), generator=draw).tolist() for count in (2, 4))
+        names = ("behaviour", "advantage", "weight", "mixed")
+        rows = [
+            TrainingRow(prompts[number // 2] + answer, list(range(12, 24)), {name: [1.0] * 12 for name in names})
+            for number, answer in enumerate(answers)
+        ]
+        found: dict[int, Tensor] = {}
+        for part in make_batches(rows, self.policy.batching, 4096)[0].micro_batches:
+            logprob, _ = self.policy(part.ids, part.sources, part.labels, part.positions, part.ends)
+            (-logprob.sum() / 48).backward()
+            found |= {row: logprob.detach()[part.sequence == place] for place, row in enumerate(part.rows)}
+        self.logprobs = torch.cat([found[row] for row in range(4)])
+        self.gradients = {name: w.grad for name, w in self.policy.named_parameters() if w.grad is not None}
+
+    def errors(self, expected: "Scored") -> tuple[float, float, float]:
+        """Relative errors of loss and gradient, and the mean difference of log-probabilities in nats."""
+        assert self.gradients.keys() == expected.gradients.keys()
+        ours, theirs = (torch.cat([g.flatten() for g in one.gradients.values()]) for one in (self, expected))
+        loss = self.logprobs.mean() / expected.logprobs.mean() - 1
+        apart = (self.logprobs - expected.logprobs).abs().mean()
+        return abs(float(loss)), float((ours - theirs).norm() / theirs.norm()), float(apart)
+
+
+ROUNDING = ((2 * 8 * 2**-8 + 8 * (2**-6 + 2**-8)) / 3) ** 0.5
+"""Two layers of four products, one after the other, round two operands to e4m3, by 2**-4 at most and evenly
+distributed. Backward, one of the operands is a gradient in e5m2, by 2**-3. The errors are independent."""
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("lora", "train"),
+    [
+        pytest.param(None, {"batching": "tree", "gradient_checkpointing": True}, id="tree"),
+        pytest.param(LORA, {"batching": "packed"}, id="packed-lora"),
+        pytest.param(None, {"batching": "padded"}, id="padded", marks=pytest.mark.extended),
+        pytest.param(LORA, {"batching": "tree"}, id="tree-lora", marks=pytest.mark.extended),
+    ],
+)
+def test_loss_and_gradient_are_as_far_from_float32_as_their_rounding(
+    made: Make, lora: Any, train: dict[str, Any]
+) -> None:
+    exact = Scored(made(lora=lora, **train))
+    half = Scored(made("bfloat16", lora, **train)).errors(exact)
+    print(f"\nloss, gradient, log-probabilities: bfloat16 {half}")
+    for precision in RECIPES:
+        for dtype in ("float32", "bfloat16"):
+            errors = Scored(made(dtype, lora, precision=precision, **train)).errors(exact)
+            print(f"{precision} in {dtype}: {errors}")
+            assert max(errors[:2]) < ROUNDING
+            # 8 bits less 4 of the mantissa: a layer that was left out would show
+            assert errors[1] > 4 * half[1]
+
+
+@needs_torchao
+def test_everything_else_finds_plain_weights(made: Make, caplog: pytest.LogCaptureFixture) -> None:
+    plain = load_policy(made())
+    with caplog.at_level(logging.INFO, "agentfactory"):
+        policy = load_policy(made(precision="fp8"))
+    assert "train.precision=fp8 is emulated on this CPU" in caplog.text
+    linear = [module for module in policy.modules() if type(module).__name__ == "Float8Linear"]
+    assert len(linear) == 14
+    for name, weight in plain.state_dict().items():
+        found = policy.state_dict()[name]
+        assert type(found) is type(weight)
+        assert torch.equal(found, weight)
+    assert list(policy.gather()) == list(plain.gather())
+    assert type(policy.network.get_output_embeddings()) is nn.Linear
+    # the canary follows changes that FP8 would round away
+    ids, sources = torch.arange(24).reshape(2, 12), torch.arange(0, 20, 2)
+    inputs = ids, sources, ids.flatten()[sources + 1]
+    rounded = policy(*inputs)[0]
+    with in_high_precision(policy):
+        assert torch.equal(policy(*inputs)[0], plain(*inputs)[0])
+    assert torch.equal(policy(*inputs)[0], rounded)
+    assert not torch.equal(rounded, plain(*inputs)[0])
+
+
+@needs_torchao
+@pytest.mark.slow
+@pytest.mark.long
+def test_compiled_layers_round_as_plain_ones_do(made: Make) -> None:
+    compiled, plain = (Scored(made(precision="fp8", compile=compiled)) for compiled in (True, False))
+    # a float32 sum in another order takes few values across a border of FP8
+    assert max(compiled.errors(plain)) < 0.1 * ROUNDING
+
+
+@needs_torchao
+def test_the_base_of_an_adapter_uses_them_and_the_adapter_does_not(made: Make) -> None:
+    policy = Scored(made(lora=LORA, precision="fp8")).policy
+    kinds = {name: type(module).__name__ for name, module in policy.named_modules() if isinstance(module, nn.Linear)}
+    assert {kind for name, kind in kinds.items() if name.endswith("base_layer")} == {"Float8Linear"}
+    assert {kind for name, kind in kinds.items() if "lora_" in name} == {"Linear"}
+    assert {name for name, weight in policy.named_parameters() if weight.grad is not None} == {
+        name for name, _ in policy.named_parameters() if "lora_" in name
+    }
+
+
+class Layer(nn.Module):
+    """A layer of experts, as transformers names its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 8)
+        self.mlp = nn.ModuleDict({"gate": nn.Linear(32, 16), "gate_proj": nn.Linear(32, 16)})
+        self.shared_expert_gate = nn.Linear(32, 1)
+
+
+def test_routers_and_narrow_layers_stay_out() -> None:
+    layer = Layer()
+    assert [name for _, name, _ in fp8_linears([layer])] == ["q_proj", "mlp.gate_proj"]
+
+
+@pytest.mark.slow
+def test_vision_towers_stay_out(tmp_path: Path) -> None:
+    network: Any = AutoModelForImageTextToText.from_pretrained(make_vision_model(tmp_path))
+    tower = set(tower_of(network).modules())
+    layers = text_layers(network)
+    assert len(layers) == network.config.get_text_config().num_hidden_layers
+    assert not {module for _, _, module in fp8_linears(layers)} & tower
+    assert [*fp8_linears(layers)]
+
+
+def test_refusals(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("agentfactory.trainers.networks.fp8.is_installed", lambda package: False)
+        with pytest.raises(SettingError, match=r"fp8 needs torchao, which is not installed; fix: run `pip install"):
+            load_policy(made(precision="fp8"))
+    monkeypatch.setattr("agentfactory.trainers.networks.fp8.is_installed", lambda package: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+        with pytest.raises(SettingError, match=r"A100 has compute capability 8\.0, and FP8 needs 8\.9; fix: use auto"):
+            use_fp8([Layer()], "fp8", torch.device("cuda"))
+    with pytest.raises(SettingError, match=r"no linear layer has sizes that are multiples of 16"):
+        use_fp8([nn.Sequential(nn.Linear(8, 24))], "fp8", CPU)
+
+
+@needs_torchao
+@pytest.mark.slow
+@pytest.mark.extended
+def test_training_goes_on_bit_by_bit(
+    made: Make,
+    make_groups: Callable[..., list[Group]],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    """PPO with a reference: a critic and a frozen network of their own."""
+    course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
+    recipe = made(precision="fp8", algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, **course)
+    write_groups(tmp_path / "groups.jsonl", make_groups(8, 4))
+
+    def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
+        logged: list[dict[str, float]] = []
+        info = {"recipe": {"model": recipe.model.model_dump()}}
+        checkpoints = Checkpoints(folder, tokenizer, recipe.train, info, resume=resume)
+        source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.train_state.step * 2)
+        train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(logged.append, source=source))
+        timing = ("seconds/", "tokens_per_second")
+        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
+
+    whole = run(tmp_path / "whole", None)
+    # the reference rounds as the policy does
+    assert whole[0]["kl"] == 0
+    assert all(line["kl"] > 0 for line in whole[1:])
+    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000002") == whole[2:]
+    last, again = (tmp_path / name / "step-000004" / "model.safetensors" for name in ("whole", "resumed"))
+    assert last.read_bytes() == again.read_bytes()
+    # anybody's transformers loads it
+    Qwen3ForCausalLM.from_pretrained(last.parent)
+
+
+@needs_torchao
+@pytest.mark.processes
+@pytest.mark.extended
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path, dtype: str) -> None:
+    """Tensorwise weights are gathered in FP8, with the scale of the whole weight; others in model.dtype."""
+    # imports torchao
+    from tests.trainers.launched_fp8 import train
+
+    def recipe(strategy: str, precision: str, lora: Any) -> dict[str, Any]:
+        settings = {"steps": 1, "learning_rate": 1e-2, "precision": precision, "strategy": strategy}
+        model = {"path": str(network), "dtype": dtype, "lora": lora}
+        return {"model": model, "train": {**settings, "processes": 1 if strategy == "single" else 2}}
+
+    cases = [("fp8", None), ("fp8", LORA) if dtype == "float32" else ("fp8_rowwise", None)]
+    log = tmp_path / "ranks.log"
+    recipes = json.dumps([recipe("fsdp2", *case) for case in cases])
+    ranks = start_ranks("tests.trainers.launched_fp8", recipes, str(tmp_path), log=log, strategy="fsdp2")
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    found = torch.load(tmp_path / "found.pt")
+    for number, case in enumerate(cases):
+        sharded, resumed = found[2 * number : 2 * number + 2]
+        assert sharded["gathered"] == {case[0] == "fp8"}
+        # bit by bit: weights are plain in states
+        assert resumed["second"]["loss"] == sharded["second"]["loss"]
+        for name, weight in sharded["weights"].items():
+            assert type(weight) is Tensor
+            assert torch.equal(resumed["weights"][name], weight)
+        alone = train(Learner(TrainRecipe.model_validate(recipe("single", *case)), Accelerator(cpu=True)))
+        assert alone["weights"].keys() == sharded["weights"].keys()
+        # the canary's pass is exact also where weights are gathered in FP8
+        torch.testing.assert_close(sharded["plain"], alone["plain"], atol=1e-5 if dtype == "float32" else 0.15, rtol=0)
+        # after a step in bfloat16, AdamW has moved weights with small gradients in either direction
+        for step in ("first", "second") if dtype == "float32" else ("first",):
+            _assert_close(sharded[step], alone[step], dtype)
+
+
+def _assert_close(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:
+    ours, theirs = (torch.cat([g.flatten() for g in one["gradients"].values()]) for one in (found, expected))
+    # in float32, sums differ in their order, which takes few values across a border of FP8; in bfloat16, fsdp2 rounds
+    # the residual stream, too, so the two have independent errors
+    tolerance = 1e-3 if dtype == "float32" else 2**0.5 * ROUNDING
+    assert (ours - theirs).norm() / theirs.norm() < tolerance
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=tolerance)
