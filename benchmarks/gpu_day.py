@@ -81,7 +81,7 @@ def keep_cuda(wheel: Path, cuda: str) -> None:
 def run(wheels: Path, output: Path, minutes: float) -> dict[str, Any]:
     """Install the wheels into `output`, run the parts, and return the report."""
     started, site = time.monotonic(), output / "site"
-    output.mkdir(parents=True, exist_ok=True)
+    site.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
     if found := sorted(wheels.glob("*.whl")):
         subprocess.run([*pip, f"--target={site}", *found], check=True)
