@@ -13,6 +13,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.conftest import REPOSITORY
 
@@ -43,7 +44,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of a new environment with the wheel and what it asks for."""
     folder = make_environment(tmp_path_factory.mktemp("environment") / "venv")
     # as the Makefile does: a build of torch that only pip finds, and uv for the rest
-    (torch,) = (line for line in requires("agentfactory") or [] if line.startswith("torch"))
+    (torch,) = (line for line in requires("agentfactory") or [] if Requirement(line).name == "torch")
     pip(folder, "--no-compile", torch)
     install(folder, str(wheel))
     return folder
