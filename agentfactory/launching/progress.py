@@ -122,16 +122,10 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
     When the context closes, even by an error, `say` gets all notices of faults again, with their counts.
     """
     notices = Notices()
-    handler = _Warnings(say, notices)
-    logger = logging.getLogger("agentfactory")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
     try:
-        yield notices
+        with handled_by(_Warnings(say, notices)):
+            yield notices
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
         if lines := notices.last_lines():
             say("\n  ".join(["warnings of this run:", *lines]))
 
@@ -139,7 +133,13 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
 @contextmanager
 def tell_information(say: Callable[[str], None]) -> Iterator[None]:
     """Pass information (`inform`) of our loggers to `say` while the context is open."""
-    handler = _Information(say)
+    with handled_by(_Information(say)):
+        yield
+
+
+@contextmanager
+def handled_by(handler: logging.Handler) -> Iterator[None]:
+    """Pass records of our loggers, from information on, to `handler` while the context is open."""
     logger = logging.getLogger("agentfactory")
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from agentfactory.launching.progress import handled_by
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import conversation_of, load_tasks
 from agentfactory.rollout.text.load_renderer import make_renderer
@@ -81,15 +82,8 @@ class Fuzzer:
                 if notice := notice_of(record):
                     self.notices.append(str(notice))
 
-        handler, logger = Collect(), logging.getLogger("agentfactory")
-        level = logger.level
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-        try:
+        with handled_by(Collect()):
             yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
 
     def step(self) -> None:
         """Try one mutant."""

@@ -63,7 +63,8 @@ def use_fp8(layers: list[nn.Module], precision: Precision, device: torch.device)
     Raises SettingError if torchao is missing, the GPU has no FP8, or no layer can compute in it.
     """
     if not is_installed("torchao"):
-        raise SettingError(FIELD, f"{precision} needs torchao, which is not installed", "run `pip install torchao`")
+        problem = f"{precision} needs torchao, which is not installed"
+        raise SettingError(FIELD, problem, "run `pip install 'torchao>=0.18,<0.19'`")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _FP8_SINCE:
         name, least = torch.cuda.get_device_name(device), ".".join(map(str, _FP8_SINCE))
         problem = f"{name} has compute capability {found[0]}.{found[1]}, and FP8 needs {least}"
@@ -119,7 +120,7 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
     """Make the FP8 layers of `model` compute in the precision of their operands in this context, which is for passes
     without gradients. Every process of fsdp2 enters it at the same time.
 
-    FP8 rounds anew after each update, so changes of log-probabilities below its noise would be lost in it.
+    After each update FP8 rounds differently: this noise hides smaller changes of the log-probabilities.
     """
     # torchao is optional
     layers = [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
