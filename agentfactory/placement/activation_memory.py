@@ -26,6 +26,7 @@ from agentfactory.trainers.networks.network import body_of, decoder_layers
 from agentfactory.trainers.networks.policy import Measure, Policy
 from agentfactory.trainers.networks.token_rows import table_of
 from agentfactory.trainers.teachers.divergences import divergence
+from agentfactory.trainers.teachers.teacher import top_k_measure
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
@@ -203,10 +204,12 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
 
 
 def _measure(recipe: TrainRecipe, policy: Policy, part: MicroBatch) -> Measure | None:
-    """Return the measure of an exact teacher.divergence, with the policy's own head for the teacher's."""
+    """Return the measure of a teacher.divergence over the vocabulary, with the policy's own head for the teacher's."""
     teacher = recipe.teacher
-    if teacher is None or not teacher.is_exact:
+    if teacher is None or teacher.is_sampled:
         return None
+    if teacher.top_k is not None:
+        return top_k_measure(teacher, torch.zeros(len(part.labels), 2, teacher.top_k))
     width = table_of(policy.network.get_output_embeddings()).shape[1]
     hidden = torch.empty(len(part.labels), width, dtype=policy.dtype)
 

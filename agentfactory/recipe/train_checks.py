@@ -321,7 +321,7 @@ def _check_teacher(recipe: Recipe) -> None:
             raise SettingError("teacher.model", f"{display(folder)} has no config.json", fix)
     if teacher is not None and teacher.is_exact and train.strategy == "fsdp2":
         problem = f"got {teacher.divergence!r} with train.strategy=fsdp2, which gathers weights for whole passes only"
-        raise SettingError("teacher.divergence", problem, "use sampled, or strategy ddp")
+        raise SettingError("teacher.divergence", problem, "set teacher.top_k: 64, or use sampled, or strategy ddp")
 
 
 def _check_replaced(train: TrainConfig) -> None:
@@ -341,7 +341,7 @@ def _check_unused(recipe: Recipe) -> None:
     train = recipe.train
     sft, optimizer, distance = train.algorithm == "sft", train.optimizer.name, train.loss.kl
     judged = train.advantage.estimator != "none"
-    advantages = judged or recipe.teacher is None or not recipe.teacher.is_exact
+    advantages = judged or recipe.teacher is None or recipe.teacher.is_sampled
     needs = {
         "train.decay_steps": (train.schedule == "wsd", "train.schedule=wsd"),
         "train.optimizer.betas": (optimizer != "adafactor", "another optimizer than adafactor"),

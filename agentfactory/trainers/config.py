@@ -418,13 +418,34 @@ class TeacherConfig(Choice):
     between the two (GKD)."""
     options: TypedOptions = None
     """Options of the divergence."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Compute the divergence over the teacher's `top_k` most likely tokens, and the rest of the vocabulary as one more;
+    null: over the vocabulary."""
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher beside the reward's advantages, which train.algorithm=distill omits."""
 
+    @model_validator(mode="after")
+    def _top_k_is_for_distributions(self) -> "TeacherConfig":
+        if self.top_k is not None and self.is_sampled:
+            problem = f"got {self.top_k} with divergence=sampled, which compares the sampled tokens only"
+            raise SettingError("top_k", problem, "set teacher.divergence to reverse_kl, or remove it")
+        return self
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if only sampled tokens are compared."""
+        return self.divergence == "sampled"
+
     @property
     def is_exact(self) -> bool:
-        """True if the divergence is computed over the vocabulary."""
-        return self.divergence != "sampled"
+        """True if the divergence is computed over the whole vocabulary."""
+        return not self.is_sampled and self.top_k is None
+
+    @property
+    def stream(self) -> str | None:
+        """The stream of training rows with the teacher's scores (see `Learner.score`); None if the divergence is
+        exact."""
+        return "teacher" if self.is_sampled else "teacher_top" if self.top_k is not None else None
 
 
 class SyncConfig(Section):

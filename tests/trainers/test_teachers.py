@@ -20,7 +20,7 @@ from agentfactory.trainers.batches.batch import Batch, TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.teachers.divergences import divergence
+from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
 from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
 from agentfactory.trainers.teachers.tokenizers import tokens_missing
 from agentfactory.trainers.update.learner import Learner, Terms, Update
@@ -98,6 +98,52 @@ def test_a_teacher_equal_to_the_policy_gives_0(kind: str) -> None:
     torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, teacher = (3 * torch.randn(7, 50, generator=generator, dtype=torch.float64) for _ in range(2))
+    policy.requires_grad_()
+    beta = EXACT[kind].get("beta", 0.5)
+    found = top_k(teacher, 5)
+    tokens = found[:, 0].long()
+    assert tokens.tolist() == teacher.argsort(-1, descending=True)[:, :5].tolist()
+    ours = top_k_divergence(kind, policy, tokens, found[:, 1], beta)  # type: ignore[arg-type]
+
+    def merged(logits: Tensor) -> Tensor:
+        kept = logits.softmax(-1).gather(-1, tokens)
+        return torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1).log()
+
+    hand = by_hand(kind, merged(policy), merged(teacher), beta)
+    torch.testing.assert_close(ours, hand, atol=1e-9, rtol=0)
+    exact = divergence(kind, policy, teacher, beta)  # type: ignore[arg-type]
+    assert bool((ours < exact).all())
+    assert bool((ours > 0.01).all())
+    # with the whole vocabulary, also where more tokens are asked for, it is the divergence itself
+    for k in (50, 60):
+        found = top_k(teacher, k)
+        whole = top_k_divergence(kind, policy, found[:, 0].long(), found[:, 1], beta)  # type: ignore[arg-type]
+        torch.testing.assert_close(whole, exact, atol=1e-9, rtol=0)
+        gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (whole, exact)]
+        torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
+    gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (ours, hand)]
+    torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
+
+
+def test_tokens_outside_the_policys_vocabulary_belong_to_the_rest() -> None:
+    policy = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+    theirs = torch.tensor([[0.5, 0.2, 0.1], [0.5, 0.2, 0.1], [0.5, 0.2, 0.1]], dtype=torch.float64).log()
+    tokens = torch.tensor([[4, 0, 2], [4, -1, 2], [-1, 12, -1]])
+    found = top_k_divergence("reverse_kl", policy, tokens, theirs)
+    p = policy.softmax(-1)
+    whole = torch.stack([p[0, 4], p[0, 0], p[0, 2], 1 - p[0, 4] - p[0, 0] - p[0, 2]])
+    part = torch.stack([p[1, 4], p[1, 2], 1 - p[1, 4] - p[1, 2]])
+    hand = [(whole * (whole / torch.tensor([0.5, 0.2, 0.1, 0.2])).log()).sum()]
+    hand += [(part * (part / torch.tensor([0.5, 0.1, 0.4])).log()).sum(), torch.zeros((), dtype=torch.float64)]
+    torch.testing.assert_close(found, torch.stack(hand), atol=1e-7, rtol=0)
+    (gradient,) = torch.autograd.grad(found[2], policy)
+    assert gradient.tolist() == torch.zeros(3, 10).tolist()
+
+
 class Recorded:
     """An update that keeps its gradients and changes no weight, with the recipe's networks in float64."""
 
@@ -106,7 +152,7 @@ class Recorded:
         for network in self.learner.networks:
             in_float64(network)
         self.learner.optimizer.step = self.learner.optimizer.zero_grad = lambda: None
-        names = [] if recipe.teacher is None or recipe.teacher.is_exact else ["teacher"]
+        names = [] if recipe.teacher is None or recipe.teacher.stream is None else [recipe.teacher.stream]
         self.rows = self.learner.score(rows, names) if names else rows
         self.batch: Batch = self.learner.deal(self.rows)
         report = self.learner._report
@@ -141,7 +187,9 @@ PLAIN = {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}}
 
 
 @pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
-@pytest.mark.parametrize("kind", [*EXACT, "sampled"])
+@pytest.mark.parametrize(
+    ("kind", "count"), [*((kind, None) for kind in [*EXACT, "sampled"]), ("reverse_kl", 4), ("jensen_shannon", 4)]
+)
 def test_an_update_equals_a_dense_forward_pass(
     make_recipe: MakeRecipe,
     model_folder: Path,
@@ -149,6 +197,7 @@ def test_an_update_equals_a_dense_forward_pass(
     accelerator: Accelerator,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
+    count: int | None,
     batching: str,
 ) -> None:
     # five positions of a vocabulary of 64 at a time
@@ -156,7 +205,7 @@ def test_an_update_equals_a_dense_forward_pass(
     options = EXACT.get(kind, {})
     algorithm = {"batching": batching, "token_budget": 60, "max_grad_norm": 1e9, "loss": PLAIN}
     recipe = make_recipe(**algorithm)
-    recipe = with_teacher(recipe, teacher_folder, divergence=kind, options=options, coefficient=0.8)
+    recipe = with_teacher(recipe, teacher_folder, divergence=kind, options=options, coefficient=0.8, top_k=count)
     rows = make_rows()
     with never_through_float32():
         done = Recorded(recipe, accelerator, rows)
@@ -175,17 +224,26 @@ def test_an_update_equals_a_dense_forward_pass(
                 scored = done.rows[number].streams["teacher"]
                 torch.testing.assert_close(torch.from_numpy(scored), theirs, atol=1e-9, rtol=0)
                 advantage = advantage - 0.8 * (own.detach() - as_stored(scored))
+            elif count is not None:
+                best = teacher[number][:, :VOCABULARY].softmax(-1).topk(count)
+                merged = [
+                    torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1).log()
+                    for kept in (policy[number].softmax(-1).gather(-1, best.indices), best.values)
+                ]
+                # as exact as log-probabilities in float32 are
+                terms.append(0.8 * by_hand(kind, *merged, **options))
             else:
                 terms.append(0.8 * by_hand(kind, policy[number], teacher[number][:, :VOCABULARY], **options))
             terms.append(-(own - own.detach()).exp() * advantage)
         loss = torch.cat(terms).sum() / done.batch.tokens
         loss.backward()
-    torch.testing.assert_close(done.loss, loss.detach(), atol=1e-9, rtol=0)
+    tolerance = 1e-9 if count is None else 1e-6
+    torch.testing.assert_close(done.loss, loss.detach(), atol=tolerance, rtol=0)
     expected = {name: weight.grad for name, weight in network.named_parameters()}
     assert done.gradients.keys() == expected.keys()
     assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
     for name, gradient in done.gradients.items():
-        torch.testing.assert_close(gradient, expected[name], atol=1e-9, rtol=0)
+        torch.testing.assert_close(gradient, expected[name], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "sampled"])
@@ -239,14 +297,22 @@ def test_two_processes_equal_one(
     tmp_path: Path,
     strategy: str,
 ) -> None:
-    cases: list[tuple[Any, str, Path]] = [(None, "sampled", teacher_folder), ({"rank": 4}, "sampled", model_folder)]
+    cases: list[tuple[Any, dict[str, Any], Path]] = [
+        (None, {}, teacher_folder),
+        ({"rank": 4}, {}, model_folder),
+        (None, {"divergence": "forward_kl", "top_k": 4}, teacher_folder),
+        ({"rank": 4}, {"divergence": "reverse_kl", "top_k": 4}, model_folder),
+    ]
     if strategy == "ddp":
-        cases += [(None, "jensen_shannon", teacher_folder), ({"rank": 4}, "reverse_kl", teacher_folder)]
+        cases += [
+            (None, {"divergence": "jensen_shannon"}, teacher_folder),
+            ({"rank": 4}, {"divergence": "reverse_kl"}, teacher_folder),
+        ]
     one, several = [], []
-    for lora, kind, folder in cases:
+    for lora, teacher, folder in cases:
         for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
             recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=60, max_grad_norm=1e9, **strategies)
-            made.append(with_teacher(recipe, folder, divergence=kind))
+            made.append(with_teacher(recipe, folder, **teacher))
     expected = [exercise(recipe, accelerator) for recipe in one]
     arguments = (json.dumps([recipe.model_dump(mode="json") for recipe in several]), str(tmp_path / "found"))
     log = tmp_path / "ranks.log"
@@ -278,7 +344,7 @@ def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
     assert recipe.teacher is not None
     policy = load_policy(recipe)
     frozen = make_teacher(recipe, policy, accelerator)._frozen
-    teacher = Teacher(recipe.teacher, frozen, {7: "<think>"})
+    teacher = Teacher(recipe.teacher, frozen, VOCABULARY, {7: "<think>"})
     ids = torch.tensor([[3, 4, 5, 6]])
     places = torch.tensor([1, 2])
     teacher.logprobs(policy, ids, places, torch.tensor([5, 6]))

@@ -32,7 +32,7 @@ class TrainingRow:
 
     token_ids: Int[np.ndarray, "tokens"]
     targets: Int[np.ndarray, "targets"]
-    streams: dict[str, Float[np.ndarray, "targets"]]
+    streams: dict[str, Float[np.ndarray, "targets *several"]]
     images: tuple[ImageSpan, ...] = ()
 
 
@@ -86,7 +86,7 @@ class MicroBatch:
     """Number of the target's row within the micro-batch."""
     rows: tuple[int, ...]
     """Indices of the contained rows among those passed to `make_batches`, in the order of `sequence`; none if idle."""
-    streams: dict[str, Float[Tensor, "targets"]]
+    streams: dict[str, Float[Tensor, "targets *several"]]
     images: tuple[ImageSpan, ...] = ()
     """The images in the lines, in order; offsets are relative to their rows."""
     rotary: Int[Tensor, "3 batch length"] | None = None
@@ -175,7 +175,7 @@ def make_batches(
     return [
         Batch(
             [_micro_batch(block, rows, inputs, names, vision, seen) for block in share]
-            + [_idle(names, seen)] * (most - len(share)),
+            + [_idle(rows[0], seen)] * (most - len(share)),
             normaliser,
             tokens,
         )
@@ -235,7 +235,7 @@ def _micro_batch(
     )
 
 
-def _idle(names: list[str], seen: bool) -> MicroBatch:
+def _idle(row: TrainingRow, seen: bool) -> MicroBatch:
     """Return a micro-batch that contributes nothing, but keeps a process in step with the others: their collective
     calls must match."""
     zero = torch.zeros(1, dtype=torch.int64)
@@ -247,7 +247,7 @@ def _idle(names: list[str], seen: bool) -> MicroBatch:
         labels=zero,
         sequence=zero,
         rows=(),
-        streams={name: torch.zeros(1) for name in names},
+        streams={name: torch.zeros(1, *np.shape(stream)[1:]) for name, stream in row.streams.items()},
         in_step_with_images=seen,
     )
 

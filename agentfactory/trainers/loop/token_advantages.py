@@ -207,8 +207,8 @@ def needed_scores(recipe: TrainRecipe) -> list[str]:
         names.append("reference")
         if loss.kl.place == "reward":
             names.append("proximal")
-    if recipe.teacher is not None and not recipe.teacher.is_exact:
-        names.append("teacher")
+    if recipe.teacher is not None and recipe.teacher.stream is not None:
+        names.append(recipe.teacher.stream)
     if loss.top_entropy < 1.0:
         names.append("entropy")
     if recipe.train.has_critic:

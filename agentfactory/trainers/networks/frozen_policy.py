@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from agentfactory.trainers.networks.critic import ActorCritic, Role
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER, adapters_off, has_adapter
 from agentfactory.trainers.networks.network import apply_options, decoder_layers, load_network
-from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.networks.policy import Measure, Policy
 from agentfactory.trainers.processes.sharding import weights_of_rank_0
 
 
@@ -51,12 +52,23 @@ class FrozenPolicy:
         temperature: float = 1.0,
     ) -> Float[Tensor, "targets"]:
         """Return the log-probability of each label: see `Policy.forward`."""
-        inputs = (ids, sources, labels, positions, ends, images, temperature)
-        if self._frozen is not None:
-            return self._frozen(*inputs)[0]
-        role = (Role.POLICY,) if isinstance(self._accelerator.unwrap_model(model), ActorCritic) else ()
-        with self._in_use(model):
-            return model(*role, *inputs)[0]
+        return self._forward(model, ids, sources, labels, positions, ends, images, temperature)[0]
+
+    @torch.no_grad()
+    def measured(
+        self,
+        model: nn.Module,
+        measure: Measure,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "targets ..."]:
+        """Return the value of `measure` for these weights' own logits: see `Policy.forward`."""
+        return self._forward(model, ids, sources, labels, positions, ends, images, temperature, False, measure)[2]
 
     @torch.no_grad()
     def states(
@@ -80,6 +92,13 @@ class FrozenPolicy:
         """Return the logits of hidden states: see `Policy.logits`."""
         with self._in_use(model) as policy:
             return policy.logits(hidden, temperature)
+
+    def _forward(self, model: nn.Module, *inputs: Any) -> tuple[Tensor, ...]:
+        if self._frozen is not None:
+            return self._frozen(*inputs)  # type: ignore[no-any-return]
+        role = (Role.POLICY,) if isinstance(self._accelerator.unwrap_model(model), ActorCritic) else ()
+        with self._in_use(model):
+            return model(*role, *inputs)  # type: ignore[no-any-return]
 
     @contextmanager
     def _in_use(self, model: nn.Module) -> Iterator[Policy]:

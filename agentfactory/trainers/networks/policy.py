@@ -55,8 +55,8 @@ LOGITS_PER_CHUNK = 2**26
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Names in transformers' configurations for a soft cap on logits: Gemma's, RecurrentGemma's."""
 
-Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "chunk"]]
-"""(logits of a chunk of the targets, the chunk) -> a further value per target."""
+Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "chunk *several"]]
+"""(logits of a chunk of the targets, the chunk) -> a further value, or several, per target."""
 
 # Subtracted by servers from the logits of tokens that must not be sampled (`logit_bias`).
 BAN = 100.0

@@ -8,25 +8,69 @@ jensen_shannon: beta KL(q || m) + (1 - beta) KL(p || m), with m = beta q + (1 - 
 arXiv:2306.13649, equation 1).
 
 TRL's GKDTrainer has the three as beta = 1, 0 and between.
+
+Over the teacher's k most likely tokens, the rest of the vocabulary counts as one more token, with the remaining mass of
+p and q. This is a lower bound of the divergence, with equality if k is the vocabulary.
 """
 
 import math
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+Kind = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 Logits = Float[Tensor, "tokens vocabulary"]
+Top = Float[Tensor, "tokens k"]
 
 
-def divergence(
-    kind: Literal["reverse_kl", "forward_kl", "jensen_shannon"], policy: Logits, teacher: Logits, beta: float = 0.5
-) -> Float[Tensor, "tokens"]:
+def divergence(kind: Kind, policy: Logits, teacher: Logits, beta: float = 0.5) -> Float[Tensor, "tokens"]:
     """Return the divergence of each token's distributions, in nats. Rows of the vocabulary that only one of the two has
     are left out: they belong to no token (see `tokenizers`)."""
     shared = min(policy.shape[-1], teacher.shape[-1])
-    p, q = policy[:, :shared].log_softmax(-1), teacher[:, :shared].log_softmax(-1)
+    return _between(kind, policy[:, :shared].log_softmax(-1), teacher[:, :shared].log_softmax(-1), beta)
+
+
+def top_k_divergence(
+    kind: Kind, policy: Logits, tokens: Int[Tensor, "tokens k"], teacher: Top, beta: float = 0.5
+) -> Float[Tensor, "tokens"]:
+    """Return the divergence of each token's distributions, in nats, over the given tokens and the rest.
+
+    `teacher` are the teacher's log-probabilities of `tokens`. A token outside the policy's vocabulary, such as -1,
+    belongs to the rest; the divergence of a line without others is 0. The teacher's rest is at least the rounding of
+    its dtype.
+    """
+    width = policy.shape[-1]
+    known = (tokens >= 0) & (tokens < width)
+    # one of the line's tokens more than once changes nothing
+    places = torch.where(known, tokens, torch.where(known, tokens, 0).amax(-1, keepdim=True))
+    total = policy.logsumexp(-1, keepdim=True)
+    finite = torch.finfo(policy.dtype).min / 4
+    rest = policy.scatter(-1, places, finite).logsumexp(-1, keepdim=True) - total
+    teacher = teacher.to(policy.dtype)
+    mass = torch.where(known, teacher.exp(), 0.0).sum(-1, keepdim=True)
+    others = (1.0 - mass).clamp(min=torch.finfo(torch.float32).eps).log()
+    some = known.any(-1, keepdim=True)
+    used = torch.cat([known, some & (known.sum(-1, keepdim=True) < width)], -1)
+    # two equal probabilities of nearly 0 add nothing
+    none = torch.full_like(used, -1e3, dtype=policy.dtype)
+    p = torch.where(used, torch.cat([policy.gather(-1, places) - total, rest], -1), none)
+    q = torch.where(used, torch.cat([teacher, others], -1), none)
+    return _between(kind, p, q, beta)
+
+
+def top_k(logits: Logits, k: int) -> Float[Tensor, "tokens 2 k"]:
+    """Return the k most likely tokens of each line, as floats, and their log-probabilities; -1 and 0 where the
+    vocabulary has fewer tokens."""
+    found = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
+    pair = torch.stack([found.indices.to(logits.dtype), found.values], -2)
+    missing = k - pair.shape[-1]
+    filled: Tensor = torch.cat([pair, pair.new_tensor([[-1.0], [0.0]]).expand(len(pair), 2, missing)], -1)
+    return filled
+
+
+def _between(kind: Kind, p: Tensor, q: Tensor, beta: float) -> Float[Tensor, "tokens"]:
     match kind:
         case "reverse_kl":
             return _kl(p, q)

@@ -22,7 +22,7 @@ from agentfactory.trainers.networks.row_layouts import resolve_batching
 from agentfactory.trainers.networks.token_rows import table_of
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
-from agentfactory.trainers.teachers.divergences import divergence
+from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
 from agentfactory.trainers.teachers.tokenizers import tokens_missing
 
 
@@ -30,10 +30,13 @@ class Teacher:
     """A frozen policy that grades tokens. Every process calls its methods; `model` is the model that accelerate
     prepared, and the further inputs are those of `Policy.forward`."""
 
-    def __init__(self, config: TeacherConfig, frozen: FrozenPolicy, missing: dict[int, str] | None = None) -> None:
-        """`missing` are the policy's tokens that the teacher cannot read."""
+    def __init__(
+        self, config: TeacherConfig, frozen: FrozenPolicy, rows: int, missing: dict[int, str] | None = None
+    ) -> None:
+        """`rows` is the size of the policy's vocabulary, and `missing` are its tokens that the teacher cannot read."""
         self._config = config
         self._frozen = frozen
+        self._rows = rows
         self._missing = missing or {}
         self._seconds = 0.0
 
@@ -55,6 +58,24 @@ class Teacher:
         with self._timed(ids.device):
             return self._frozen.logprobs(model, ids, sources, labels, *rest)
 
+    def top(
+        self,
+        model: nn.Module,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        *rest: Any,
+    ) -> Float[Tensor, "targets 2 k"]:
+        """Return the recipe's `top_k` most likely tokens at each target, among those of the policy's vocabulary, and
+        their log-probabilities: see divergences.top_k. Raise SettingError if the teacher cannot read a token."""
+        self._check(ids, labels)
+        count = self._config.top_k
+        assert count is not None
+        with self._timed(ids.device):
+            return self._frozen.measured(
+                model, lambda logits, _: top_k(logits[:, : self._rows], count), ids, sources, labels, *rest
+            )
+
     def measure(
         self,
         model: nn.Module,
@@ -63,12 +84,10 @@ class Teacher:
         sources: Int[Tensor, "targets"],
         labels: Int[Tensor, "targets"],
         *places: Any,
-    ) -> Measure | None:
+    ) -> Measure:
         """Return a function that computes the exact divergence of the policy's logits from the teacher's, for
-        `Policy.forward`; None if the recipe's is sampled. Only the teacher's hidden states are kept, and its logits are
-        computed by chunk. Raise SettingError if it cannot read a token."""
-        if not self._config.is_exact:
-            return None
+        `Policy.forward`. Only the teacher's hidden states are kept, and its logits are computed by chunk. Raise
+        SettingError if it cannot read a token."""
         self._check(ids, labels)
         with self._timed(ids.device):
             hidden = self._frozen.states(model, ids, sources, *places)
@@ -105,13 +124,25 @@ class Teacher:
         self._seconds += time.perf_counter() - started
 
 
+def top_k_measure(config: TeacherConfig, top: Float[Tensor, "targets 2 k"]) -> Measure:
+    """Return a function that computes the divergence of the policy's logits from a teacher's `top_k` tokens, for
+    `Policy.forward`."""
+    kind, beta = config.divergence, getattr(config.options, "beta", 0.5)
+
+    def measured(logits: Tensor, chunk: slice) -> Tensor:
+        tokens, theirs = top[chunk].unbind(1)
+        return top_k_divergence(kind, logits, tokens.long(), theirs, beta)  # type: ignore[arg-type]
+
+    return measured
+
+
 def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Teacher:
     """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter if that is the
     teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
     config = recipe.teacher
     assert config is not None
     if config.model == recipe.model.path and policy.is_lora:
-        return Teacher(config, FrozenPolicy(accelerator, None))
+        return Teacher(config, FrozenPolicy(accelerator, None), _rows(policy.network))
     missing: dict[int, str] = {}
     try:
         if config.model != recipe.model.path:
@@ -129,7 +160,7 @@ def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) 
     if config.is_exact and left_out:
         problem = f"got {config.divergence!r}, and {config.model} has no row for {left_out[0]!r} of the vocabulary"
         raise SettingError("teacher.divergence", problem, "use sampled, or a teacher with the whole vocabulary")
-    return Teacher(config, freeze(network, recipe, policy, accelerator), missing)
+    return Teacher(config, freeze(network, recipe, policy, accelerator), _rows(policy.network), missing)
 
 
 def _check_network(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy) -> None:

@@ -22,14 +22,14 @@ from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.image_check import check_images
-from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.policy import Measure, Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
-from agentfactory.trainers.teachers.teacher import make_teacher
+from agentfactory.trainers.teachers.teacher import make_teacher, top_k_measure
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
 
-Targets = Float[Tensor, "targets"]
+Targets = Float[Tensor, "targets *several"]
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Terms:
 
 
 Loss = Callable[..., Terms]
-"""(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms. With an exact teacher.divergence, its
-values follow the entropies."""
+"""(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms. With a teacher.divergence other than
+sampled, its values follow the entropies."""
 
 ValueLoss = Callable[[MicroBatch, Targets], Terms]
 """(micro-batch, the critic's values) -> Terms."""
@@ -102,6 +102,7 @@ class Learner:
         self._actor_critic = unwrapped if isinstance(unwrapped, ActorCritic) else None
         self.policy = self._actor_critic.policy if self._actor_critic else unwrapped
         self._reference = make_reference(recipe, self.policy, accelerator) if train.has_reference else None
+        self._grading = recipe.teacher
         self._teacher = make_teacher(recipe, self.policy, accelerator) if recipe.teacher is not None else None
         torch.manual_seed(recipe.seed)
 
@@ -133,8 +134,8 @@ class Learner:
     @torch.no_grad()
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
         """Return rank 0's `rows` with further streams, computed with the current weights: `proximal`
-        (log-probabilities) and `entropy`, `reference`, `teacher`, `value`. Every process calls it, with the same
-        `names`; only rank 0 gets rows back."""
+        (log-probabilities) and `entropy`, `reference`, `teacher` or `teacher_top` (see TeacherConfig.stream), `value`.
+        Every process calls it, with the same `names`; only rank 0 gets rows back."""
         batch, made = self.deal(rows), []
         for part in batch.micro_batches:
             streams: dict[str, Targets] = {}
@@ -146,6 +147,9 @@ class Learner:
             if "teacher" in names:
                 assert self._teacher is not None
                 streams["teacher"] = self._teacher.logprobs(self.model, *self._inputs(part), self.temperature)
+            if "teacher_top" in names:
+                assert self._teacher is not None
+                streams["teacher_top"] = self._teacher.top(self.model, *self._inputs(part), self.temperature)
             if "value" in names:
                 streams["value"] = self._value_pass(part)
             made.append({name: values for name, values in streams.items() if name in names})
@@ -223,8 +227,15 @@ class Learner:
     def _graded_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
         """Run the policy's forward pass, and measure its distributions against the teacher's if the recipe wants it."""
         inputs = self._inputs(part)
-        measure = self._teacher and self._teacher.measure(self.model, self.temperature, *inputs)
-        return self.policy_forward(*inputs, self.temperature, self.entropy_gradient, measure)
+        return self.policy_forward(*inputs, self.temperature, self.entropy_gradient, self._measure(part, *inputs))
+
+    def _measure(self, part: MicroBatch, *inputs: Any) -> Measure | None:
+        if self._grading is None or self._grading.is_sampled:
+            return None
+        if self._grading.top_k is not None:
+            return top_k_measure(self._grading, part.streams["teacher_top"])
+        assert self._teacher is not None
+        return self._teacher.measure(self.model, self.temperature, *inputs)
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of the teacher's forward passes since the last call, by metric name."""

@@ -68,7 +68,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
             "mismatch_mixed": gap.abs()[mixed].sum(),
         }
         if teacher is not None and divergence is not None:
-            if teacher.is_exact:
+            if not teacher.is_sampled:
                 terms = terms + teacher.coefficient * divergence
             sums["teacher_kl"] = divergence.detach()[real].sum()
         if config.behaviour_kl:
