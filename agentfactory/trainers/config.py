@@ -21,7 +21,7 @@ one lengthens the file, and no other launcher waits for them."""
 PORTLESS_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Environment variables to use with PORTLESS_OPTIONS: by default the launcher opens a TCP store for the ranks."""
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo", "none")
+ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo", "raft", "none")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 
 
@@ -99,8 +99,9 @@ class AdvantageConfig(Choice):
     estimator: str = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
-    critic; gigpo: grpo's advantage, plus the turn's among turns in the same state; none: 0, so that only the teacher
-    trains; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
+    critic; gigpo: grpo's advantage, plus the turn's among turns in the same state; raft: 1 for the group's best chains,
+    0 for the others; none: 0, so that only the teacher trains; or `FILE.py:NAME` of your own function
+    (docs/add-an-algorithm.md)."""
     options: TypedOptions = None
     """Options of the estimator; for your own function, its additional arguments."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
@@ -280,6 +281,7 @@ class TrainConfig(Section):
         "reinforce_pp_baseline",
         "ppo",
         "gigpo",
+        "raft",
         "distill",
         "sft",
     ] = "grpo"
@@ -537,6 +539,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"train.advantage.estimator": "gae"},
     # arXiv:2505.10978, with the discount of its published code
     "gigpo": {"train.advantage.estimator": "gigpo", "train.advantage.options.gamma": 0.95},
+    # arXiv:2304.06767
+    "raft": {"train.advantage.estimator": "raft"},
     # Thinking Machines, 2025, "On-Policy Distillation"; GKD (arXiv:2306.13649) with an exact teacher.divergence
     "distill": {"train.advantage.estimator": "none"},
     "sft": {},

@@ -16,6 +16,7 @@ from agentfactory.trainers.loop.advantages import (
     grpo_advantages,
     overlong_penalty,
     process_advantages,
+    raft_advantages,
     returns,
     rloo_advantages,
     whiten,
@@ -49,7 +50,11 @@ def test_rewards_that_are_not_finite_are_named_by_the_batch_too(rewards: list[fl
         grpo([0.0, 1.0], rewards, "batch")
 
 
-@pytest.mark.parametrize("estimate", [grpo_advantages, rloo_advantages])
+def test_rejection_sampling_selects_the_best() -> None:
+    assert raft_advantages([0.5, None, 2.0, -1.0, 2.0]) == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("estimate", [grpo_advantages, raft_advantages, rloo_advantages])
 def test_rewards_that_are_not_finite_are_refused(estimate: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"finite numbers, not \[inf, 0.0\]"):
         estimate([float("inf"), 0.0])
@@ -59,6 +64,7 @@ def test_rewards_that_are_not_finite_are_refused(estimate: Callable[..., Any]) -
 def test_nothing_to_compare_is_exactly_zero(rewards: list[float | None]) -> None:
     zeros = [0.0] * len(rewards)
     assert grpo_advantages(rewards) == grpo_advantages(rewards, "batch", 1.0) == rloo_advantages(rewards) == zeros
+    assert raft_advantages(rewards) == zeros
 
 
 def test_batch_scale_needs_the_batch() -> None:

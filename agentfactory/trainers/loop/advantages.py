@@ -64,6 +64,19 @@ def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
     return [0.0 if reward is None else (reward - mean) / scaling for reward in rewards]
 
 
+def raft_advantages(rewards: Sequence[float | None]) -> list[float]:
+    """Select the group's best chains: A_i is 1 for the highest reward, and 0 for others (rejection sampling: Dong et
+    al., 2023, RAFT, arXiv:2304.06767, which selects one). The gradient at the start of an update is that of
+    fine-tuning on the selected chains.
+
+    All advantages are 0 if all rewards are equal: nothing was selected. Raises ValueError if a reward is not finite.
+    """
+    known = _finite(rewards)
+    if len(known) < 2 or min(known) == max(known):
+        return [0.0] * len(rewards)
+    return [float(reward == max(known)) for reward in rewards]
+
+
 def process_advantages(
     turn_rewards: Sequence[Sequence[float]], scale: Scale = "group", batch_std: float | None = None
 ) -> list[list[float]]:
@@ -225,6 +238,11 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return rloo_advantages(rewards)
 
 
+def raft(rewards: Sequence[float]) -> list[float]:
+    """See raft_advantages."""
+    return raft_advantages(rewards)
+
+
 def reinforce_pp_baseline(groups: Groups) -> PerToken:
     """Subtract the group's mean reward, and whiten over the batch: see whiten."""
     return whiten(spread(groups, partial(grpo_advantages, scale="none"), "none"))
@@ -272,6 +290,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
     "gigpo": gigpo,
+    "raft": raft,
     "none": none,
 }
 """`train.advantage.estimator` -> function. Its parameters are some of INPUTS, and the fields of its options."""
