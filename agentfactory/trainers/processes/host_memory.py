@@ -1,6 +1,7 @@
-"""Host memory for copies of a device's tensors. For a GPU it is page-locked, which makes copies several times as
-fast."""
+"""Host memory: its return to the system, and memory for copies of a device's tensors. For a GPU the copies' memory is
+page-locked, which makes them several times as fast."""
 
+import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,6 +14,21 @@ _LEAST_LOCKED = 2**25 + 1
 """Minimum number of bytes to page-lock: smaller pieces could share a page, which can be locked only once (glibc maps
 pieces beyond 32 MiB separately)."""
 _ALIGNMENT = 64
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+
+
+def return_freed_tensors() -> None:
+    """Make glibc return the memory of large tensors to the system when they are freed.
+
+    By default it keeps pieces of up to 32 MiB in its heap, which rows of different lengths fragment: in an update of
+    Qwen2.5-0.5B, to 1.5 times the memory of the tensors. Does nothing with another C library.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_MMAP_THRESHOLD, 2**23)
+        # setting the first fixes this one at 128 KiB, which small tensors would cross all the time
+        libc.mallopt(_TRIM_THRESHOLD, 2**26)
 
 
 def lock(host: Bytes, device: torch.device) -> None:
