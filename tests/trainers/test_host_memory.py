@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import sys
 import torch
-from agentfactory.trainers.processes.host_memory import return_freed_tensors
+from agentfactory.trainers.processes.host_memory import return_freed_tensors, trim_heap
 
 def used():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) / 1024
@@ -25,6 +25,11 @@ for index in range(20):
 tensors = [torch.ones(5 * 2**20) for _ in range(20)]
 kept += tensors[::2]
 del tensors
+small = [torch.ones(2**18) for _ in range(200)]
+kept += small[::20]
+del small
+if sys.argv[1] == "returned":
+    trim_heap()
 print((used() - before) / (sum(tensor.nbytes for tensor in kept) / 2**20))
 """
 

@@ -20,15 +20,23 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def return_freed_tensors() -> None:
-    """Make glibc return the memory of large tensors to the system when they are freed.
+    """Make glibc return the memory of tensors from 8 MiB on to the system when they are freed.
 
     By default it keeps pieces of up to 32 MiB in its heap, which rows of different lengths fragment: in an update of
-    Qwen2.5-0.5B, to 1.5 times the memory of the tensors. Does nothing with another C library.
+    Qwen2.5-0.5B, to 1.5 times the memory of the tensors. Below 8 MiB, fresh pages would cost more time than the heap.
+    Does nothing with another C library.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_MMAP_THRESHOLD, 2**23)
         # setting the first fixes this one at 128 KiB, which small tensors would cross all the time
         libc.mallopt(_TRIM_THRESHOLD, 2**26)
+
+
+def trim_heap() -> None:
+    """Return the heap's free pages to the system: fragments of a step would otherwise add up over steps. Does nothing
+    with a C library other than glibc."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def lock(host: Bytes, device: torch.device) -> None:

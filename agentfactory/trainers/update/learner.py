@@ -25,6 +25,7 @@ from agentfactory.trainers.networks.image_check import check_images
 from agentfactory.trainers.networks.policy import Measure, Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
+from agentfactory.trainers.processes.host_memory import trim_heap
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
 from agentfactory.trainers.teachers.teacher import make_teacher, top_k_measure
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
@@ -203,6 +204,8 @@ class Learner:
     def end_step(self) -> None:
         """Advance the schedule, which counts steps. Call once per step, after its updates."""
         self.schedule.step()
+        if self.accelerator.device.type == "cpu":
+            trim_heap()
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
         return part.ids, part.sources, part.labels, part.positions, part.ends, self._images_of(part)
