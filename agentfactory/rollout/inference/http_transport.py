@@ -36,8 +36,7 @@ class LostError(Exception):
 
 
 def authorization(url: str, api_key_env: str | None, section: str = "server") -> dict[str, str]:
-    """Return the HTTP header with the key of the server at `url`, which a section of the recipe names; empty if there is
-    no key.
+    """Return the HTTP header with the key of the server at `url`; empty if there is no key. `section` is the recipe's.
 
     The key comes from the environment variable `api_key_env`; if that is None, from the key file that this user's
     server has written on this machine. Raises SettingError, a ValueError, if the variable is named but not set.
@@ -54,8 +53,8 @@ def lacking_key(url: str, api_key_env: str | None, section: str = "server") -> s
     if api_key_env is not None:
         return f"it refuses the key in {api_key_env}; fix: {section}.api_key_env must name the variable with its key"
     return (
-        f"it requires its key, and {key_folder()} has none for its address; fix: set {section}.api_key_env to the name of "
-        "the environment variable that holds the key"
+        f"it requires its key, and {key_folder()} has none for its address; fix: set {section}.api_key_env to the name "
+        "of the environment variable that holds the key"
     )
 
 

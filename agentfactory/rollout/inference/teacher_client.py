@@ -7,7 +7,6 @@ They are those at temperature 1, whatever the sampling parameters.
 import asyncio
 import os
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -110,8 +109,10 @@ class TeacherClient:
             problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
             raise SettingError("teacher.url", problem, "start the server anew") from None
         except ServerUnreachableError as error:
-            problem, _, fix = str(error).partition("; fix: ")
-            raise SettingError("teacher.url", problem, fix or "start it: agentfactory serve RECIPE") from error
+            problem, _, fix = str(error).rpartition("; ")
+            if not problem:
+                problem, fix = fix, "start it: agentfactory serve RECIPE"
+            raise SettingError("teacher.url", problem, fix.removeprefix("fix: ")) from error
         card = next((card for card in cards if not card.get("parent")), None)
         if card is None:
             raise SettingError("teacher.url", f"{url} lists no model at /v1/models", "start a server with a model")

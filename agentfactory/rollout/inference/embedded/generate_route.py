@@ -101,9 +101,8 @@ def make_request(
             "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids",
         )
     scored = params.get("prompt_logprobs")
-    if scored is not None and (type(scored) is not int or not 0 <= scored <= engine.vocab_size):
-        problem = f"{scored!r} is not an integer from 0 to {engine.vocab_size}"
-        raise ApiError(400, f"sampling_params.prompt_logprobs: {problem}")
+    if scored is not None and (type(scored) is not int or scored < 0):
+        raise ApiError(400, f"sampling_params.prompt_logprobs: {scored!r} is not an integer of at least 0")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ApiError(400, f"cache_salt: {salt!r} is not a non-empty string")
