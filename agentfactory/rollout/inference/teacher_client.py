@@ -162,8 +162,7 @@ class TeacherClient:
 
     async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
         """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
-        alone = [await self._ask(ids, np.arange(1, len(ids))) for ids in contexts]
-        alone = [_own(grades) for grades in alone]
+        alone = [_own(await self._ask(ids, np.arange(1, len(ids)))) for ids in contexts]
         noise = _drift(alone, await self._canary_values(contexts))
         return _Canary(contexts, [values.tolist() for values in alone], max(LEAST_DRIFT, _NOISES * noise))
 
