@@ -51,14 +51,16 @@ async def test_a_killed_teacher_comes_back_and_every_trained_chain_is_graded(
     tmp_path: Path, warm_start: Path, strong: Path, tasks: Path, teacher: dict[str, Any]
 ) -> None:
     (tmp_path / "teacher").mkdir()
-    with servers(tmp_path, warm_start) as (policy,):
-        with servers(tmp_path / "teacher", strong, supervised=True, max_model_len=513) as (server,):
-            more = {"server": {"retry_seconds": 60}, "teacher": teacher}
-            with distilling(tmp_path, warm_start, tasks, policy, server.url, **more) as run:
-                await run.steps(2)
-                server.kill()
-                await check_whole(run)
-            assert server.starts == 2
+    with (
+        servers(tmp_path, warm_start) as (policy,),
+        servers(tmp_path / "teacher", strong, supervised=True, max_model_len=513) as (server,),
+    ):
+        more = {"server": {"retry_seconds": 60}, "teacher": teacher}
+        with distilling(tmp_path, warm_start, tasks, policy, server.url, **more) as run:
+            await run.steps(2)
+            server.kill()
+            await check_whole(run)
+        assert server.starts == 2
     count = teacher.get("top_k", 1)
     for group in run.groups():
         for chain in (chain for chain in group.trajectories if not chain.outcome.failed):
