@@ -71,8 +71,8 @@ def check_teacher_answers(recipe: Recipe) -> None:
     assert server is not None
 
     async def check_once() -> None:
-        longest = recipe.rollout.max_total_tokens
-        async with TeacherClient(server, recipe.model.path, longest, _ANSWERS_WITHIN) as teacher:
+        longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
+        async with TeacherClient(server, recipe.model.path, longest, retry_seconds) as teacher:
             await teacher.check()
 
     try:

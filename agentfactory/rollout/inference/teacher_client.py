@@ -6,7 +6,7 @@ They are those at temperature 1, whatever the sampling parameters.
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -162,13 +162,16 @@ class TeacherClient:
 
     async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
         """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
-        alone = [_own(await self._ask(ids, np.arange(1, len(ids)))) for ids in contexts]
+        alone = [_own(await self._ask_all(ids)) for ids in contexts]
         noise = _drift(alone, await self._canary_values(contexts))
         return _Canary(contexts, [values.tolist() for values in alone], max(LEAST_DRIFT, _NOISES * noise))
 
     async def _canary_values(self, contexts: list[list[int]]) -> list[np.ndarray]:
-        asked = (self._ask(ids, np.arange(1, len(ids))) for ids in contexts)
+        asked = (self._ask_all(ids) for ids in contexts)
         return [_own(grades) for grades in await asyncio.gather(*asked)]
+
+    def _ask_all(self, ids: list[int]) -> Awaitable[_Grades]:
+        return self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")
 
     async def remember(self, folder: Path, writes: bool = True) -> None:
         """Compare the server's weights with those that this run began with, by the file in `folder`, or write it
@@ -219,7 +222,7 @@ class TeacherClient:
                 raise SettingError("teacher.url", problem, "use teacher.model, of the policy's family")
             ids = [int(token) for token in row.token_ids[: graded[-1] + 1]]
             self._check_tokens(ids)
-            grades = await self._ask(ids, graded)
+            grades = await self._ask(ids, graded, chain.id)
             row.teacher_logprobs, row.teacher_tokens = grades.logprobs.ravel(), None
             if grades.tokens is not None:
                 row.teacher_tokens = grades.tokens.ravel()
@@ -233,11 +236,12 @@ class TeacherClient:
             fix = "name a teacher with it, or set model.chat_template to one without it"
             raise SettingError("teacher.url", problem, fix)
 
-    async def _ask(self, ids: Sequence[int], places: Int[np.ndarray, "places"]) -> _Grades:
-        """Return the grades of the tokens at `places`, of which none is 0."""
+    async def _ask(self, ids: Sequence[int], places: Int[np.ndarray, "places"], chain: str) -> _Grades:
+        """Return the grades of the tokens at `places`, of which none is 0. The requests of one `chain` go to one
+        replica."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._server.top_k or 0}
         try:
-            completion = await self._client.generate(ids, self._model, sampling)
+            completion = await self._client.generate(ids, self._model, sampling, chain=chain)
         except ContextOverflowError as error:
             problem = f"a chain of {len(ids)} tokens does not fit into its context: {error}"
             raise SettingError(
