@@ -279,7 +279,7 @@ class Runner(ABC):
     ) -> None:
         """Run a chain, whose trajectory `begin` created, to its end. Failures become outcomes; exceptions are only
         ServerUnreachableError, programming errors and, from a `watched` runner, RolloutStoppedError if the rewards of
-        all first chains failed.
+        all first chains failed, and from a `graded_by` one SettingError if the teacher cannot grade any such chain.
 
         A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to return one.
         `trajectory` is updated as the chain runs, so its content so far survives a cancelled call.

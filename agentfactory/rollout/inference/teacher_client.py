@@ -64,10 +64,10 @@ class _Canary(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _Grades:
-    """The log-probabilities of tokens, or for top_k those of the k most likely tokens there, and these tokens."""
+    """The log-probabilities of tokens, and for top_k the k most likely tokens there (-1: missing) and theirs."""
 
-    logprobs: Float[np.ndarray, "..."]
-    tokens: Int[np.ndarray, "..."] | None
+    own: Float[np.ndarray, "places"]
+    top: tuple[Int[np.ndarray, "places k"], Float[np.ndarray, "places k"]] | None = None
 
 
 class TeacherClient:
@@ -162,13 +162,13 @@ class TeacherClient:
 
     async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
         """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
-        alone = [_own(await self._ask_all(ids)) for ids in contexts]
+        alone = [(await self._ask_all(ids)).own for ids in contexts]
         noise = _drift(alone, await self._canary_values(contexts))
         return _Canary(contexts, [values.tolist() for values in alone], max(LEAST_DRIFT, _NOISES * noise))
 
     async def _canary_values(self, contexts: list[list[int]]) -> list[np.ndarray]:
         asked = (self._ask_all(ids) for ids in contexts)
-        return [_own(grades) for grades in await asyncio.gather(*asked)]
+        return [grades.own for grades in await asyncio.gather(*asked)]
 
     def _ask_all(self, ids: list[int]) -> Awaitable[_Grades]:
         return self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")
@@ -223,9 +223,10 @@ class TeacherClient:
             ids = [int(token) for token in row.token_ids[: graded[-1] + 1]]
             self._check_tokens(ids)
             grades = await self._ask(ids, graded, chain.id)
-            row.teacher_logprobs, row.teacher_tokens = grades.logprobs.ravel(), None
-            if grades.tokens is not None:
-                row.teacher_tokens = grades.tokens.ravel()
+            if grades.top is None:
+                row.teacher_logprobs, row.teacher_tokens = grades.own, None
+            else:
+                row.teacher_tokens, row.teacher_logprobs = (values.ravel() for values in grades.top)
             asked += len(ids)
         return asked
 
@@ -258,11 +259,6 @@ class TeacherClient:
         return _grades(completion.prompt, ids, places, self._server.top_k)
 
 
-def _own(grades: _Grades) -> np.ndarray:
-    """Return one value per place, which a change of weights changes: for top_k, that of the most likely token."""
-    return grades.logprobs if grades.tokens is None else grades.logprobs[:, 0]
-
-
 def _drift(before: Sequence[np.ndarray], now: Sequence[np.ndarray]) -> float:
     return float(np.abs(np.concatenate(list(before)) - np.concatenate(list(now))).mean())
 
@@ -279,15 +275,16 @@ def _grades(told: Any, ids: Sequence[int], places: np.ndarray, top_k: int | None
                 raise InferenceError(
                     f"the teacher's server graded other ids: token {place} is {ids[place]}, not listed"
                 )
+        listed = [told[place] for place in places.tolist()]
+        own = np.array([entry[str(ids[place])]["logprob"] for place, entry in zip(places, listed, strict=True)], float)
+        _check_values(own)
         if top_k is None:
-            logprobs = np.array([told[place][str(ids[place])]["logprob"] for place in places.tolist()], np.float64)
-            _check_values(logprobs)
-            return _Grades(logprobs.astype(np.float32), None)
+            return _Grades(own.astype(np.float32))
         tokens = np.full((len(places), top_k), -1, np.int32)
         logprobs = np.zeros((len(places), top_k))
-        for line, place in enumerate(places.tolist()):
+        for line, entry in enumerate(listed):
             # the token itself is listed, too, where it is not among the most likely
-            ranked = sorted((-entry["logprob"], int(token)) for token, entry in told[place].items())[:top_k]
+            ranked = sorted((-shown["logprob"], int(token)) for token, shown in entry.items())[:top_k]
             tokens[line, : len(ranked)] = [token for _, token in ranked]
             logprobs[line, : len(ranked)] = [-value for value, _ in ranked]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -295,7 +292,7 @@ def _grades(told: Any, ids: Sequence[int], places: np.ndarray, top_k: int | None
     _check_values(logprobs)
     if (mass := np.where(tokens >= 0, np.exp(logprobs), 0.0).sum(-1).max(initial=0.0)) > _MOST_MASS:
         raise InferenceError(f"the probabilities of the teacher's most likely tokens sum to {mass:.4g}")
-    return _Grades(logprobs.astype(np.float32), tokens)
+    return _Grades(own.astype(np.float32), (tokens, logprobs.astype(np.float32)))
 
 
 def _check_values(logprobs: np.ndarray) -> None:
