@@ -328,6 +328,11 @@ async def test_faults_of_single_chains_that_no_retry_heals_end_the_run(model: Pa
         seen.images = [ImageSpan(0, 2, "digest", (1, 2, 4))]
         with pytest.raises(SettingError, match=r"teacher\.url: chain c has images"):
             await client.grade(chain(seen))
+        teacher.refusal = (400, "Token id 99 is out of vocabulary")
+        with pytest.raises(
+            SettingError, match=r"teacher\.url: .* refuses to grade 7 tokens: .* whose vocabulary has all"
+        ):
+            await client.grade(chain(two_turns()))
         teacher.refusal = (400, "This model's maximum context length is 5 tokens")
         with pytest.raises(SettingError, match=r"teacher\.url: a chain of 7 tokens does not fit into its context"):
             await client.grade(chain(two_turns()))

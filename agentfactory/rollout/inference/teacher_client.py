@@ -42,6 +42,7 @@ _NOISES = 10.0
 """Multiple of the noise, measured at the start, below which they count as equal."""
 
 
+_ENGINES = "serve it by vLLM >= 0.32, or by `agentfactory serve` with server.engine=embedded"
 _MOST_MASS = 1.01
 """Largest sum of the probabilities of a token's alternatives, rounded in half precision."""
 
@@ -136,9 +137,7 @@ class TeacherClient:
         try:
             self._canary = await self._fresh_canary(contexts)
         except InferenceError as error:
-            raise SettingError(
-                "teacher.url", f"{url} cannot grade tokens: {error}", self._remedy(str(error))
-            ) from error
+            raise SettingError("teacher.url", f"{url} cannot grade tokens: {error}", _ENGINES) from error
 
     def _load_tokenizers(self, root: Any) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
         """Load the policy's tokenizer, and that of the server's model unless it is the policy's."""
@@ -156,9 +155,12 @@ class TeacherClient:
             raise SettingError("teacher.url", problem, fix) from error
 
     def _remedy(self, told: str) -> str:
+        """Return the fix for a refused request."""
         if self._server.top_k is not None and "logprobs" in told and "max" in told:
             return f"start vLLM with --max-logprobs {self._server.top_k}, or lower teacher.top_k"
-        return "serve it by vLLM >= 0.32, or by `agentfactory serve` with server.engine=embedded"
+        if "vocab" in told or "token_ids: must be" in told:
+            return "name a teacher whose vocabulary has all of the policy's ids"
+        return _ENGINES
 
     async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
         """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
@@ -248,6 +250,12 @@ class TeacherClient:
             raise SettingError(
                 "teacher.url", problem, "serve it with a longer one, or lower rollout.max_total_tokens"
             ) from error
+        except InferenceError as error:
+            if "answered 4" not in str(error):
+                raise
+            # no other try would change it
+            problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {error}"
+            raise SettingError("teacher.url", problem, self._remedy(str(error))) from error
         except ServerUnreachableError as error:
             raise ServerUnreachableError(f"teacher.url: {error}; fix: start it again, and resume the run") from error
         for span in completion.versions:

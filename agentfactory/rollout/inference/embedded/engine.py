@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 2048  # new prompt tokens per step; bounds how long decoding requests wait for prompts
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk; bounds the memory of its attention mask
-LOGIT_ELEMENTS = 2**25  # tokens x vocabulary of one chunk of a scored prompt; bounds the memory of its logits
+LOGIT_ELEMENTS = 2**24  # tokens x vocabulary of one chunk of scored prompts; bounds the memory of its logits
 SHARE_TOKENS = 16  # a request waits for a shared prompt in progress if that saves more tokens than this
 _engines = itertools.count()
 logger = logging.getLogger(__name__)
@@ -305,7 +305,8 @@ class Engine:
         last = [-1 if r.prompt_logprobs is None else len(r.prompt) - 1 for r in requests]
         scored = start < np.array(last)
         if scored.any():
-            budget = min(budget, max(1, LOGIT_ELEMENTS // self.vocab_size))
+            # no more rows of logits than a step of decoding may have, or few elements
+            budget = min(budget, max(self.max_num_seqs, LOGIT_ELEMENTS // self.vocab_size))
         spent = prompts.cumsum() - prompts
         count = np.where(count > 1, np.clip(budget - spent, 0, count), count)
         if not count.all():
