@@ -22,6 +22,7 @@ def check_reach(recipe: Recipe) -> None:
     chains run in training. Raises SettingError."""
     if runs_chains(recipe, "train"):
         check_servers_answer(recipe)
+        check_teacher_answers(recipe)
         check_tools_open(recipe)
 
 
@@ -55,6 +56,29 @@ def check_servers_answer(recipe: Recipe) -> None:
         engine = next((_ENGINES.get(card.get("owned_by")) for card in cards), None)
         if recipe.server.engine == "embedded" and engine == "vllm":
             raise SettingError("server.engine", f"got embedded, but vLLM answers at {url}", "set server.engine=vllm")
+
+
+def check_teacher_answers(recipe: Recipe) -> None:
+    """Raise SettingError if the server at `teacher.url` does not answer, or cannot grade the policy's tokens."""
+    if recipe.teacher is None or recipe.teacher.url is None:
+        return
+    # imported here, because most recipes have no such teacher
+    from agentfactory.rollout.inference.http_transport import ServerUnreachableError
+    from agentfactory.rollout.inference.teacher_client import TeacherClient
+    from agentfactory.trainers.teachers.served import teacher_server
+
+    server = teacher_server(recipe.teacher)
+    assert server is not None
+
+    async def check_once() -> None:
+        longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
+        async with TeacherClient(server, recipe.model.path, longest, retry_seconds) as teacher:
+            await teacher.check()
+
+    try:
+        run_interruptibly(check_once())
+    except ServerUnreachableError as error:
+        raise SettingError("teacher.url", str(error), "start the server anew") from error
 
 
 def check_tools_open(recipe: RolloutRecipe) -> None:

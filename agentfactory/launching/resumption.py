@@ -34,6 +34,8 @@ _MAY_DIFFER = (
     # the operation of tools; `*` stands for a server's name
     *("mcp_servers.*.isolation", "mcp_servers.*.pool", "mcp_servers.*.timeout_seconds"),
     *("limits.calls_per_second", "limits.seconds_per_call", "limits.parallel_calls"),
+    # the worker checks that the weights there are the same
+    *("teacher.url", "teacher.api_key_env"),
 )
 _BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
 """Field that older recipes lack -> the value that their runs were trained with."""

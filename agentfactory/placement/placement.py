@@ -151,7 +151,8 @@ def may_have_gpu() -> bool:
 
 
 def _with_model(recipe: Recipe, first: str) -> Recipe | None:
-    if recipe.teacher is not None and not _is_there(recipe.teacher.model):
+    teacher = recipe.teacher.model if recipe.teacher is not None else None
+    if teacher is not None and not _is_there(teacher):
         return None
     if _is_there(recipe.model.path):
         return recipe

@@ -312,7 +312,10 @@ def _check_teacher(recipe: Recipe) -> None:
         name = "train.algorithm=distill" if train.algorithm == "distill" else "train.advantage.estimator=none"
         problem = f"missing: with {name}, only a teacher trains the policy"
         raise SettingError("teacher", problem, "set teacher.model, or use train.algorithm=grpo")
-    if teacher is not None and os.path.isabs(teacher.model) and (folder := Path(teacher.model)).is_dir():
+    if teacher is not None and teacher.url is not None:
+        _check_teacher_server(recipe, teacher.url)
+    path = teacher.model if teacher is not None else None
+    if path is not None and os.path.isabs(path) and (folder := Path(path)).is_dir():
         if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
             problem, fix = "holds a LoRA adapter, not a model", "`agentfactory export` it merged, and name that folder"
             raise SettingError("teacher.model", f"{display(folder)} {problem}", fix)
@@ -322,6 +325,24 @@ def _check_teacher(recipe: Recipe) -> None:
     if teacher is not None and teacher.is_exact and train.strategy == "fsdp2":
         problem = f"got {teacher.divergence!r} with train.strategy=fsdp2, which gathers weights for whole passes only"
         raise SettingError("teacher.divergence", problem, "set teacher.top_k: 64, or use sampled, or strategy ddp")
+
+
+def _check_teacher_server(recipe: Recipe, url: str) -> None:
+    """Check what a teacher behind a server cannot do."""
+    if not url.startswith(("http://", "https://")):
+        raise SettingError(
+            "teacher.url", f"got {url!r}, which is no address", "write one such as http://127.0.0.1:8000"
+        )
+    if recipe.rollout.temperature != 1.0:
+        problem = f"got {recipe.rollout.temperature:g}, and the server at teacher.url gives log-probabilities at 1 only"
+        raise SettingError("rollout.temperature", problem, "use 1, or teacher.model")
+    if recipe.train.from_trajectories:
+        problem = "set, but train.from_trajectories runs no chains that a rollout worker could have graded"
+        raise SettingError("teacher.url", problem, "use teacher.model")
+    own = {address.rstrip("/") for address in recipe.server.urls}
+    if url.rstrip("/") in own and recipe.model.lora is None:
+        problem = f"{url} is server.url, too, whose weights change at every step"
+        raise SettingError("teacher.url", problem, "name another server, or train an adapter (model.lora)")
 
 
 def _check_replaced(train: TrainConfig) -> None:

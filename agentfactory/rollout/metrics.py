@@ -32,6 +32,8 @@ CHAIN_METRICS = [
     Metric("sampled_tokens", "tokens", "tokens that the model sampled"),
     Metric("rows", "rows", "token rows of the chain: more than one if its history was rewritten or shortened"),
     Metric("row_tokens", "tokens", "tokens of all rows of the chain, context included"),
+    Metric("teacher_tokens", "tokens", "tokens that the server at teacher.url computed: whole rows, without its cache"),
+    Metric("teacher_seconds", "s", "time from the chain's end to the last grade of that server"),
     Metric("gateway/spliced_turns", "turns", "turns that an agent sent back in a different history than sampled"),
     Metric("gateway/unmatched_turns", "turns", "assistant messages of an agent that were not sampled"),
     Metric("gateway/unmet_parameters", "", "parameters of an agent's requests that were not applied"),

@@ -55,6 +55,9 @@ class Row:
     `images` has the images of the row, in order; image tokens are never sampled.
     `roles` has a letter per token (token_roles.ROLES for sampled tokens, NO_ROLE for others). Context at the end has no
     letters; the string is empty if no roles are known.
+    `teacher_logprobs` and `teacher_tokens` are the grades of a teacher behind a server, along `graded()` and not along
+    all tokens: its log-probability of each, or for top_k, flat, those of its k most likely tokens there, and these
+    tokens (-1: missing).
     """
 
     token_ids: Stream = field(default_factory=list)
@@ -65,6 +68,13 @@ class Row:
     turn_ends: list[int] | None = None
     roles: str = ""
     images: list[ImageSpan] = field(default_factory=list)
+    teacher_logprobs: Stream | None = None
+    teacher_tokens: Stream | None = None
+
+    def graded(self) -> np.ndarray:
+        """Return the positions that are trained: the sampled tokens, except a first one, which nothing predicts."""
+        sampled = np.flatnonzero(self.mask)
+        return sampled[sampled > 0]
 
     def check_logprobs(self) -> None:
         """Raise ValueError if the log-probability of a sampled token is NaN, infinite or positive."""

@@ -77,6 +77,8 @@ class Activity(StrEnum):
     """Execution of a tool call."""
     REWARD = "reward"
     """Computation of the rewards."""
+    TEACHER = "teacher"
+    """Requests to the server of the teacher (`teacher.url`), after the rewards."""
 
 
 @dataclass

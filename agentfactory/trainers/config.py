@@ -411,9 +411,14 @@ class TeacherConfig(Choice):
     chooser = "divergence"
     kinds = {"jensen_shannon": JensenShannonOptions}
 
-    model: str
+    model: str | None = None
     """Folder of a model or of a run's checkpoint, or hub name; it needs the policy's tokenizer. The base of
-    `model.lora` (model.path) costs no further weights."""
+    `model.lora` (model.path) costs no further weights. Exactly one of `model` and `url` is set."""
+    url: str | None = None
+    """Address of a server that has the teacher: vLLM, or `agentfactory serve`. The rollout worker asks it for
+    log-probabilities while chains run, and the trainer loads no teacher."""
+    api_key_env: str | None = None
+    """Environment variable that contains the key of the server at `url`."""
     divergence: Literal["sampled", "reverse_kl", "forward_kl", "jensen_shannon"] = "sampled"
     """sampled: reverse KL estimated from the sampled token, added to its advantage. The others are a term of the loss,
     exact over the vocabulary: reverse_kl: KL(policy || teacher); forward_kl: KL(teacher || policy); jensen_shannon:
@@ -425,6 +430,19 @@ class TeacherConfig(Choice):
     null: over the vocabulary."""
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher beside the reward's advantages, which train.algorithm=distill omits."""
+
+    @model_validator(mode="after")
+    def _is_in_one_place(self) -> "TeacherConfig":
+        if self.model is None and self.url is None:
+            raise SettingError("model", "missing", "name a model, or set teacher.url to the address of its server")
+        if self.model is not None and self.url is not None:
+            raise SettingError("url", f"got {self.url!r} with model={self.model!r}", "remove one of them")
+        if self.api_key_env is not None and self.url is None:
+            raise SettingError("api_key_env", f"got {self.api_key_env!r} without url", "set teacher.url, or remove it")
+        if self.url is not None and self.is_exact:
+            problem = f"null, and a server sends no whole distributions, which divergence={self.divergence} compares"
+            raise SettingError("top_k", problem, "set teacher.top_k: 64, or divergence: sampled, or use teacher.model")
+        return self
 
     @model_validator(mode="after")
     def _top_k_is_for_distributions(self) -> "TeacherConfig":

@@ -19,7 +19,7 @@ METRICS = [
     Metric("seconds/step", "s", "the whole step, without evaluation and checkpoints"),
     Metric("seconds/wait", "s", "waiting for groups"),
     Metric("seconds/update", "s", "batching, forward, backward and optimiser"),
-    Metric("seconds/teacher", "s", "forward passes of the teacher; part of seconds/update"),
+    Metric("seconds/teacher", "s", "forward passes of teacher.model in the trainer; part of seconds/update"),
     Metric("seconds/sync", "s", "loading the new weights into the server, including the proof"),
     Metric("seconds/sleep", "s", "time_share: putting the server to sleep"),
     Metric("seconds/bring_in", "s", "time_share: moving the trainer's tensors to its device"),

@@ -10,6 +10,7 @@ from agentfactory.trainers.config import ALGORITHMS
 
 GIGPO = ["train.advantage.estimator=gigpo", "train.advantage.options.anchors=observation"]
 TEACHER = "teacher.model=Qwen/Qwen2.5-7B-Instruct"
+URL = "teacher.url=http://127.0.0.1:8100"
 REFUSED = {
     "k1 in the loss": (
         ["train.loss.kl.coefficient=0.1", "train.loss.kl.estimator=k1"],
@@ -88,6 +89,18 @@ REFUSED = {
         "teacher",
         "use train.algorithm=distill",
     ),
+    "a teacher in no place": (["teacher.coefficient=0.5"], "teacher.model", "or set teacher.url"),
+    "a teacher in two places": ([TEACHER, URL], "teacher.url", "remove one of them"),
+    "a key for no server": ([TEACHER, "teacher.api_key_env=KEY"], "teacher.api_key_env", "set teacher.url"),
+    "whole distributions from a server": ([URL, "teacher.divergence=forward_kl"], "teacher.top_k", "teacher.top_k: 64"),
+    "another temperature than a server's": ([URL, "rollout.temperature=0.7"], "rollout.temperature", "use 1"),
+    "no address of a teacher": (["teacher.url=strong:8000"], "teacher.url", "such as http://"),
+    "a server that nobody asks": (
+        [URL, "train.algorithm=distill", "train.from_trajectories=recipe.yaml"],
+        "teacher.url",
+        "use teacher.model",
+    ),
+    "the policy's own changing server": ([URL, "server.url=http://127.0.0.1:8100/"], "teacher.url", "train an adapter"),
     "the weight of another divergence": ([TEACHER, "teacher.options.beta=0.3"], "teacher.options.beta", "remove it"),
     "whole distributions of sharded weights": (
         [TEACHER, "teacher.divergence=forward_kl", "train.strategy=fsdp2", "train.processes=2"],

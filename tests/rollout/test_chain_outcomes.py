@@ -8,7 +8,8 @@ from agentfactory.launching.progress import tell_warnings
 from agentfactory.rollout.chains.chain_runner import FirstVerdicts, RolloutStoppedError
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.inference.http_transport import InferenceError
+from agentfactory.rollout.trajectory import Activity, Outcome, Trajectory
 from tests.scripted_chains import scripted_chains
 
 
@@ -115,3 +116,31 @@ async def test_only_a_watched_runner_stops_when_its_first_rewards_fail(tmp_path:
             await chains.run()
         with pytest.raises(RolloutStoppedError, match="4 ended as reward_error"):
             await chains.run()
+
+
+async def test_chains_that_may_be_trained_are_graded_outside_their_place(tmp_path: Path) -> None:
+    """A grade that fails costs the chain, and its reward; chains that are dropped are not graded."""
+    free: list[int] = []
+
+    async def grade(trajectory: Trajectory) -> int:
+        free.append(chains.runner.places.taken)
+        if trajectory.turns == 2:
+            raise InferenceError("no grades")
+        return 7
+
+    fields = {"rewards": ["notes.py:turns"], "rollout": {"max_turns": 3, "on_outcome": {"max_turns": "drop"}}}
+    call = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}\n</tool_call>'
+    answers = ["done", call, "done", call, call, call, "done"]
+    async with scripted_chains(tmp_path, answers, **fields) as chains:
+        plain, chains.runner = chains.runner, chains.runner.graded_by(grade)
+        graded, failed, dropped = [await chains.run() for _ in range(3)]
+        chains.runner = plain
+        assert "teacher_tokens" not in (await chains.run()).metrics
+    assert free == [0, 0]
+    assert (graded.outcome, graded.reward, graded.metrics["teacher_tokens"]) == (Outcome.COMPLETED, 1.0, 7.0)
+    assert graded.timeline[-1].activity is Activity.TEACHER
+    assert graded.seconds >= graded.timeline[-1].end - 1e-3
+    assert (failed.outcome, failed.reward, failed.error) == (Outcome.INFERENCE_ERROR, None, "teacher.url: no grades")
+    assert failed.metrics["teacher_tokens"] == 0
+    assert (dropped.outcome, dropped.metrics["teacher_tokens"]) == (Outcome.MAX_TURNS, 0.0)
+    assert Activity.TEACHER not in {stretch.activity for stretch in dropped.timeline}

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.engine import PREFILL_TOKENS, Engine
@@ -302,6 +303,55 @@ def test_an_adapter_takes_the_place_of_one_that_has_gone(tmp_path: Path) -> None
         del adapter, request, other
     assert outcomes[0] != outcomes[1]
     assert shapes[0] == shapes[1]
+
+
+def test_scored_prompts_come_in_chunks_of_few_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside decoding requests, with and without adapters, and although their beginnings are in the cache."""
+    monkeypatch.setattr(engine_module, "LOGIT_ELEMENTS", 97 * 7)
+    base = qwen3()
+    torch.manual_seed(1)
+    made = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules="all-linear"))
+    for name, weight in made.named_parameters():
+        torch.nn.init.normal_(weight, std=0.2) if "lora_B" in name else None
+    made.save_pretrained(tmp_path)
+    engine = Engine(copy.deepcopy(base), max_model_len=128, max_num_seqs=6)
+    adapter = engine.adapters.load("adapter", str(tmp_path))
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, 97, size) for size in (40, 2, 23, 1, 40, 31)]
+    prompts[4] = prompts[0]
+    run(engine, [prompts[0]])
+    largest = []
+    forward = engine._forward
+
+    def counted(*arguments: Any, **more: Any) -> torch.Tensor:
+        logits = forward(*arguments, **more)
+        largest.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(engine, "_forward", counted)
+    requests = [Request(prompt, 5, lambda request: None) for prompt in prompts]
+    for number, request in enumerate(requests):
+        request.adapter = adapter if number % 2 else None
+        # the last two only decode
+        request.prompt_logprobs, request.fresh = (number, True) if number < 4 else (None, False)
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    assert max(largest) <= 7 + len(requests)
+    for number, request in enumerate(requests):
+        network = made if number % 2 else base
+        check(engine, network, request)
+        if number >= 4:
+            assert request.prompt_scores == {}
+            continue
+        with torch.no_grad():
+            wanted = network(input_ids=torch.tensor(request.prompt)[None]).logits[0, :-1].log_softmax(-1)
+        assert sorted(request.prompt_scores) == [*range(1, len(request.prompt))]
+        for place, score in request.prompt_scores.items():
+            line, token = wanted[place - 1], int(request.prompt[place])
+            assert score.logprob == pytest.approx(float(line[token]), abs=1e-4)
+            torch.testing.assert_close(torch.tensor(score.logprobs), line.topk(number).values, atol=1e-4, rtol=0)
+            assert len(score.likely) == number
 
 
 def test_what_is_evicted_comes_back_in_place(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ TEXT_ENGINES = [*ENGINES, pytest.param("sglang", marks=pytest.mark.extended)]
 SGLANG_LACKS = {
     "test_a_turn_ends_at_the_context_length": "not possible: SGLang keeps the last 7 tokens of the context free",
     "test_an_update_in_mid_generation[sglang-False]": "refused: rollout.inflight=keep",
+    "test_prompts_are_scored_as_in_a_whole_forward_pass": "refused: teacher.url",
     "test_pause_waits": "refused: POST /pause?mode=wait, which no part of AgentFactory sends",
     "test_the_order_of_turns": "refused: placement.mode=time_share",
     "test_a_turn_that_sleep_cuts_is_sampled_again_from_its_ids": "refused: placement.mode=time_share",
@@ -191,10 +192,13 @@ class Client:
         return await self.call("GET", path, None, status)
 
     async def generate(self, ids: list[int], *, model: str = "policy", salt: str | None = None, **params: Any) -> Any:
+        return (await self.answer(ids, model=model, salt=salt, **params))["choices"][0]
+
+    async def answer(self, ids: list[int], *, model: str = "policy", salt: str | None = None, **params: Any) -> Any:
         params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **params}
         body = {"token_ids": ids, "sampling_params": params, "model": model}
         body |= {"cache_salt": salt} if salt else {}
-        return (await self.post("/inference/v1/generate", body))["choices"][0]
+        return await self.post("/inference/v1/generate", body)
 
     async def update(self, weights: Path, version: str) -> None:
         await self.post("/init_weight_transfer_engine", {"init_info": {}})
@@ -332,6 +336,40 @@ async def test_chosen_tokens_are_scored_in_the_place_of_a_sampled_one(client: Cl
     assert {token: given[token] for token in chosen} == pytest.approx(
         {token: float(wanted[token]) for token in chosen}, abs=1e-4
     )
+
+
+async def test_prompts_are_scored_as_in_a_whole_forward_pass(client: Client) -> None:
+    """A teacher's server gets such requests: at temperature 1, also where it samples at another and has a cache."""
+    model = reference(client.server.model)
+    prompts = [some_ids(length, length) for length in (2, 33, 700, 1100)]
+    await client.generate(prompts[2], max_tokens=1)
+    cases = [(prompt, count) for prompt in prompts for count in (0, 7)]
+    scored = [client.answer(p, temperature=0.7, max_tokens=3, prompt_logprobs=count) for p, count in cases]
+    *answers, other = await asyncio.gather(*scored, client.generate(prompts[1], max_tokens=9))
+    check_logprobs(model, prompts[1], other)
+    for (prompt, count), answer in zip(cases, answers, strict=True):
+        check_logprobs(model, prompt, answer["choices"][0], 0.7)
+        first, *given = answer["prompt_logprobs"]
+        assert first is None
+        with torch.no_grad():
+            wanted = model(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        labels = torch.tensor(prompt[1:])[:, None]
+        own = torch.tensor([entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], given, strict=True)])
+        torch.testing.assert_close(own, wanted.gather(1, labels)[:, 0], atol=1e-4, rtol=0)
+        for token, entry, line in zip(prompt[1:], given, wanted, strict=True):
+            ranked = sorted((shown["rank"], int(name), shown["logprob"]) for name, shown in entry.items())
+            likely = [shown for shown in ranked if shown[0] <= count]
+            assert [rank for rank, *_ in likely] == [*range(1, count + 1)]
+            assert {int(name) for name in entry} == {token, *(name for _, name, _ in likely)}
+            torch.testing.assert_close(
+                torch.tensor([logprob for *_, logprob in likely]), line.topk(count).values, atol=1e-4, rtol=0
+            )
+            # as many tokens are at least as likely, but for rounding
+            least = entry[str(token)]["logprob"]
+            ahead = (line >= least + 1e-4).sum(), (line >= least - 1e-4).sum()
+            assert int(ahead[0]) <= entry[str(token)]["rank"] <= int(ahead[1])
+    alone = await client.answer([7], max_tokens=1, prompt_logprobs=3)
+    assert alone["prompt_logprobs"] == [None]
 
 
 async def test_the_load_is_told(client: Client) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.experimental.gkd import GKDTrainer
 
+from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batch, TrainingRow
 from agentfactory.trainers.config import TrainRecipe
@@ -22,7 +23,6 @@ from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
 from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
-from agentfactory.trainers.teachers.tokenizers import tokens_missing
 from agentfactory.trainers.update.learner import Learner, Terms, Update
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 from tests.forked import start_ranks

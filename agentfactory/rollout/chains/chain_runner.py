@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.chains.tool_loop import ToolLoop
-from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
+from agentfactory.rollout.config import OutcomePolicy, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.data.notices import (
     tell_answered_rows,
@@ -138,6 +139,10 @@ class ChainWatch:
             self._verdicts.note_group(chain, task)
 
 
+Grade = Callable[[Trajectory], Awaitable[int]]
+"""Adds a teacher's grades to the rows of a chain, and returns the number of tokens that the teacher computed."""
+
+
 class Player(Protocol):
     """The driver of an episode's chain: a tool loop, or an agent with its own loop."""
 
@@ -174,6 +179,7 @@ class Runner(ABC):
         self.toolset = toolset
         self.rewards = rewards
         self._watch: ChainWatch | None = None
+        self._grade: Grade | None = None
         limit = recipe.rollout.concurrency
         most = recipe.server.max_num_seqs if limit == "auto" else limit
         check_open_files(most)
@@ -193,6 +199,13 @@ class Runner(ABC):
         concurrency limit and call rates."""
         runner = copy(self)
         runner._watch = ChainWatch(self.setup.config, tasks)
+        return runner
+
+    def graded_by(self, grade: Grade) -> Self:
+        """Return a copy of this runner whose chains are graded when they have ended and may be trained; it shares the
+        concurrency limit and call rates."""
+        runner = copy(self)
+        runner._grade = grade
         return runner
 
     def with_max_turns(self, max_turns: int) -> Self:
@@ -266,7 +279,7 @@ class Runner(ABC):
     ) -> None:
         """Run a chain, whose trajectory `begin` created, to its end. Failures become outcomes; exceptions are only
         ServerUnreachableError, programming errors and, from a `watched` runner, RolloutStoppedError if the rewards of
-        all first chains failed.
+        all first chains failed, and from a `graded_by` one SettingError if the teacher cannot grade any such chain.
 
         A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to return one.
         `trajectory` is updated as the chain runs, so its content so far survives a cancelled call.
@@ -281,8 +294,23 @@ class Runner(ABC):
                     self._fail(trajectory, error)
             trajectory.seconds = episode.timeline.seconds
             trajectory.metrics = {**player.metrics(), **trajectory.metrics}
-            if self._watch is not None:
-                self._watch.note(trajectory, task)
+        if self._grade is not None:
+            # other chains may take the place meanwhile
+            await self._add_grades(episode, self._grade)
+        if self._watch is not None:
+            self._watch.note(trajectory, task)
+
+    async def _add_grades(self, episode: Episode, grade: Grade) -> None:
+        trajectory, tokens, began = episode.trajectory, 0, time.monotonic()
+        if self.setup.config.outcome_policy(trajectory.outcome) is OutcomePolicy.KEEP:
+            try:
+                with episode.timeline.measure(Activity.TEACHER):
+                    tokens = await grade(trajectory)
+            except InferenceError as error:
+                self._fail(trajectory, InferenceError(f"teacher.url: {error}"))
+                trajectory.reward = trajectory.turn_rewards = None
+            trajectory.seconds = episode.timeline.seconds
+        trajectory.metrics |= {"teacher_tokens": float(tokens), "teacher_seconds": time.monotonic() - began}
 
     async def _play_and_score(self, player: Player, scored: frozenset[Outcome]) -> None:
         episode, trajectory = player.episode, player.episode.trajectory

@@ -34,11 +34,14 @@ STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
     "logprobs": (list[float], np.dtype(np.float32)),
     "weights": (list[float], np.dtype(np.float64)),
     "roles": (str, np.dtype(np.uint8)),
+    "teacher_logprobs": (list[float], np.dtype(np.float32)),
+    "teacher_tokens": (list[int], np.dtype(np.int32)),
 }
 """Stream of a row -> its type if a line contains it, and the type of its array. Roles are ASCII letters."""
 
-_RECORD_BYTES = 256 << 20
-"""Maximum size of a group's arrays: 64 chains of 100,000 tokens have half of that."""
+_RECORD_BYTES = 1 << 30
+"""Maximum size of a group's arrays: 64 chains of 100,000 tokens have an eighth of that, and a teacher's 64 most likely
+tokens at 2 million sampled ones all of it."""
 
 CREDIT_FILE = "credit.jsonl"
 """Name of the file, in a folder of trajectories, with the trainer's values per token. It contains no groups."""

@@ -35,8 +35,8 @@ class LostError(Exception):
     """A connection that failed during a request."""
 
 
-def authorization(url: str, api_key_env: str | None) -> dict[str, str]:
-    """Return the HTTP header with the key of the server at `url`; empty if there is no key.
+def authorization(url: str, api_key_env: str | None, section: str = "server") -> dict[str, str]:
+    """Return the HTTP header with the key of the server at `url`; empty if there is no key. `section` is the recipe's.
 
     The key comes from the environment variable `api_key_env`; if that is None, from the key file that this user's
     server has written on this machine. Raises SettingError, a ValueError, if the variable is named but not set.
@@ -44,17 +44,17 @@ def authorization(url: str, api_key_env: str | None) -> dict[str, str]:
     if api_key_env is None:
         key = find_key(url)
     elif not (key := os.environ.get(api_key_env)):
-        raise SettingError("server.api_key_env", f"the variable {api_key_env} is not set", "export it")
+        raise SettingError(f"{section}.api_key_env", f"the variable {api_key_env} is not set", "export it")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def lacking_key(url: str, api_key_env: str | None) -> str:
+def lacking_key(url: str, api_key_env: str | None, section: str = "server") -> str:
     """Return why the server at `url` rejected the key or its absence, and the fix."""
     if api_key_env is not None:
-        return f"it refuses the key in {api_key_env}; fix: server.api_key_env must name the variable with its key"
+        return f"it refuses the key in {api_key_env}; fix: {section}.api_key_env must name the variable with its key"
     return (
-        f"it requires its key, and {key_folder()} has none for its address; fix: set server.api_key_env to the name of "
-        "the environment variable that holds the key"
+        f"it requires its key, and {key_folder()} has none for its address; fix: set {section}.api_key_env to the name "
+        "of the environment variable that holds the key"
     )
 
 
@@ -65,13 +65,14 @@ class Connection:
     chains. httpx2 takes 420 to 900 us, and bare asyncio streams take 80 us.
     """
 
-    def __init__(self, api_key_env: str | None = None, proxy: Proxy | None = None):
+    def __init__(self, api_key_env: str | None = None, proxy: Proxy | None = None, section: str = "server"):
         self._proxy = proxy
         self._api_key_env = api_key_env
+        self._section = section
         self._keys: dict[str, dict[str, str]] = {}
         """URL -> header. A key lookup per request would take 2 % of the worker's time."""
         if api_key_env is not None:
-            authorization("", api_key_env)
+            authorization("", api_key_env, section)
 
     async def __aenter__(self) -> Self:
         # no limit on connections: chains limit their own number
@@ -109,11 +110,11 @@ class Connection:
             return await self._send(method, url, body, chosen, seconds)
         known = url in self._keys
         if not known:
-            self._keys[url] = authorization(url, self._api_key_env)
+            self._keys[url] = authorization(url, self._api_key_env, self._section)
         answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
         if answer[0] == 401 and known:
             # a restarted server has another key
-            self._keys[url] = authorization(url, self._api_key_env)
+            self._keys[url] = authorization(url, self._api_key_env, self._section)
             answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
         return answer
 
@@ -135,7 +136,7 @@ class Connection:
 
     def lacking_key(self, url: str) -> str:
         """See the function of the same name."""
-        return lacking_key(url, self._api_key_env)
+        return lacking_key(url, self._api_key_env, self._section)
 
     async def is_guarded(self, url: str) -> bool:
         """Return whether the server requires a key, even on routes that change its weights. vLLM's own key does not

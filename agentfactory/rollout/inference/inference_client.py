@@ -57,6 +57,8 @@ class Completion:
     mask: list[int]
     stop: str | None = None
     """The stop string at which the server ended the turn."""
+    prompt: Any = None
+    """The server's `prompt_logprobs`, unchecked; None if they were not asked for."""
 
     def beginning(self, count: int) -> "Completion":
         """Return the turn as if it had ended after its first `count` tokens."""
@@ -94,13 +96,16 @@ class InferenceClient:
         api_key_env: str | None = None,
         retry_seconds: float = 300.0,
         proxy: Proxy | None = None,
+        section: str = "server",
     ):
         """Recoverable failures are retried for `retry_seconds`. Without `proxy`, the servers are reached directly,
-        whatever the environment says: they are this machine's, or those of its cluster."""
+        whatever the environment says: they are this machine's, or those of its cluster. `section` is the section of the
+        recipe that errors name."""
         self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
         self._router = Router(self.urls)
-        self._connection = Connection(api_key_env, proxy)
+        self._connection = Connection(api_key_env, proxy, section)
+        self._section = section
         self._recovery = Recovery(self._connection, self._router, retry_seconds)
         self._stalls = StallWatch(self._connection, retry_seconds)
         self._sent: dict[tuple[str, int | None], SentImages] = {}
@@ -152,7 +157,8 @@ class InferenceClient:
                     notify(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
                 await self._count_replicas(url)
             except LostError as error:
-                fix = "start it (agentfactory serve RECIPE), or set server.url=null to start one here"
+                own = "set server.url=null to start one here" if self._section == "server" else "correct teacher.url"
+                fix = f"start it (agentfactory serve RECIPE), or {own}"
                 raise ServerUnreachableError(f"no server answers at {url}: {error}; fix: {fix}") from error
             except ValueError as error:
                 raise ServerUnreachableError(f"server {url} answered invalid JSON to /openapi.json: {error}") from error
@@ -301,7 +307,8 @@ def _completion(text: str) -> Completion | None:
     """Parse the turn in a server's response; None if the server aborted it. Raises InferenceError for a response that
     cannot be trained on."""
     try:
-        choice = _decoded(text)["choices"][0]
+        answer = _decoded(text)
+        choice = answer["choices"][0]
         if choice["finish_reason"] == "abort":
             return None
         token_ids = choice["token_ids"]
@@ -311,6 +318,7 @@ def _completion(text: str) -> Completion | None:
         count = len(token_ids)
         reason = choice.get("stop_reason")  # for a stop token, its id
         stop = reason if isinstance(reason, str) else None
+        prompt = answer.get("prompt_logprobs")
     except json.JSONDecodeError as error:
         raise InferenceError(f"the server's response is not JSON: {error}: {text[:200]}") from error
     except (KeyError, TypeError, IndexError) as error:
@@ -326,4 +334,4 @@ def _completion(text: str) -> Completion | None:
         edges = (0, span.start, span.end, count)
         if type(span.version) is not str or any(type(edge) is not int for edge in edges) or sorted(edges) != [*edges]:
             raise InferenceError(f"the server sent {span} as the weight version of {count} tokens")
-    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count, stop)
+    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count, stop, prompt)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.teacher_client import TeacherClient, TeacherServer
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group
@@ -65,6 +67,7 @@ class Worker:
         self._restored: dict[str, asyncio.Future[bool]] = {}
         self.trajectories = Path(start["trajectories"])
         self.images = Path(start["images"])
+        self.teacher = None if start["teacher"] is None else TeacherServer(**start["teacher"])
         self.batch_size: int = start["batch_size"]
         self.total: int = start["total"]
         self.trained: list[str] = start["trained"]
@@ -78,7 +81,7 @@ class Worker:
     async def run(self) -> None:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
         opened = open_runner(self.recipe, self.base, self.urls, processes=self.share.of, images=self.images)
-        async with opened as runner:
+        async with opened as runner, self._open_teacher() as teacher:
             if self.held_out:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)
@@ -103,12 +106,12 @@ class Worker:
             runner.client.published(published)
             producer = GroupProducer(
                 self.recipe.rollout,
-                runner,
+                runner if teacher is None else runner.graded_by(teacher.grade),
                 self.order,
                 admission,
                 published,
                 saved,
-                partial(self._deliver, runner),
+                partial(self._deliver, runner, teacher),
                 self._resume(version),
                 self.share,
                 self._watch(runner, first=version == 0),
@@ -133,6 +136,19 @@ class Worker:
                         case kind:
                             raise ValueError(f"unknown message {kind!r} from the trainer")
                 raise TrainerGoneError
+
+    @asynccontextmanager
+    async def _open_teacher(self) -> AsyncIterator[TeacherClient | None]:
+        """Connect to the teacher's server, and check that it has the weights that this run began with."""
+        if self.teacher is None:
+            yield None
+            return
+        recipe = self.recipe
+        longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
+        async with TeacherClient(self.teacher, recipe.model.path, longest, retry_seconds) as teacher:
+            await teacher.check()
+            await teacher.remember(self.trajectories, writes=self.share.number == 0)
+            yield teacher
 
     async def _messages(self) -> AsyncIterator[dict[str, Any]]:
         while (message := await receive(self.reader)) is not None:
@@ -229,8 +245,17 @@ class Worker:
         await self._send("restore", url=url)
         return await restored
 
-    async def _deliver(self, runner: ChainRunner, batch: list[Delivered], figures: dict[str, float]) -> None:
+    async def _deliver(
+        self,
+        runner: ChainRunner,
+        teacher: TeacherClient | None,
+        batch: list[Delivered],
+        figures: dict[str, float],
+    ) -> None:
         runner.setup.tool_errors.report()
+        if teacher is not None:
+            # its grades since the last batch are from the same weights
+            await teacher.check_weights()
         for delivered in batch:
             for part in encode_delivered(delivered):
                 self.writer.write(part)

@@ -19,13 +19,14 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
+from agentfactory.rollout.inference.teacher_client import TeacherServer
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.run_notices import Notice, inform, log, notify
 from agentfactory.tools.processes import parent_watch
@@ -142,7 +143,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 class Job:
     """The job of a run's workers. `batch_size` and `total` count groups of all workers. For a resumed run, `trained`
     has the ids of the groups already trained, and `versions` maps the labels in the spans of saved groups to policy
-    versions."""
+    versions. `teacher` is a teacher behind a server."""
 
     recipe: RolloutRecipe
     base: Path
@@ -151,6 +152,7 @@ class Job:
     images: Path
     batch_size: int
     total: int
+    teacher: TeacherServer | None = None
     trained: Collection[str] = ()
     versions: Mapping[str, int] = field(default_factory=dict)
 
@@ -208,6 +210,7 @@ class WorkerProcess:
             urls=job.urls,
             trajectories=str(job.trajectories),
             images=str(job.images),
+            teacher=None if job.teacher is None else asdict(job.teacher),
             batch_size=job.batch_size // share.of,
             total=job.total // share.of,
             trained=sorted(job.trained),

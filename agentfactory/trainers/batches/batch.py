@@ -45,8 +45,7 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
         stream = getattr(row, name)
         if stream is not None and len(stream) != len(row.token_ids):
             raise ValueError(f"a row of {len(row.token_ids)} tokens has {len(stream)} {name}")
-    targets = np.flatnonzero(row.mask)
-    targets = targets[targets > 0]
+    targets = row.graded()
     if not targets.size:
         return None
     mixed = np.zeros(len(row.mask))

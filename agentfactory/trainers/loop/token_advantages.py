@@ -21,6 +21,7 @@ from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty
 from agentfactory.trainers.loop.turn_anchors import step_metrics, turn_anchors
+from agentfactory.trainers.teachers.served import with_grades
 from agentfactory.trainers.update.losses import kl, token_weights
 
 
@@ -207,7 +208,8 @@ def needed_scores(recipe: TrainRecipe) -> list[str]:
         names.append("reference")
         if loss.kl.place == "reward":
             names.append("proximal")
-    if recipe.teacher is not None and recipe.teacher.stream is not None:
+    # the grades of a teacher behind a server come with the rows
+    if recipe.teacher is not None and recipe.teacher.url is None and recipe.teacher.stream is not None:
         names.append(recipe.teacher.stream)
     if loss.top_entropy < 1.0:
         names.append("entropy")
@@ -232,6 +234,8 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe, compares_
         length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
         reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
+    if recipe.teacher is not None and recipe.teacher.url is not None:
+        made = [(with_grades(row, trajectory.rows[place], recipe.teacher), place) for row, place in made]
     rows, places = [row for row, _ in made], [place for _, place in made]
     sources = [trajectory.rows[place] for place in places]
     advantage = recipe.train.advantage

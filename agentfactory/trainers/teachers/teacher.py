@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
@@ -23,7 +24,6 @@ from agentfactory.trainers.networks.token_rows import table_of
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
 from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
-from agentfactory.trainers.teachers.tokenizers import tokens_missing
 
 
 class Teacher:
@@ -141,6 +141,7 @@ def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) 
     teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
     config = recipe.teacher
     assert config is not None
+    assert config.model is not None
     if config.model == recipe.model.path and policy.is_lora:
         return Teacher(config, FrozenPolicy(accelerator, None), _rows(policy.network))
     missing: dict[int, str] = {}

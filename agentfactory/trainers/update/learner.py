@@ -104,7 +104,8 @@ class Learner:
         self.policy = self._actor_critic.policy if self._actor_critic else unwrapped
         self._reference = make_reference(recipe, self.policy, accelerator) if train.has_reference else None
         self._grading = recipe.teacher
-        self._teacher = make_teacher(recipe, self.policy, accelerator) if recipe.teacher is not None else None
+        loads = recipe.teacher is not None and recipe.teacher.model is not None
+        self._teacher = make_teacher(recipe, self.policy, accelerator) if loads else None
         torch.manual_seed(recipe.seed)
 
     @property

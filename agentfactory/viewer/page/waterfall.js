@@ -7,11 +7,12 @@ const ACTIVITIES = {
   tool: { label: "tools", about: "A call ran." },
   model: { label: "model", about: "The server sampled: from the request to the answer, its queue included." },
   reward: { label: "reward", about: "The rewards judged the chain." },
+  teacher: { label: "teacher", about: "The server of the teacher graded the chain's tokens, its queue included." },
   wait: { label: "waiting", about: "Waited for an instance of a tool server, or for limits.calls_per_second or parallel_calls." },
   setup: { label: "setup", about: "The environments were reset, and instances waited for." },
   rest: { label: "rest", about: "None of the others: rendering and parsing of turns, and other chains of the same process." },
 };
-const IN_ORDER = ["setup", "wait", "model", "tool", "reward", "rest"];
+const IN_ORDER = ["setup", "wait", "model", "tool", "reward", "teacher", "rest"];
 const MOST_ROWS = 400;
 
 /** Seconds for people. */
@@ -76,7 +77,8 @@ function waterfallRows(timeline) {
   const outside = sorted.filter(({ turn }) => turn === null);
   const row = (label, stretches, more = {}) => ({ label, stretches, ...more });
   const rows = [];
-  const setup = outside.filter(({ activity }) => activity !== "reward");
+  const ending = ["reward", "teacher"];
+  const setup = outside.filter(({ activity }) => !ending.includes(activity));
   if (setup.length) rows.push(row("setup", setup.sort((a, b) => (a.activity === "wait") - (b.activity === "wait"))));
   const turns = new Map();
   for (const stretch of sorted) {
@@ -94,8 +96,10 @@ function waterfallRows(timeline) {
     }
     for (const wait of waits) rows.push(row(wait.name, [wait], { turn, call: true }));
   }
-  const rewards = outside.filter(({ activity }) => activity === "reward");
-  if (rewards.length) rows.push(row("reward", rewards));
+  for (const name of ending) {
+    const stretches = outside.filter(({ activity }) => activity === name);
+    if (stretches.length) rows.push(row(name, stretches));
+  }
   return rows;
 }
 

@@ -24,7 +24,7 @@ from agentfactory.rollout.inference.embedded.cuda_graphs import StaticDecoder
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.packed_linear import drop_packed, use_onednn
 from agentfactory.rollout.inference.embedded.paged_attention import attend
-from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample
+from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample, score_prompt
 from agentfactory.rollout.inference.embedded.start_check import proofs
 from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
 from agentfactory.tools.processes.memory import give_back_freed
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 2048  # new prompt tokens per step; bounds how long decoding requests wait for prompts
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk; bounds the memory of its attention mask
+LOGIT_ELEMENTS = 2**24  # tokens x vocabulary of one chunk of scored prompts; bounds the memory of its logits
 SHARE_TOKENS = 16  # a request waits for a shared prompt in progress if that saves more tokens than this
 _engines = itertools.count()
 logger = logging.getLogger(__name__)
@@ -300,17 +301,27 @@ class Engine:
         count = known - start
         budget = min(PREFILL_TOKENS, MASK_ELEMENTS // int(known.max()))
         prompts = np.where(count > 1, count, 0)
+        # the last prompt token is followed by a sampled one
+        last = [-1 if r.prompt_logprobs is None else len(r.prompt) - 1 for r in requests]
+        scored = start < np.array(last)
+        if scored.any():
+            # no more rows of logits than a step of decoding may have, or few elements
+            budget = min(budget, max(self.max_num_seqs, LOGIT_ELEMENTS // self.vocab_size))
         spent = prompts.cumsum() - prompts
         count = np.where(count > 1, np.clip(budget - spent, 0, count), count)
         if not count.all():
             kept = count > 0
             requests = [r for r, keep in zip(requests, kept, strict=True) if keep]
-            slots, start, known, count = slots[kept], start[kept], known[kept], count[kept]
+            slots, start, known, count, scored = slots[kept], start[kept], known[kept], count[kept], scored[kept]
         end = start + count
         after = count.cumsum()
         position = np.arange(after[-1]) + np.repeat(end - after, count)
         slot_of = np.repeat(slots, count)
         sampled = np.flatnonzero(end == known)
+        # the tokens whose logits are needed, and their number up to each request
+        needed = np.repeat(scored, count)
+        needed[after[sampled] - 1] = True
+        upto = needed.cumsum()[after - 1]
 
         ids, rotary = self._ids[slot_of, position], position + self._shift[slot_of]
         adapters, tensor = [request.adapter for request in requests], self._planner.tensor
@@ -321,19 +332,24 @@ class Engine:
             more: dict[str, Any] = {}
             if self.encoder is not None:
                 ids, rotary, more = self.encoder.prepare(requests, ids, rotary, start, after)
+            having = np.flatnonzero(np.diff(upto, prepend=0))
             logits = self._forward(
                 self._planner.plan(slots, start, count, position),
                 segments(adapters, after),
                 tensor(ids),
                 tensor(rotary),
-                keep=tensor(after[sampled] - 1),
-                kept=segments([adapters[i] for i in sampled], np.arange(1, len(sampled) + 1)),
+                keep=tensor(np.flatnonzero(needed)),
+                kept=segments([adapters[i] for i in having], upto[having]),
                 **more,
             )
             self._plan = None  # frees its masks before the sampler and the next step need memory
         self._computed[slots] = end
         self.computed_tokens += int(count[count > 1].sum())
+        for i in np.flatnonzero(scored):
+            score_prompt(requests[i], int(start[i]), logits[upto[i] - count[i] : upto[i]])
         if len(sampled):
+            if len(logits) > len(sampled):
+                logits = logits[torch.from_numpy(upto[sampled] - 1).to(logits.device)]
             self._extend([requests[i] for i in sampled], slots[sampled], logits)
 
     def _forward(

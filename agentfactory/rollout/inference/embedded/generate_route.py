@@ -21,7 +21,7 @@ Json = dict[str, Any]
 # Supported sampling parameters, and parameters accepted only with the value that has no effect.
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
-    *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop"),
+    *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop", "prompt_logprobs"),
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "prompt_logprobs": (None,),
 }
 _REQUEST = {
     *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),
@@ -101,6 +100,9 @@ def make_request(
             400,
             "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids",
         )
+    scored = params.get("prompt_logprobs")
+    if scored is not None and (type(scored) is not int or scored < 0):
+        raise ApiError(400, f"sampling_params.prompt_logprobs: {scored!r} is not an integer of at least 0")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ApiError(400, f"cache_salt: {salt!r} is not a non-empty string")
@@ -120,8 +122,9 @@ def make_request(
         candidates=candidates,
         logit_bias=_logit_bias(params.get("logit_bias"), engine.vocab_size),
         images=images,
-        fresh=bool(params.get("skip_reading_prefix_cache")),
+        fresh=bool(params.get("skip_reading_prefix_cache")) or scored is not None,
         cache_salt=salt,
+        prompt_logprobs=scored,
     )
 
 
@@ -151,11 +154,30 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
         ],
     }
     answered = {"request_id": body.get("request_id") or uuid.uuid4().hex, "choices": [choice]}
+    if request.prompt_logprobs is not None:
+        answered["prompt_logprobs"] = _prompt_logprobs(request)
     if body.get("return_token_ids"):
         spans = request.images.spans if request.images else []
         places = [{"offset": span.offset, "length": span.length} for span in spans]
         answered |= {"prompt_token_ids": request.token_ids, "mm_placeholders": {"image": places} if places else None}
     return answered
+
+
+def _prompt_logprobs(request: Request) -> list[Json | None]:
+    """Return {id: {logprob, rank}} per prompt token in vLLM's format: the token itself, then the most likely ones. The
+    first token has none."""
+    listed: list[Json | None] = [None]
+    for place, token in enumerate(request.token_ids[1:], 1):
+        score = request.prompt_scores.get(place)
+        if score is None:  # aborted before
+            break
+        ranked = zip(score.likely, score.logprobs, range(1, len(score.likely) + 1), strict=True)
+        found = {token: (score.logprob, score.rank), **{other: (logprob, rank) for other, logprob, rank in ranked}}
+        # vLLM writes -inf, which is no JSON, as this
+        listed.append(
+            {str(t): {"logprob": max(p, -9999.0), "rank": r, "decoded_token": None} for t, (p, r) in found.items()}
+        )
+    return listed
 
 
 def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:

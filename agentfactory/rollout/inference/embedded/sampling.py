@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,16 @@ class UnsupportedModel(ValueError):
     """A model that needs something that the engine does not support; the message names it."""
 
 
+class PromptScore(NamedTuple):
+    """The distribution before a prompt token: its own log-probability and rank (from 1), at temperature 1, and the most
+    likely tokens with theirs."""
+
+    logprob: float
+    rank: int
+    likely: list[int]
+    logprobs: list[float]
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One sequence to continue: the request, and the tokens sampled so far.
@@ -32,6 +42,8 @@ class Request:
     log-probabilities of `candidates` at its position. `logit_bias` is added to the logits of its tokens, before the
     temperature. `images` are the prompt's images; each image token has its own id in the prompt. `fresh` recomputes the
     prompt even if it is cached; with a `cache_salt`, a request reuses only the cache of requests with the same salt.
+    With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the scores of each prompt token but the
+    first, by position; the prompt is then computed whole, since a cache has no logits.
     `versions` lists (label, index of its first token). `on_finish` is called once, when `finish_reason` ("stop",
     "length", "abort" or "error") is set.
     """
@@ -49,6 +61,8 @@ class Request:
     images: "PromptImages | None" = None
     fresh: bool = False
     cache_salt: str | None = None
+    prompt_logprobs: int | None = None
+    prompt_scores: dict[int, PromptScore] = field(default_factory=dict)
     slot: int = -1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -61,6 +75,19 @@ class Request:
     def token_ids(self) -> list[int]:
         """The prompt as model input, with the image token at all image positions."""
         return (self.images.token_ids(self.prompt) if self.images else self.prompt).tolist()
+
+
+def score_prompt(request: Request, start: int, logits: Float[Tensor, "n vocabulary"]) -> None:
+    """Note the scores of the prompt tokens that follow positions `start`, `start` + 1, ... with these logits."""
+    labels = request.token_ids[start + 1 : start + 1 + len(logits)]
+    if not labels:
+        return
+    logprobs = torch.log_softmax(logits[: len(labels)].float(), -1)
+    own = logprobs.gather(1, torch.tensor(labels, device=logprobs.device)[:, None])
+    top = logprobs.topk(min(request.prompt_logprobs or 0, logprobs.shape[-1]))
+    ranks = (logprobs >= own).sum(-1).tolist()
+    rows = zip(own[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), strict=True)
+    request.prompt_scores |= {start + 1 + place: PromptScore(*row) for place, row in enumerate(rows)}
 
 
 class Sampling(Protocol):

@@ -1,0 +1,308 @@
+"""The client of a teacher behind a server: its log-probabilities of the tokens that the policy sampled.
+
+The server computes them as `prompt_logprobs` of a whole row, in one forward pass that does not read its prefix cache.
+They are those at temperature 1, whatever the sampling parameters.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+from jaxtyping import Float, Int
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.text.common_tokens import tokens_missing
+from agentfactory.rollout.text.tokenizer import load_tokenizer
+from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.disk import write_whole
+
+ANSWERS_WITHIN = 10.0
+"""Seconds within which the server must describe itself."""
+CANARY_FILE = "teacher.json"
+"""Name of the file, in a folder of trajectories, with the fixed contexts and their log-probabilities."""
+CANARY_TEXTS = (
+    "The quick brown fox jumps over the lazy dog. Then it rests in the shade of an old oak tree and waits for night.",
+    "def add(a: int, b: int) -> int:\n    return a + b\n\n\nprint(add(12, 30))  # 42\n",
+    'Question: 17 + 25 = ?\nAnswer: {"name": "calculate", "arguments": {"expression": "17 + 25"}} is 42.',
+)
+"""Texts whose tokens show whether a server still has the same weights."""
+LEAST_DRIFT = 0.02
+"""Mean difference in nats below which the canary's log-probabilities count as equal: half precision differs by this
+much between batches."""
+_NOISES = 10.0
+"""Multiple of the noise, measured at the start, below which they count as equal."""
+
+
+_ENGINES = "serve it by vLLM >= 0.32, or by `agentfactory serve` with server.engine=embedded"
+_MOST_MASS = 1.01
+"""Largest sum of the probabilities of a token's alternatives, rounded in half precision."""
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """A teacher's server, and the number of its most likely tokens that are asked for at each sampled token (None: the
+    log-probability of the sampled token alone)."""
+
+    url: str
+    api_key_env: str | None = None
+    top_k: int | None = None
+
+
+class _Canary(msgspec.Struct):
+    contexts: list[list[int]]
+    logprobs: list[list[float]]
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class _Grades:
+    """The log-probabilities of tokens, and for top_k the k most likely tokens there (-1: missing) and theirs."""
+
+    own: Float[np.ndarray, "places"]
+    top: tuple[Int[np.ndarray, "places k"], Float[np.ndarray, "places k"]] | None = None
+
+
+class TeacherClient:
+    """A client that grades chains; use it as an async context manager, and call `check` first.
+
+    Its methods raise SettingError for what only another recipe or server can heal, ServerUnreachableError if the server
+    has not answered for `retry_seconds`, and InferenceError for one answer that cannot be used.
+    """
+
+    def __init__(self, server: TeacherServer, policy: str, longest: int, retry_seconds: float) -> None:
+        """`policy` is the folder or hub name of the policy's model, and `longest` the length of its longest chains."""
+        self._server = server
+        self._policy = policy
+        self._longest = longest
+        self._client = InferenceClient(server.url, server.api_key_env, retry_seconds, section="teacher")
+        self._model = ""
+        self._limit: int | None = None
+        self._missing: dict[int, str] = {}
+        self._label: str | None = None
+        self._canary: _Canary | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._client.__aexit__(*exception)
+
+    # ---- checks
+
+    async def check(self) -> None:
+        """Check that the server can grade this policy: its routes, context length, tokenizer, and one answer."""
+        url = self._server.url
+        try:
+            async with asyncio.timeout(ANSWERS_WITHIN):
+                await self._client.check_routes()
+                cards = await self._client.models(url)
+        except TimeoutError:
+            problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
+            raise SettingError("teacher.url", problem, "start the server anew") from None
+        except ServerUnreachableError as error:
+            problem, _, fix = str(error).rpartition("; ")
+            if not problem:
+                problem, fix = fix, "start it: agentfactory serve RECIPE"
+            raise SettingError("teacher.url", problem, fix.removeprefix("fix: ")) from error
+        card = next((card for card in cards if not card.get("parent")), None)
+        if card is None:
+            raise SettingError("teacher.url", f"{url} lists no model at /v1/models", "start a server with a model")
+        self._model = card["id"]
+        self._limit = card.get("max_model_len")
+        # the server also samples a token
+        if self._limit is not None and self._limit <= self._longest:
+            problem = f"{url} reads {self._limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
+            fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
+            raise SettingError("teacher.url", problem, fix)
+        own, theirs = await asyncio.to_thread(self._load_tokenizers, card.get("root"))
+        try:
+            self._missing = {} if theirs is None else tokens_missing(own, theirs, url)
+        except SettingError as error:
+            raise error.at("teacher.url") from None
+        contexts = [own.encode(text, add_special_tokens=False)[: self._longest] for text in CANARY_TEXTS]
+        contexts = [ids for ids in contexts if len(ids) > 1 and self._missing.keys().isdisjoint(ids)]
+        if not contexts:
+            problem = "the policy's tokenizer has no text that could show whether the teacher's weights change"
+            raise SettingError("teacher.url", problem, "use teacher.model")
+        try:
+            self._canary = await self._fresh_canary(contexts)
+        except InferenceError as error:
+            raise SettingError("teacher.url", f"{url} cannot grade tokens: {error}", _ENGINES) from error
+
+    def _load_tokenizers(self, root: Any) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
+        """Load the policy's tokenizer, and that of the server's model unless it is the policy's."""
+        own = load_tokenizer(self._policy)
+        if root == self._policy:
+            return own, None
+        problem = f"the model at {self._server.url} calls itself {root!r}, which has no tokenizer here: whether its "
+        problem += "ids mean the policy's tokens cannot be checked"
+        fix = "put its tokenizer files into a folder of that name here, or serve it by its hub name"
+        if not isinstance(root, str) or not root or (os.path.isabs(root) and not Path(root).is_dir()):
+            raise SettingError("teacher.url", problem, fix)
+        try:
+            return own, load_tokenizer(root)
+        except SettingError as error:
+            raise SettingError("teacher.url", problem, fix) from error
+
+    def _remedy(self, told: str) -> str:
+        """Return the fix for a refused request."""
+        if self._server.top_k is not None and "logprobs" in told and "max" in told:
+            return f"start vLLM with --max-logprobs {self._server.top_k}, or lower teacher.top_k"
+        if "vocab" in told or "token_ids: must be" in told:
+            return "name a teacher whose vocabulary has all of the policy's ids"
+        return _ENGINES
+
+    async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
+        """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
+        alone = [(await self._ask_all(ids)).own for ids in contexts]
+        noise = _drift(alone, await self._canary_values(contexts))
+        return _Canary(contexts, [values.tolist() for values in alone], max(LEAST_DRIFT, _NOISES * noise))
+
+    async def _canary_values(self, contexts: list[list[int]]) -> list[np.ndarray]:
+        asked = (self._ask_all(ids) for ids in contexts)
+        return [grades.own for grades in await asyncio.gather(*asked)]
+
+    def _ask_all(self, ids: list[int]) -> Awaitable[_Grades]:
+        return self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")
+
+    async def remember(self, folder: Path, writes: bool = True) -> None:
+        """Compare the server's weights with those that this run began with, by the file in `folder`, or write it
+        (`writes`) if this is the beginning. Call it after `check`."""
+        file = folder / CANARY_FILE
+        if not file.exists():
+            if writes:
+                write_whole(file, msgspec.json.encode(self._canary))
+            return
+        try:
+            self._canary = msgspec.json.decode(file.read_bytes(), type=_Canary)
+        except msgspec.DecodeError as error:
+            raise SettingError(
+                "teacher.url", f"{file} is damaged: {error}", "begin another run with output=OTHER"
+            ) from error
+        await self.check_weights()
+
+    async def check_weights(self) -> None:
+        """Raise SettingError if the server has other weights than at the start, by the log-probabilities of fixed
+        contexts."""
+        canary = self._canary
+        assert canary is not None
+        try:
+            found = await self._canary_values(canary.contexts)
+        except InferenceError as error:
+            raise SettingError("teacher.url", f"its fixed contexts fail: {error}", "start the server anew") from error
+        drift = _drift([np.asarray(values) for values in canary.logprobs], found)
+        if not drift <= canary.tolerance:
+            tokens = sum(map(len, canary.logprobs))
+            problem = (
+                f"{self._server.url} has other weights than when the run began: the log-probabilities of {tokens} "
+            )
+            problem += f"fixed tokens differ by {drift:.3g} nats on average (equal: up to {canary.tolerance:.3g})"
+            raise SettingError("teacher.url", problem, "serve the first weights again, and resume")
+
+    # ---- grades
+
+    async def grade(self, chain: Trajectory) -> int:
+        """Add the teacher's grades to the rows of a chain that has ended. Return the number of tokens that the server
+        had to compute."""
+        asked = 0
+        for row in chain.rows:
+            graded = row.graded()
+            if not graded.size:
+                continue
+            if row.images:
+                problem = f"chain {chain.id} has images, which are not sent to a teacher's server"
+                raise SettingError("teacher.url", problem, "use teacher.model, of the policy's family")
+            ids = [int(token) for token in row.token_ids[: graded[-1] + 1]]
+            self._check_tokens(ids)
+            grades = await self._ask(ids, graded, chain.id)
+            if grades.top is None:
+                row.teacher_logprobs, row.teacher_tokens = grades.own, None
+            else:
+                row.teacher_tokens, row.teacher_logprobs = (values.ravel() for values in grades.top)
+            asked += len(ids)
+        return asked
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
+        if found := sorted(self._missing.keys() & set(ids)):
+            named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
+            problem = f"its model has no token {named}, which the policy's chains contain"
+            fix = "name a teacher with it, or set model.chat_template to one without it"
+            raise SettingError("teacher.url", problem, fix)
+
+    async def _ask(self, ids: Sequence[int], places: Int[np.ndarray, "places"], chain: str) -> _Grades:
+        """Return the grades of the tokens at `places`, of which none is 0. The requests of one `chain` go to one
+        replica."""
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._server.top_k or 0}
+        try:
+            completion = await self._client.generate(ids, self._model, sampling, chain=chain)
+        except ContextOverflowError as error:
+            problem = f"a chain of {len(ids)} tokens does not fit into its context: {error}"
+            raise SettingError(
+                "teacher.url", problem, "serve it with a longer one, or lower rollout.max_total_tokens"
+            ) from error
+        except InferenceError as error:
+            if "answered 4" not in str(error):
+                raise
+            # no other try would change it
+            problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {error}"
+            raise SettingError("teacher.url", problem, self._remedy(str(error))) from error
+        except ServerUnreachableError as error:
+            raise ServerUnreachableError(f"teacher.url: {error}; fix: start it again, and resume the run") from error
+        for span in completion.versions:
+            self._label = self._label or span.version
+            if span.version != self._label:
+                problem = f"{self._server.url} graded with weights called {span.version!r}, and before with "
+                fix = "name a server whose weights nobody updates, and begin again"
+                raise SettingError("teacher.url", f"{problem}{self._label!r}", fix)
+        return _grades(completion.prompt, ids, places, self._server.top_k)
+
+
+def _drift(before: Sequence[np.ndarray], now: Sequence[np.ndarray]) -> float:
+    return float(np.abs(np.concatenate(list(before)) - np.concatenate(list(now))).mean())
+
+
+def _grades(told: Any, ids: Sequence[int], places: np.ndarray, top_k: int | None) -> _Grades:
+    """Read vLLM's prompt_logprobs: for each token but the first, {id: {logprob, rank}} of the token itself and of the
+    most likely ones. Raise InferenceError for values that no teacher can have."""
+    if not isinstance(told, list) or len(told) != len(ids):
+        what = f"{len(told)} prompt_logprobs" if isinstance(told, list) else "no prompt_logprobs"
+        raise InferenceError(f"the teacher's server sent {what} for {len(ids)} tokens")
+    try:
+        for place in range(1, len(ids)):
+            if str(ids[place]) not in told[place]:
+                raise InferenceError(
+                    f"the teacher's server graded other ids: token {place} is {ids[place]}, not listed"
+                )
+        listed = [told[place] for place in places.tolist()]
+        own = np.array([entry[str(ids[place])]["logprob"] for place, entry in zip(places, listed, strict=True)], float)
+        _check_values(own)
+        if top_k is None:
+            return _Grades(own.astype(np.float32))
+        tokens = np.full((len(places), top_k), -1, np.int32)
+        logprobs = np.zeros((len(places), top_k))
+        for line, entry in enumerate(listed):
+            # the token itself is listed, too, where it is not among the most likely
+            ranked = sorted((-shown["logprob"], int(token)) for token, shown in entry.items())[:top_k]
+            tokens[line, : len(ranked)] = [token for _, token in ranked]
+            logprobs[line, : len(ranked)] = [-value for value, _ in ranked]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InferenceError(f"the teacher's server sent other prompt_logprobs than vLLM's: {error!r}") from error
+    _check_values(logprobs)
+    if (mass := np.where(tokens >= 0, np.exp(logprobs), 0.0).sum(-1).max(initial=0.0)) > _MOST_MASS:
+        raise InferenceError(f"the probabilities of the teacher's most likely tokens sum to {mass:.4g}")
+    return _Grades(own.astype(np.float32), (tokens, logprobs.astype(np.float32)))
+
+
+def _check_values(logprobs: np.ndarray) -> None:
+    if (wrong := logprobs[~((logprobs >= LEAST_LOGPROB) & (logprobs <= LARGEST_LOGPROB))]).size:
+        raise InferenceError(f"the teacher's server sent {wrong[0]} as a log-probability")

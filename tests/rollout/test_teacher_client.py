@@ -1,0 +1,353 @@
+"""The client of a teacher's server over real sockets: what it accepts, and how it names what it does not.
+
+True scores, by real engines: tests/trainers/test_served_teachers.py and test_server_contract.py.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from transformers import PreTrainedTokenizerFast
+
+from agentfactory.rollout.inference import teacher_client
+from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import GENERATE, NEEDED_ROUTES
+from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.inference.teacher_client import CANARY_FILE, TeacherClient, TeacherServer
+from agentfactory.rollout.token_row import ImageSpan, Row, Span
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.errors import SettingError
+from tests.chat_tokenizers import make_tokenizer
+
+LONGEST = 64
+Told = list[dict[str, dict[str, Any]] | None]
+
+
+class Teacher:
+    """A server with vLLM's answers, whose log-probabilities are a function of position and token."""
+
+    def __init__(self, model: Path) -> None:
+        self.card: dict[str, Any] = {"id": "strong", "root": str(model), "max_model_len": LONGEST + 1}
+        self.routes = list(NEEDED_ROUTES)
+        self.label = "default"
+        self.shift = 0.0
+        """Added to all log-probabilities: other weights."""
+        self.asked: list[dict[str, Any]] = []
+        self.spoil: Callable[[Told], Any] = lambda told: told
+        self.refusal: tuple[int, str] | None = None
+        self.key: str | None = None
+        self.mute = False
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def logprob(self, place: int, token: int) -> float:
+        return -0.5 - (place * 7 + token * 3) % 11 / 4 - self.shift
+
+    def scores(self, ids: list[int], count: int) -> Told:
+        told: Told = [None]
+        for place, token in enumerate(ids[1:], 1):
+            # vLLM's order: the token itself, with its rank, then the most likely
+            entry = {str(token): {"logprob": self.logprob(place, token), "rank": 9, "decoded_token": None}}
+            for rank in range(1, count + 1):
+                entry[str(500 + rank)] = {
+                    "logprob": -0.2 - 2.0 * rank - self.shift,
+                    "rank": rank,
+                    "decoded_token": None,
+                }
+            told.append(entry)
+        return told
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        if self.refusal is not None:
+            return web.Response(status=self.refusal[0], text=self.refusal[1])
+        ids, params = body["token_ids"], body["sampling_params"]
+        assert (params["max_tokens"], body["model"]) == (1, "strong")
+        choice = {
+            "index": 0,
+            "finish_reason": "length",
+            "token_ids": [7],
+            "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]},
+            "weight_versions": [{"version": self.label, "start": 0, "end": 1}],
+        }
+        told = self.spoil(self.scores(ids, params["prompt_logprobs"]))
+        return web.Response(text=json.dumps({"choices": [choice], "prompt_logprobs": told}))
+
+    async def start(self) -> None:
+        @web.middleware
+        async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+            if self.mute:
+                await asyncio.sleep(60)
+            if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+                return web.Response(status=401)
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        def says(content: Callable[[], Any]) -> Callable[[web.Request], Any]:
+            async def answer(_: web.Request) -> web.Response:
+                return web.json_response(content())
+
+            return answer
+
+        async def metrics(_: web.Request) -> web.Response:
+            return web.Response(text=write_load(Load(0, 0, 0.0)))
+
+        app = web.Application(middlewares=[guard])
+        app.router.add_post(GENERATE, self.generate)
+        app.router.add_get(METRICS_ROUTE, metrics)
+        app.router.add_get("/openapi.json", says(lambda: {"paths": {route: {} for route in self.routes}}))
+        app.router.add_get("/v1/models", says(lambda: {"data": [self.card]}))
+        for route in ("/health", "/is_paused", "/is_sleeping"):
+            app.router.add_get(route, says(dict))
+        self.runner = web.AppRunner(app, shutdown_timeout=0.05)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+        self.port = self.runner.addresses[0][1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a policy, of which only the tokenizer is read."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@asynccontextmanager
+async def teaching(model: Path, top_k: int | None = None) -> AsyncIterator[tuple[Teacher, TeacherClient]]:
+    """A teacher's server, and a client that has not checked it."""
+    teacher = Teacher(model)
+    await teacher.start()
+    try:
+        async with TeacherClient(TeacherServer(teacher.url, None, top_k), str(model), LONGEST, 1.0) as client:
+            yield teacher, client
+    finally:
+        await teacher.runner.cleanup()
+
+
+def chain(*rows: Row) -> Trajectory:
+    return Trajectory("c", [], list(rows), Outcome.COMPLETED)
+
+
+def two_turns() -> Row:
+    row = Row()
+    row.append_context([5, 6, 7])
+    row.append_sampled([8, 9], [-1.0, -1.0], [Span("0", 0, 2)])
+    row.append_context([10])
+    row.append_sampled([11], [-1.0], [Span("0", 0, 1)])
+    row.append_context([12, 13])
+    return row
+
+
+async def test_rows_get_the_grades_of_their_sampled_tokens(model: Path) -> None:
+    first, begun, none = two_turns(), two_turns(), Row([5, 6], [0, 0], [0.0, 0.0])
+    begun.mask[0] = 1
+    async with teaching(model) as (teacher, client):
+        await client.check()
+        asked = len(teacher.asked)
+        assert await client.grade(chain(first, none, begun)) == 14
+        wanted = [teacher.logprob(place, token) for place, token in ((3, 8), (4, 9), (6, 11))]
+    # nothing after the last sampled token, and nothing for a row without one
+    assert [body["token_ids"] for body in teacher.asked[asked:]] == [first.token_ids[:7]] * 2
+    for row in (first, begun):
+        assert row.teacher_logprobs.tolist() == pytest.approx(wanted, abs=1e-6)  # type: ignore[union-attr]
+        assert row.teacher_tokens is None
+    assert none.teacher_logprobs is None
+
+
+async def test_the_most_likely_tokens_do_not_contain_the_sampled_one_where_it_is_less_likely(model: Path) -> None:
+    row = two_turns()
+    async with teaching(model, top_k=2) as (teacher, client):
+        await client.check()
+        await client.grade(chain(row))
+        ranked = []
+        for place, token in ((3, 8), (4, 9), (6, 11)):
+            all_three = [(teacher.logprob(place, token), token), (-2.2, 501), (-4.2, 502)]
+            ranked += sorted(all_three, reverse=True)[:2]
+    assert any(token > 500 for _, token in ranked)
+    assert row.teacher_tokens.tolist() == [token for _, token in ranked]  # type: ignore[union-attr]
+    assert row.teacher_logprobs.tolist() == pytest.approx([value for value, _ in ranked])  # type: ignore[union-attr]
+
+
+def changed(place: int, **fields: Any) -> Callable[[Told], Told]:
+    """Change the entry of the token at a place."""
+
+    def change(told: Told) -> Told:
+        entry = told[place]
+        assert entry is not None
+        next(iter(entry.values())).update(fields)
+        return told
+
+    return change
+
+
+SPOILED: dict[str, tuple[Callable[[Told], Any], str]] = {
+    "not a number": (changed(3, logprob=float("nan")), "sent nan as a log-probability"),
+    "infinite": (changed(3, logprob=float("-inf")), "sent -inf as a log-probability"),
+    "positive": (changed(3, logprob=0.5), "sent 0.5 as a log-probability"),
+    "text": (changed(3, logprob="low"), "other prompt_logprobs than vLLM's"),
+    "none": (lambda told: None, "sent no prompt_logprobs for 7 tokens"),
+    "short": (lambda told: told[:-1], "sent 6 prompt_logprobs for 7 tokens"),
+    "another token": (lambda told: [*told[:2], {"3": {"logprob": -1.0}}, *told[3:]], "graded other ids: token 2 is 7"),
+    "no entry": (lambda told: [*told[:2], None, *told[3:]], "other prompt_logprobs than vLLM's"),
+    "a list": (lambda told: [*told[:3], ["8"], *told[4:]], "other prompt_logprobs than vLLM's"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+async def test_answers_that_no_teacher_can_give_fail_the_chain(model: Path, case: str) -> None:
+    spoil, reason = SPOILED[case]
+    row = two_turns()
+    async with teaching(model) as (teacher, client):
+        await client.check()
+        teacher.spoil = spoil
+        with pytest.raises(InferenceError, match=reason):
+            await client.grade(chain(row))
+        assert row.teacher_logprobs is None
+        # as they are refused at the start
+        teacher.spoil = lambda told: None
+        with pytest.raises(SettingError, match=r"teacher\.url: .* cannot grade tokens: .* no prompt_logprobs"):
+            await client.check()
+
+
+async def test_logits_are_no_log_probabilities(model: Path) -> None:
+    async with teaching(model, top_k=3) as (teacher, client):
+        await client.check()
+        teacher.spoil = lambda told: [entry and {t: {**v, "logprob": -0.3} for t, v in entry.items()} for entry in told]
+        with pytest.raises(InferenceError, match=r"most likely tokens sum to 2\.222"):
+            await client.grade(chain(two_turns()))
+
+
+async def test_a_server_with_other_weights_ends_the_run(model: Path, tmp_path: Path) -> None:
+    async with teaching(model) as (teacher, client):
+        await client.check()
+        await client.remember(tmp_path)
+        await client.check_weights()
+        teacher.shift = 0.015
+        await client.check_weights()
+        teacher.shift = 0.1
+        reason = r"teacher\.url: .* has other weights than when the run began: .* differ by 0\.1 nats on average"
+        with pytest.raises(SettingError, match=reason):
+            await client.check_weights()
+        # also in a run that resumes, whatever it finds at its own start
+        async with TeacherClient(TeacherServer(teacher.url), str(model), LONGEST, 1.0) as later:
+            await later.check()
+            with pytest.raises(SettingError, match=reason):
+                await later.remember(tmp_path)
+            teacher.shift = 0.0
+            await later.remember(tmp_path)
+        (tmp_path / CANARY_FILE).write_text("{")
+        with pytest.raises(SettingError, match=r"teacher\.url: .*teacher\.json is damaged"):
+            await client.remember(tmp_path)
+        teacher.label = "step-1"
+        with pytest.raises(SettingError, match=r"graded with weights called 'step-1', and before with 'default'"):
+            await client.grade(chain(two_turns()))
+
+
+async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with teaching(model, top_k=64) as (teacher, client):
+        card = dict(teacher.card)
+        teacher.card["max_model_len"] = LONGEST
+        with pytest.raises(
+            SettingError, match=r"teacher\.url: .* reads 64 tokens, .* fix: start it with .* at least 65"
+        ):
+            await client.check()
+        for root in ("/nowhere/else", None):
+            teacher.card = {**card, "root": root}
+            with pytest.raises(SettingError, match=r"teacher\.url: .* cannot be checked; fix: put its tokenizer files"):
+                await client.check()
+        teacher.card = card
+        teacher.refusal = (400, "Requested prompt logprobs of 64, which is greater than max allowed: 20")
+        with pytest.raises(SettingError, match=r"teacher\.url: .* fix: start vLLM with --max-logprobs 64"):
+            await client.check()
+        teacher.refusal = None
+        teacher.routes.remove(GENERATE)
+        with pytest.raises(
+            SettingError, match=r"teacher\.url: .* lacks /inference/v1/generate; fix: start vLLM .* with"
+        ):
+            await client.check()
+        teacher.routes.append(GENERATE)
+        teacher.key = "s3cret"
+        with pytest.raises(SettingError, match=r"teacher\.url: .* requires its key, .* set teacher\.api_key_env"):
+            await client.check()
+        with pytest.raises(SettingError, match=r"teacher\.api_key_env: the variable TEACHER_KEY is not set"):
+            TeacherClient(TeacherServer(teacher.url, "TEACHER_KEY"), str(model), LONGEST, 1.0)
+        monkeypatch.setenv("TEACHER_KEY", "s3cret")
+        async with TeacherClient(TeacherServer(teacher.url, "TEACHER_KEY"), str(model), LONGEST, 1.0) as keyed:
+            await keyed.check()
+        teacher.mute = True
+        monkeypatch.setattr(teacher_client, "ANSWERS_WITHIN", 0.2)
+        with pytest.raises(SettingError, match=r"teacher\.url: .* has not answered within 0\.2 s"):
+            await client.check()
+    with pytest.raises(SettingError, match=r"teacher\.url: no server answers at .* or correct teacher\.url"):
+        async with TeacherClient(TeacherServer(teacher.url), str(model), LONGEST, 1.0) as gone:
+            await gone.check()
+
+
+async def test_another_tokenizer_is_refused_and_a_missing_token_where_a_chain_has_it(
+    model: Path, tmp_path: Path
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    size = len(tokenizer)
+    own, other = tmp_path / "own", tmp_path / "other"
+    tokenizer.add_tokens(["<own>"])
+    tokenizer.save_pretrained(own)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(other)
+    async with teaching(own) as (teacher, client):
+        teacher.card["root"] = str(model)
+        await client.check()
+        await client.grade(chain(two_turns()))
+        row = two_turns()
+        row.token_ids[1] = size
+        with pytest.raises(SettingError, match=rf"teacher\.url: its model has no token '<own>' \({size}\)"):
+            await client.grade(chain(row))
+        teacher.card["root"] = str(other)
+        with pytest.raises(SettingError, match=r"teacher\.url: .* has another tokenizer: token .* '<other>' there"):
+            await client.check()
+
+
+async def test_faults_of_single_chains_that_no_retry_heals_end_the_run(model: Path) -> None:
+    async with teaching(model) as (teacher, client):
+        del teacher.card["max_model_len"]
+        await client.check()
+        seen = two_turns()
+        seen.images = [ImageSpan(0, 2, "digest", (1, 2, 4))]
+        with pytest.raises(SettingError, match=r"teacher\.url: chain c has images"):
+            await client.grade(chain(seen))
+        teacher.refusal = (400, "Token id 99 is out of vocabulary")
+        with pytest.raises(
+            SettingError, match=r"teacher\.url: .* refuses to grade 7 tokens: .* whose vocabulary has all"
+        ):
+            await client.grade(chain(two_turns()))
+        teacher.refusal = (400, "This model's maximum context length is 5 tokens")
+        with pytest.raises(SettingError, match=r"teacher\.url: a chain of 7 tokens does not fit into its context"):
+            await client.grade(chain(two_turns()))
+
+
+async def test_a_server_that_dies_is_waited_for_and_then_named(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "agentfactory")
+    async with teaching(model) as (teacher, client):
+        await client.check()
+        await teacher.runner.cleanup()
+        back = asyncio.create_task(client.grade(chain(two_turns())))
+        await asyncio.sleep(0.2)
+        await teacher.start()
+        assert await back == 7
+        assert "is lost" in caplog.text
+        await teacher.runner.cleanup()
+        with pytest.raises(ServerUnreachableError, match=r"teacher\.url: no server answers at .* fix: start it again"):
+            await client.grade(chain(two_turns()))

@@ -1,0 +1,198 @@
+"""A teacher behind a server: its grades, and whole updates with them, compared with dense forward passes in float64."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentfactory.rollout.groups.group_files import decode_group, encode_group
+from agentfactory.rollout.inference.teacher_client import TeacherClient
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.batches.batch import TrainingRow
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
+from agentfactory.trainers.teachers.divergences import top_k_divergence
+from agentfactory.trainers.teachers.served import teacher_server
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+from tests.conftest import embedded_server
+from tests.trainers.conftest import VOCABULARY, make_groups, make_row
+from tests.trainers.float64 import in_float64
+
+pytestmark = [pytest.mark.numbers, pytest.mark.processes]
+
+LONGEST = 90
+PLAIN: dict[str, Any] = {
+    "algorithm": "distill",
+    "token_budget": 200,
+    "max_grad_norm": 1e9,
+    "loss": {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}},
+}
+MakeRecipe = Callable[..., TrainRecipe]
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A wider model with the policy's tokenizer, whose vocabulary is padded further."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY + 6, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher_url(teacher_folder: Path) -> Iterator[str]:
+    with embedded_server(teacher_folder, "--max-model-len", str(LONGEST + 1)) as url:
+        yield url
+
+
+def with_url(recipe: TrainRecipe, url: str, **teacher: Any) -> TrainRecipe:
+    data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": {"url": url, **teacher}}
+    return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
+
+
+def graded(recipe: TrainRecipe, groups: list[Group]) -> list[Group]:
+    """The groups with the teacher's grades, as the trainer gets them from the worker."""
+    server = teacher_server(recipe.teacher)
+    assert server is not None
+
+    async def grade() -> int:
+        async with TeacherClient(server, recipe.model.path, LONGEST, retry_seconds=20) as teacher:
+            await teacher.check()
+            chains = [chain for group in groups for chain in group.trajectories]
+            return sum(await asyncio.gather(*map(teacher.grade, chains)))
+
+    rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
+    assert asyncio.run(grade()) == sum(int(np.flatnonzero(row.mask)[-1]) + 1 for row in rows if any(row.mask[1:]))
+    encoded = [encode_group(group) for group in groups]
+    return [decode_group(one.line, one.record) for one in encoded]
+
+
+def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
+    """A network in float64, and its logits for the targets of each row."""
+    network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    logits = []
+    for row in rows:
+        whole = network(torch.from_numpy(row.token_ids)[None], use_cache=False).logits[0]
+        logits.append(whole[torch.from_numpy(row.targets) - 1])
+    return network, logits
+
+
+def chains() -> list[Group]:
+    """Chains of several turns, some with several rows, with a row that begins with a sampled token, and one that has
+    none."""
+    groups = make_groups(2, 3)
+    first, second, third, *_ = (chain for group in groups for chain in group.trajectories)
+    first.rows.append(make_row(random.Random(5), turns=2))
+    second.rows[0].mask[0] = 1
+    third.rows[0].mask = [0] * len(third.rows[0].mask)
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "batching"),
+    [
+        ("sampled", None, "padded"),
+        ("sampled", None, "tree"),
+        ("reverse_kl", 5, "tree"),
+        ("jensen_shannon", 5, "packed"),
+        ("reverse_kl", VOCABULARY + 9, "padded"),
+    ],
+)
+def test_grades_and_updates_equal_a_dense_forward_pass(
+    make_recipe: MakeRecipe,
+    model_folder: Path,
+    teacher_folder: Path,
+    teacher_url: str,
+    accelerator: Accelerator,
+    kind: str,
+    count: int | None,
+    batching: str,
+) -> None:
+    recipe = with_url(
+        make_recipe(**PLAIN, batching=batching), teacher_url, divergence=kind, top_k=count, coefficient=0.8
+    )
+    assert needed_scores(recipe) == []
+    credit = Credit(graded(recipe, chains()), recipe)
+    rows = credit.assign(credit.rows).rows
+    learner = Learner(recipe, accelerator)
+    # the trainer loads no teacher
+    assert learner.networks == [learner.model]
+    learner.optimizer.step = learner.optimizer.zero_grad = lambda: None
+    batch = learner.deal(rows)
+    done = update_policy(learner, batch, recipe).updates[0]
+    metrics = update_metrics([done], batch)
+
+    network, policy = dense(model_folder, rows)
+    with torch.no_grad():
+        teacher = dense(teacher_folder, rows)[1]
+    terms, kls = [], []
+    for number, row in enumerate(rows):
+        labels = torch.from_numpy(row.token_ids[row.targets])[:, None]
+        own = policy[number].log_softmax(-1).gather(-1, labels)[:, 0]
+        theirs = teacher[number].log_softmax(-1)
+        if count is None:
+            wanted = theirs.gather(-1, labels)[:, 0]
+            torch.testing.assert_close(torch.from_numpy(row.streams["teacher"]), wanted, atol=2e-5, rtol=0)
+            kls.append(own.detach() - wanted)
+            terms.append((own - own.detach()).exp() * 0.8 * kls[-1])
+        else:
+            best = theirs.topk(min(count, theirs.shape[-1]))
+            tokens, values = torch.from_numpy(row.streams["teacher_top"]).unbind(1)
+            kept = best.values.shape[-1]
+            assert tokens[:, :kept].tolist() == best.indices.tolist()
+            torch.testing.assert_close(values[:, :kept], best.values, atol=2e-5, rtol=0)
+            assert bool((tokens[:, kept:] == -1).all())
+            # compared with sums of probabilities in test_teachers.py
+            exact = top_k_divergence(kind, policy[number], best.indices, best.values)  # type: ignore[arg-type]
+            kls.append(exact.detach())
+            terms.append(0.8 * exact)
+    loss_by_hand = torch.cat(terms).sum() / batch.tokens
+    loss_by_hand.backward()
+    kl = torch.cat(kls).mean().item()
+    assert metrics["teacher/kl"] == pytest.approx(kl, abs=2e-5)
+    assert abs(kl) > 0.1
+    assert metrics["loss"] == pytest.approx(loss_by_hand.item(), abs=2e-5)
+    expected = {name: weight.grad for name, weight in network.named_parameters()}
+    found = {name: w.grad for name, w in learner.policy.network.named_parameters() if w.grad is not None}
+    assert found.keys() == expected.keys()
+    assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient.double(), expected[name], atol=5e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("reverse_kl", 5)])
+def test_a_teacher_equal_to_the_policy_gives_0(
+    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator, kind: str, count: int | None
+) -> None:
+    """The policy's own server at version 0."""
+    with embedded_server(model_folder, "--max-model-len", str(LONGEST + 1)) as url:
+        recipe = with_url(make_recipe(lora={"rank": 4}, **PLAIN), url, divergence=kind, top_k=count)
+        credit = Credit(graded(recipe, make_groups(2, 3)), recipe)
+    rows = credit.assign(credit.rows).rows
+    learner = Learner(recipe, accelerator)
+    batch = learner.deal(rows)
+    metrics = update_metrics(update_policy(learner, batch, recipe).updates, batch)
+    assert abs(metrics["teacher/kl"]) < 1e-5
+    assert metrics["grad_norm"] < 1e-4
+
+
+def test_rows_without_grades_are_refused(make_recipe: MakeRecipe) -> None:
+    recipe = with_url(make_recipe(algorithm="distill"), "http://127.0.0.1:1")
+    with pytest.raises(SettingError, match=r"teacher\.url: a row of \d+ sampled tokens has no grades"):
+        Credit(make_groups(1, 1), recipe)
