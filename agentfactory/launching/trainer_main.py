@@ -331,6 +331,7 @@ def _with_rollouts(
         total=total,
         trained=train_state.trained,
         versions=train_state.labels,
+        context=recipe.teacher.context if recipe.teacher is not None else None,
     )
     workers = RolloutWorkers(job, folder.logs, sync.bring_back)
     stack.callback(workers.close)

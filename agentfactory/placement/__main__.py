@@ -42,7 +42,8 @@ class Estimates:
         trainer: dict[str, int] = {}
         if self._purpose == "train" or recipe.placement.mode in ("split", "time_share"):
             teacher = recipe.teacher
-            graded_by = self._config("teacher.model", teacher.model)[0] if teacher is not None else None
+            strong = teacher.model if teacher is not None else None
+            graded_by = self._config("teacher.model", strong)[0] if strong is not None else None
             parts = (recipe.model, recipe.train, recipe.rollout, *([teacher] if teacher is not None else []))
             key = _key(f"trainer {device}", *parts)
             trainer = self._once(key, lambda: trainer_memory(recipe, config, device, graded_by))

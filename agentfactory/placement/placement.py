@@ -151,7 +151,7 @@ def may_have_gpu() -> bool:
 
 
 def _with_model(recipe: Recipe, first: str) -> Recipe | None:
-    if recipe.teacher is not None and not _is_there(recipe.teacher.model):
+    if recipe.teacher is not None and recipe.teacher.model is not None and not _is_there(recipe.teacher.model):
         return None
     if _is_there(recipe.model.path):
         return recipe

@@ -151,8 +151,8 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
         require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
     if recipe.server.model and os.path.isabs(recipe.server.model):
         require("server.model", recipe.server.model, Path.is_dir, "folder with a model, or a hub name")
-    teacher = recipe.teacher.model if recipe.teacher is not None else ""
-    if os.path.isabs(teacher):
+    teacher = recipe.teacher.model if recipe.teacher is not None else None
+    if teacher is not None and os.path.isabs(teacher):
         require("teacher.model", teacher, Path.is_dir, "folder with a model, or a hub name")
     if recipe.model.chat_template:
         require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
@@ -198,6 +198,11 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
     Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
+    if recipe.teacher is not None and recipe.teacher.context == "answer" and section == "data":
+        # imported here, because it imports transformers
+        from agentfactory.rollout.groups.teacher_context import check_answers
+
+        check_answers("answer", tasks)
     check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
         # imported here, because it imports transformers
@@ -286,8 +291,9 @@ def hub_names(recipe: Recipe, purpose: Purpose) -> list[HubName]:
     """Return the models and datasets of the hub that a command needs."""
     # elsewhere, a running server has the model
     models = model_names(recipe) if purpose == "train" or not recipe.server.urls else []
-    if purpose == "train" and recipe.teacher is not None and is_hub_name(recipe.teacher.model):
-        models.append(HubName("teacher.model", recipe.teacher.model, "model"))
+    teacher = recipe.teacher.model if recipe.teacher is not None else None
+    if purpose == "train" and teacher is not None and is_hub_name(teacher):
+        models.append(HubName("teacher.model", teacher, "model"))
     data = {f"{section}.path": data.path for section, data in _used_data(recipe, purpose).items()}
     return models + [HubName(field, name, "dataset") for field, name in data.items() if name and is_hub_name(name)]
 

@@ -55,6 +55,8 @@ class Row:
     `images` has the images of the row, in order; image tokens are never sampled.
     `roles` has a letter per token (token_roles.ROLES for sampled tokens, NO_ROLE for others). Context at the end has no
     letters; the string is empty if no roles are known.
+    `teacher_prompt` replaces the tokens before the first sampled one where a teacher grades the row with more in its
+    context (see groups.teacher_context); None if it does not.
     """
 
     token_ids: Stream = field(default_factory=list)
@@ -65,6 +67,7 @@ class Row:
     turn_ends: list[int] | None = None
     roles: str = ""
     images: list[ImageSpan] = field(default_factory=list)
+    teacher_prompt: Stream | None = None
 
     def check_logprobs(self) -> None:
         """Raise ValueError if the log-probability of a sampled token is NaN, infinite or positive."""
@@ -115,6 +118,15 @@ class Row:
             sampled = np.flatnonzero(mask[before:end])
             spans.append((before + int(sampled[0]) if sampled.size else end, end))
         return spans
+
+    def images_for_teacher(self) -> list[ImageSpan]:
+        """Return the images of the teacher's row, which begins with `teacher_prompt`: the row's own, moved by the text
+        that was added before them."""
+        own, prompt = np.asarray(self.token_ids), np.asarray(self.teacher_prompt)
+        size = min(len(own), len(prompt))
+        same = int(np.append(own[:size] == prompt[:size], False).argmin())
+        added = len(prompt) - int(np.asarray(self.mask, dtype=bool).argmax())
+        return [replace(image, offset=image.offset + added * (image.offset >= same)) for image in self.images]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Row):

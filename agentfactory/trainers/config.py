@@ -22,6 +22,7 @@ PORTLESS_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Environment variables to use with PORTLESS_OPTIONS: by default the launcher opens a TCP store for the ranks."""
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo", "none")
+CONTEXTS = ("solution", "answer", "errors")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 
 
@@ -404,14 +405,19 @@ class JensenShannonOptions(Section):
 
 
 class TeacherConfig(Choice):
-    """A stronger model that grades each token of the policy's chains (docs/teachers.md)."""
+    """A stronger model, or the policy with more in its context, that grades each token of the policy's chains
+    (docs/teachers.md)."""
 
     chooser = "divergence"
     kinds = {"jensen_shannon": JensenShannonOptions}
 
-    model: str
+    model: str | None = None
     """Folder of a model or of a run's checkpoint, or hub name; it needs the policy's tokenizer. The base of
-    `model.lora` (model.path) costs no further weights."""
+    `model.lora` (model.path) costs no further weights. Null: the policy itself, with `context`."""
+    context: str | None = None
+    """Self-distillation: a text that only the teacher reads, at the end of the task. solution: another chain of the
+    group, which succeeded; answer: the row's `answer`; errors: of the chain's calls; or `FILE.py:NAME` of a function
+    (trajectory, task, trajectories) that returns it. Chains without such a text are not graded."""
     divergence: Literal["sampled", "reverse_kl", "forward_kl", "jensen_shannon"] = "sampled"
     """sampled: reverse KL estimated from the sampled token, added to its advantage. The others are a term of the loss,
     exact over the vocabulary: reverse_kl: KL(policy || teacher); forward_kl: KL(teacher || policy); jensen_shannon:
@@ -423,6 +429,21 @@ class TeacherConfig(Choice):
     null: over the vocabulary."""
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher beside the reward's advantages, which train.algorithm=distill omits."""
+
+    @field_validator("context")
+    @classmethod
+    def _check_context(cls, context: str | None) -> str | None:
+        return context if context is None else _named(context, CONTEXTS)
+
+    @model_validator(mode="after")
+    def _is_better_than_the_policy(self) -> "TeacherConfig":
+        if self.model is None and self.context is None:
+            fix = "name a stronger model, or set teacher.context for self-distillation"
+            raise SettingError("model", "missing: without it, the policy would teach itself", fix)
+        if self.context is not None and self.is_exact:
+            problem = f"got {self.divergence!r} with teacher.context, whose rows are scored before the update"
+            raise SettingError("divergence", problem, "set teacher.top_k: 64, or use sampled")
+        return self
 
     @model_validator(mode="after")
     def _top_k_is_for_distributions(self) -> "TeacherConfig":
@@ -568,7 +589,8 @@ class TrainRecipe(RolloutRecipe):
     @property
     def needs_rewards(self) -> bool:
         """See RolloutRecipe."""
-        return self.train.advantage.estimator != "none"
+        shows_success = self.teacher is not None and self.teacher.context == "solution"
+        return self.train.advantage.estimator != "none" or shows_success
 
     @model_validator(mode="after")
     def _has_no_dropout(self) -> "TrainRecipe":

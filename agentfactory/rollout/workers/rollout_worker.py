@@ -25,6 +25,7 @@ from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read
 from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
+from agentfactory.rollout.groups.teacher_context import TeacherContext
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.weight_versions import Published
@@ -69,6 +70,7 @@ class Worker:
         self.total: int = start["total"]
         self.trained: list[str] = start["trained"]
         self.versions: dict[str, int] = start["versions"]
+        self.context: str | None = start["context"]
         if self.recipe.data is None:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
         self.order = TaskOrder(load_tasks(self.recipe.data, tell=True), self.recipe.seed, self.recipe.data.shuffle)
@@ -82,6 +84,9 @@ class Worker:
             if self.held_out:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)
+            context = None
+            if self.context is not None:
+                context = TeacherContext(self.context, runner, self.order.tasks, self.base)
             runner = runner.watched(len(self.order.tasks))
             renderer = runner.renderer
             await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
@@ -112,6 +117,7 @@ class Worker:
                 self._resume(version),
                 self.share,
                 self._watch(runner, first=version == 0),
+                context,
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(producer.run())

@@ -142,7 +142,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 class Job:
     """The job of a run's workers. `batch_size` and `total` count groups of all workers. For a resumed run, `trained`
     has the ids of the groups already trained, and `versions` maps the labels in the spans of saved groups to policy
-    versions."""
+    versions. `context` is the recipe's teacher.context."""
 
     recipe: RolloutRecipe
     base: Path
@@ -153,6 +153,7 @@ class Job:
     total: int
     trained: Collection[str] = ()
     versions: Mapping[str, int] = field(default_factory=dict)
+    context: str | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ class WorkerProcess:
             total=job.total // share.of,
             trained=sorted(job.trained),
             versions=dict(job.versions),
+            context=job.context,
             share=[share.number, share.of],
         )
 
