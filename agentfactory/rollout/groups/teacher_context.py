@@ -28,6 +28,7 @@ from agentfactory.tools.messages import Message, ToolSpec, text_of
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 FIELD = "teacher.context"
+_CHOICES = ("solution", "answer", "errors")
 OFFERED = ("trajectory", "task", "trajectories")
 """The parameters that a user's function may take."""
 
