@@ -15,7 +15,13 @@ from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStopped
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.groups.group_files import append_group, read_groups
-from agentfactory.rollout.groups.teacher_context import FIELD, TeacherContext, load_context, with_text
+from agentfactory.rollout.groups.teacher_context import (
+    FIELD,
+    TeacherContext,
+    check_answers,
+    load_context,
+    with_text,
+)
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
@@ -155,9 +161,8 @@ async def test_the_teachers_row_has_the_policys_tokens_after_a_longer_prompt(fam
             assert all(chain.messages for chain in chains)
             found = [added_to(runner, chain) for chain in chains]
             if choice == "solution":
-                # c1 and c2 succeeded; each is graded by the other
-                assert all("A solution of this task that succeeded" in (text or "") for text in found)
-                assert found[0] != found[1]
+                # c1 and c2 succeeded
+                assert ["A solution of this task" in (text or "") for text in found] == [True, False, False]
             elif choice == "answer":
                 assert all('The answer of this task is: ["3", "three"]' in (text or "") for text in found)
             elif choice == "errors":
@@ -182,12 +187,18 @@ async def test_a_template_that_rewrites_history_is_refused(tmp_path: Path) -> No
 QWEN = next(f for f in FAMILIES if f.name == "qwen2_5")
 
 
-async def test_only_a_group_with_another_success_has_a_solution(tmp_path: Path) -> None:
+async def test_chains_that_failed_get_the_first_success_of_their_group(tmp_path: Path) -> None:
     async with playing(QWEN, tmp_path) as (runner, chains):
         context = TeacherContext("solution", runner, [TASK], tmp_path)
         chains[2].metrics["success"] = 0.0
+        chains[1].messages[-1]["content"] = "won 1"
         await context.add_to(chains, TASK)
         assert [chain.rows[0].teacher_prompt is None for chain in chains] == [False, True, False]
+        assert all("won 1" in (added_to(runner, chain) or "") for chain in chains[::2])
+        for chain in chains:
+            chain.metrics["success"], chain.rows[0].teacher_prompt = 0.0, None
+        await context.add_to(chains, TASK)
+        assert [chain.rows[0].teacher_prompt for chain in chains] == [None] * 3
         del chains[2].metrics["success"]
         with pytest.raises(
             ValueError, match=r"teacher\.context=solution: the reward of chain c2 did not report success"
@@ -196,7 +207,10 @@ async def test_only_a_group_with_another_success_has_a_solution(tmp_path: Path) 
 
 
 async def test_a_function_that_fails_ends_its_chain_and_one_that_always_fails_the_run(tmp_path: Path) -> None:
-    async with playing(QWEN, tmp_path, group_size=1, timeout_seconds=0.2) as (runner, chains):
+    async with playing(QWEN, tmp_path, group_size=1) as (runner, chains):
+        rollout = runner.setup.config.model_copy(update={"timeout_seconds": 0.2})
+        recipe = runner.setup.recipe.model_copy(update={"rollout": rollout})
+        runner.setup = replace(runner.setup, recipe=recipe)
         fresh = [replace(chain) for chain in chains]
         await TeacherContext("hints.py:fails", runner, [TASK] * 3, tmp_path).add_to(fresh, TASK)
         assert [chain.outcome for chain in fresh][::2] == [Outcome.REWARD_ERROR] * 2
@@ -225,6 +239,12 @@ def test_functions_that_cannot_be_called_are_refused(tmp_path: Path, name: str, 
     (tmp_path / "hints.py").write_text(HINTS)
     with pytest.raises(SettingError, match=problem):
         load_context(f"hints.py:{name}", tmp_path)
+
+
+def test_rows_without_an_answer_are_refused() -> None:
+    check_answers("solution", [{"question": "1+2?"}])
+    with pytest.raises(SettingError, match=r"teacher\.context: got 'answer', but row 2 of data has no answer"):
+        check_answers("answer", [TASK, {"question": "1+2?", "answer": None}])
 
 
 def test_text_follows_the_users_last_message() -> None:

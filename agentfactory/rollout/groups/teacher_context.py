@@ -75,8 +75,8 @@ class TeacherContext:
         """Return the text for a chain of `chains`; None if there is none."""
         match self._choice:
             case "solution":
-                others = (other for other in chains if other is not chain and _succeeded(other))
-                found = next(others, None)
+                # a chain that succeeded has nothing to learn from another one
+                found = None if _succeeded(chain) else next(filter(_succeeded, chains), None)
                 return None if found is None else SOLUTION.format(self._shown(found))
             case "answer":
                 answer = task["answer"]

@@ -52,6 +52,15 @@ class TrainerGoneError(Exception):
     """Rank 0 closed its end of the socket, so the worker must end."""
 
 
+class _UnjudgedRecipe(RolloutRecipe):
+    """The recipe of a run whose chains need no reward, because only a teacher trains the policy."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        """See RolloutRecipe."""
+        return False
+
+
 class Worker:
     """Production of groups in this process, and handling of rank 0's messages meanwhile."""
 
@@ -59,7 +68,8 @@ class Worker:
         self.reader = reader
         self.writer = writer
         self.share = Share(*start["share"])
-        self.recipe = _part(RolloutRecipe(**start["recipe"]), self.share)
+        kind = RolloutRecipe if start["needs_rewards"] else _UnjudgedRecipe
+        self.recipe = _part(kind(**start["recipe"]), self.share)
         append_folders(self.recipe.import_path)
         self.base = Path(start["base"])
         self.urls: list[str] = start["urls"]

@@ -214,6 +214,7 @@ class WorkerProcess:
             trained=sorted(job.trained),
             versions=dict(job.versions),
             context=job.context,
+            needs_rewards=job.recipe.needs_rewards,
             share=[share.number, share.of],
         )
 
