@@ -164,11 +164,14 @@ async def test_the_teachers_row_has_the_policys_tokens_after_a_longer_prompt(fam
                 # c1 and c2 succeeded
                 assert ["A solution of this task" in (text or "") for text in found] == [True, False, False]
             elif choice == "answer":
-                assert all('The answer of this task is: ["3", "three"]' in (text or "") for text in found)
+                assert ['The answer of this task is: ["3", "three"]' in (text or "") for text in found] == [
+                    True,
+                    False,
+                    False,
+                ]
             elif choice == "errors":
-                assert [text is not None for text in found] == [bool(chain.errors) for chain in chains]
-                for chain, text in zip(chains, found, strict=True):
-                    assert all(error in (text or "") for error in chain.errors if "<" not in error)
+                assert [text is not None for text in found] == [bool(chains[0].errors), False, False]
+                assert all(error in (found[0] or "") for error in chains[0].errors if "<" not in error)
             elif choice == "hints.py:hint":
                 assert [text and text.strip() for text in found] == ["1+2? 3", None, "1+2? 3"]
             else:

@@ -73,26 +73,33 @@ class TeacherContext:
 
     async def _text(self, chain: Trajectory, chains: Sequence[Trajectory], task: Task) -> str | None:
         """Return the text for a chain of `chains`; None if there is none."""
+        if self._own is not None:
+            return await self._ask(self._own, chain, chains, task)
+        if chain.metrics.get("success") == 1.0:
+            # there is nothing to correct, and a policy that always succeeds would still drift with its own teacher
+            return None
         match self._choice:
             case "solution":
-                # a chain that succeeded has nothing to learn from another one
-                found = None if _succeeded(chain) else next(filter(_succeeded, chains), None)
+                won = successes(chains, f"{FIELD}=solution", "use another context")
+                others = (other for other, success in zip(chains, won, strict=True) if success == 1.0)
+                found = next(others, None)
                 return None if found is None else SOLUTION.format(self._shown(found))
             case "answer":
                 answer = task["answer"]
                 return ANSWER.format(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False))
             case "errors":
                 return ERRORS.format("\n".join(chain.errors)) if chain.errors else None
-        return await self._ask(chain, chains, task)
+            case _:
+                raise ValueError(f"{FIELD}: got {self._choice!r}")
 
-    async def _ask(self, chain: Trajectory, chains: Sequence[Trajectory], task: Task) -> str | None:
-        assert self._own is not None
+    async def _ask(self, own: RewardSpec, chain: Trajectory, chains: Sequence[Trajectory], task: Task) -> str | None:
+        """Call a user's function for a chain; if it fails, end the chain as reward_error and return None."""
         offered = {"trajectory": chain, "task": task, "trajectories": list(chains)}
         try:
             limit = Deadline.after(self._runner.setup.config.timeout_seconds, "rollout.timeout_seconds")
-            text = await self._own.ask(offered, {}, limit)
+            text = await own.ask(offered, {}, limit)
             if text is not None and not isinstance(text, str):
-                raise RewardError(f"{self._own.name} returned {text!r:.100}; it must return text, or None")
+                raise RewardError(f"{own.name} returned {text!r:.100}; it must return text, or None")
         except RewardError as error:
             chain.outcome, chain.error = Outcome.REWARD_ERROR, f"{FIELD}: {error}"
             chain.reward = chain.turn_rewards = None
@@ -170,10 +177,6 @@ def check_answers(choice: str, tasks: Sequence[Task]) -> None:
         if task.get("answer") in (None, ""):
             problem = f"got 'answer', but row {number} of data has no answer ({', '.join(task)})"
             raise SettingError(FIELD, problem, "rename the field with the answer by data.columns={answer: FIELD}")
-
-
-def _succeeded(chain: Trajectory) -> bool:
-    return successes([chain], f"{FIELD}=solution", "use another context")[0] == 1.0
 
 
 def _opening_length(chain: Trajectory) -> int:

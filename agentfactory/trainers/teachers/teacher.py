@@ -101,7 +101,7 @@ class Teacher:
 
     def longest(self, policy: Policy) -> int | None:
         """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
-        network = policy.network if self.network is None else self.network.network
+        network = (self.network if isinstance(self.network, Policy) else policy).network
         found: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
         return found
 
