@@ -326,6 +326,9 @@ def _check_teacher(recipe: Recipe) -> None:
         raise SettingError("teacher.divergence", problem, "set teacher.top_k: 64, or use sampled, or strategy ddp")
     if teacher.context is not None:
         _check_one_row(recipe.rollout)
+        if teacher.context == "solution" and recipe.rollout.group_size < 2:
+            problem = "got 1 with teacher.context=solution, which is another chain of the group"
+            raise SettingError("rollout.group_size", problem, "use at least 2")
 
 
 def _check_one_row(rollout: RolloutConfig) -> None:

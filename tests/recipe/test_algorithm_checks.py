@@ -109,6 +109,11 @@ REFUSED = {
         "teacher.context",
         "use the recipe's tools without an agent",
     ),
+    "a solution by no other chain": (
+        ["teacher.context=solution", "train.algorithm=distill", "rollout.group_size=1"],
+        "rollout.group_size",
+        "use at least 2",
+    ),
     "a context that is no function": (["teacher.context=my_tools.py:Place"], "teacher.context", "is not a function"),
     "solutions without rewards": (
         ["teacher.context=solution", "train.algorithm=distill", "rewards=[]", "eval.data=null"],
