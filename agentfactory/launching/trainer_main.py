@@ -333,6 +333,7 @@ def _with_rollouts(
         teacher=teacher_server(recipe.teacher),
         trained=train_state.trained,
         versions=train_state.labels,
+        context=recipe.teacher.context if recipe.teacher is not None else None,
     )
     workers = RolloutWorkers(job, folder.logs, sync.bring_back)
     stack.callback(workers.close)

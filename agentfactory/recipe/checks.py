@@ -198,6 +198,11 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
     Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
+    if recipe.teacher is not None and recipe.teacher.context == "answer" and section == "data":
+        # imported here, because it imports transformers
+        from agentfactory.rollout.groups.teacher_context import check_answers
+
+        check_answers("answer", tasks)
     check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
         # imported here, because it imports transformers

@@ -20,7 +20,7 @@ from agentfactory.tools.environments.environment import (
     gives_anchors,
     reset_schema,
 )
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
@@ -120,6 +120,12 @@ def _check_machine(found: Any, options: dict[str, Any], name: str, options_name:
 
 def _load_user_code(recipe: Recipe) -> None:
     Rewards.load(recipe.rewards, Path.cwd())
+    context = recipe.teacher.context if recipe.teacher is not None else None
+    if context is not None and ".py:" in context:
+        # imported here, because it imports transformers
+        from agentfactory.rollout.groups.teacher_context import load_context
+
+        load_context(context, Path.cwd())
     native = recipe.rollout.parser == AUTO or load_parser(recipe.rollout.parser, Path.cwd()).native
     if recipe.rollout.agent is not None:
         if recipe.rollout.agent.name is not None and recipe.rollout.agent.outside is None:
@@ -131,6 +137,9 @@ def _load_user_code(recipe: Recipe) -> None:
 
         if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):
             check_recipe(recipe.rollout, native)
+            if context is not None:
+                problem = f"got {short(context)}, but rollout.agent has its own loop, and writes several prompts"
+                raise SettingError("teacher.context", problem, "remove it, or use the recipe's tools without an agent")
 
 
 def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:

@@ -265,6 +265,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "model.lora.from": _absolute,
     "server.model": _hub_or_absolute,
     "teacher.model": _hub_or_absolute,
+    "teacher.context": _reference,
     "model.chat_template": _absolute,
     "data.path": _hub_or_absolute,
     "eval.data.path": _hub_or_absolute,

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.config import EqualRewards
+from agentfactory.rollout.config import EqualRewards, RolloutConfig
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.user_code.import_path import is_installed
@@ -311,10 +311,13 @@ def _check_teacher(recipe: Recipe) -> None:
     if teacher is None and train.advantage.estimator == "none":
         name = "train.algorithm=distill" if train.algorithm == "distill" else "train.advantage.estimator=none"
         problem = f"missing: with {name}, only a teacher trains the policy"
-        raise SettingError("teacher", problem, "set teacher.model, or use train.algorithm=grpo")
-    if teacher is not None and teacher.url is not None:
+        fix = "set teacher.model, teacher.url or teacher.context, or use train.algorithm=grpo"
+        raise SettingError("teacher", problem, fix)
+    if teacher is None:
+        return
+    if teacher.url is not None:
         _check_teacher_server(recipe, teacher.url)
-    path = teacher.model if teacher is not None else None
+    path = teacher.model
     if path is not None and os.path.isabs(path) and (folder := Path(path)).is_dir():
         if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
             problem, fix = "holds a LoRA adapter, not a model", "`agentfactory export` it merged, and name that folder"
@@ -322,9 +325,23 @@ def _check_teacher(recipe: Recipe) -> None:
         if not (folder / "config.json").is_file():
             fix = "name a folder with a model, such as the checkpoints/step-000050 of a run"
             raise SettingError("teacher.model", f"{display(folder)} has no config.json", fix)
-    if teacher is not None and teacher.is_exact and train.strategy == "fsdp2":
+    if teacher.is_exact and train.strategy == "fsdp2":
         problem = f"got {teacher.divergence!r} with train.strategy=fsdp2, which gathers weights for whole passes only"
         raise SettingError("teacher.divergence", problem, "set teacher.top_k: 64, or use sampled, or strategy ddp")
+    if teacher.context is not None:
+        _check_one_row(recipe.rollout)
+        if teacher.context == "solution" and recipe.rollout.group_size < 2:
+            problem = "got 1 with teacher.context=solution, which is another chain of the group"
+            raise SettingError("rollout.group_size", problem, "use at least 2")
+
+
+def _check_one_row(rollout: RolloutConfig) -> None:
+    """Raise SettingError for settings with which a chain may have several rows: teacher.context adds to one prompt."""
+    problem = "with teacher.context, which adds to the one prompt of a chain"
+    if rollout.context.policy != "keep":
+        raise SettingError("rollout.context.policy", f"got {rollout.context.policy!r} {problem}", "use keep")
+    if rollout.context.keep_images is not None:
+        raise SettingError("rollout.context.keep_images", f"got {rollout.context.keep_images} {problem}", "set null")
 
 
 def _check_teacher_server(recipe: Recipe, url: str) -> None:

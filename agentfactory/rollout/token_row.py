@@ -58,6 +58,8 @@ class Row:
     `teacher_logprobs` and `teacher_tokens` are the grades of a teacher behind a server, along `graded()` and not along
     all tokens: its log-probability of each, or for top_k, flat, those of its k most likely tokens there, and these
     tokens (-1: missing).
+    `teacher_prompt` replaces the tokens before the first sampled one where a teacher grades the row with more in its
+    context (see groups.teacher_context); None if it does not.
     """
 
     token_ids: Stream = field(default_factory=list)
@@ -70,6 +72,7 @@ class Row:
     images: list[ImageSpan] = field(default_factory=list)
     teacher_logprobs: Stream | None = None
     teacher_tokens: Stream | None = None
+    teacher_prompt: Stream | None = None
 
     def graded(self) -> np.ndarray:
         """Return the positions that are trained: the sampled tokens, except a first one, which nothing predicts."""
@@ -125,6 +128,15 @@ class Row:
             sampled = np.flatnonzero(mask[before:end])
             spans.append((before + int(sampled[0]) if sampled.size else end, end))
         return spans
+
+    def images_for_teacher(self) -> list[ImageSpan]:
+        """Return the images of the teacher's row, which begins with `teacher_prompt`: the row's own, moved by the text
+        that was added before them."""
+        own, prompt = np.asarray(self.token_ids), np.asarray(self.teacher_prompt)
+        size = min(len(own), len(prompt))
+        same = int(np.append(own[:size] == prompt[:size], False).argmin())
+        added = len(prompt) - int(np.asarray(self.mask, dtype=bool).argmax())
+        return [replace(image, offset=image.offset + added * (image.offset >= same)) for image in self.images]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Row):

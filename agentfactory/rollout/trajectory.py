@@ -125,6 +125,8 @@ class Trajectory:
     stop_reason: StopReason | None = None
     malformed_turns: list[int] = field(default_factory=list)
     """Numbers of the assistant turns, from 0, whose calls could not be parsed."""
+    errors: list[str] = field(default_factory=list)
+    """The texts that the model got about turns that could not be parsed and about calls that failed, in order."""
     anchors: list[str | None] = field(default_factory=list)
     """Per assistant turn, the anchor of the environment's state before it (None: no anchor); empty if no environment
     has anchors."""

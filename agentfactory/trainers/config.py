@@ -22,6 +22,7 @@ PORTLESS_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Environment variables to use with PORTLESS_OPTIONS: by default the launcher opens a TCP store for the ranks."""
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo", "raft", "none")
+CONTEXTS = ("solution", "answer", "errors")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 
 
@@ -406,19 +407,24 @@ class JensenShannonOptions(Section):
 
 
 class TeacherConfig(Choice):
-    """A stronger model that grades each token of the policy's chains (docs/teachers.md)."""
+    """A stronger model, or the policy with more in its context, that grades each token of the policy's chains
+    (docs/teachers.md)."""
 
     chooser = "divergence"
     kinds = {"jensen_shannon": JensenShannonOptions}
 
     model: str | None = None
     """Folder of a model or of a run's checkpoint, or hub name; it needs the policy's tokenizer. The base of
-    `model.lora` (model.path) costs no further weights. Exactly one of `model` and `url` is set."""
+    `model.lora` (model.path) costs no further weights. Null: that at `url`, or the policy itself, with `context`."""
     url: str | None = None
     """Address of a server that has the teacher: vLLM, or `agentfactory serve`. The rollout worker asks it for
     log-probabilities while chains run, and the trainer loads no teacher."""
     api_key_env: str | None = None
     """Environment variable that contains the key of the server at `url`."""
+    context: str | None = None
+    """Self-distillation: a text that only the teacher reads, at the end of the task. solution: another chain of the
+    group, which succeeded; answer: the row's `answer`; errors: of the chain's calls; or `FILE.py:NAME` of a function
+    (trajectory, task, trajectories) that returns it. Chains without such a text are not graded."""
     divergence: Literal["sampled", "reverse_kl", "forward_kl", "jensen_shannon"] = "sampled"
     """sampled: reverse KL estimated from the sampled token, added to its advantage. The others are a term of the loss,
     exact over the vocabulary: reverse_kl: KL(policy || teacher); forward_kl: KL(teacher || policy); jensen_shannon:
@@ -431,17 +437,31 @@ class TeacherConfig(Choice):
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher beside the reward's advantages, which train.algorithm=distill omits."""
 
+    @field_validator("context")
+    @classmethod
+    def _check_context(cls, context: str | None) -> str | None:
+        return context if context is None else _named(context, CONTEXTS)
+
     @model_validator(mode="after")
     def _is_in_one_place(self) -> "TeacherConfig":
-        if self.model is None and self.url is None:
-            raise SettingError("model", "missing", "name a model, or set teacher.url to the address of its server")
-        if self.model is not None and self.url is not None:
-            raise SettingError("url", f"got {self.url!r} with model={self.model!r}", "remove one of them")
+        if self.model is None and self.url is None and self.context is None:
+            fix = "name a stronger model, its server by teacher.url, or set teacher.context for self-distillation"
+            raise SettingError("model", "missing: without it, the policy would teach itself", fix)
+        for other in ("model", "context"):
+            if self.url is not None and (value := getattr(self, other)) is not None:
+                raise SettingError("url", f"got {self.url!r} with {other}={value!r}", "remove one of them")
         if self.api_key_env is not None and self.url is None:
             raise SettingError("api_key_env", f"got {self.api_key_env!r} without url", "set teacher.url, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _exact_divergences_are_computed_in_the_update(self) -> "TeacherConfig":
         if self.url is not None and self.is_exact:
             problem = f"null, and a server sends no whole distributions, which divergence={self.divergence} compares"
             raise SettingError("top_k", problem, "set teacher.top_k: 64, or divergence: sampled, or use teacher.model")
+        if self.context is not None and self.is_exact:
+            problem = f"got {self.divergence!r} with teacher.context, whose rows are scored before the update"
+            raise SettingError("divergence", problem, "set teacher.top_k: 64, or use sampled")
         return self
 
     @model_validator(mode="after")
@@ -590,7 +610,8 @@ class TrainRecipe(RolloutRecipe):
     @property
     def needs_rewards(self) -> bool:
         """See RolloutRecipe."""
-        return self.train.advantage.estimator != "none"
+        shows_success = self.teacher is not None and self.teacher.context == "solution"
+        return self.train.advantage.estimator != "none" or shows_success
 
     @model_validator(mode="after")
     def _has_no_dropout(self) -> "TrainRecipe":

@@ -9,6 +9,10 @@ from tiny_model import make_model, write_jsonl
 from transcripts import add_call, add_malformed_call
 from treasure_hunt import SIZE, STEPS, TreasureHunt, compass, distance, opening
 
+from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.groups.teacher_context import SOLUTION, shown
+from agentfactory.rollout.text.parsers import load_parser
+
 HELD_OUT = 200
 FINAL_ANSWER = "The hunt is over."
 TRANSCRIPTS = 3000
@@ -23,8 +27,30 @@ def prepare(folder: Path, seed: int) -> None:
     files."""
     rng = random.Random(seed)
     train, heldout = split_tasks(rng)
+    write_inputs(folder, seed, train, heldout, play_transcripts(train, rng))
+
+
+def prepare_with_solutions(folder: Path, seed: int) -> None:
+    """Write the same files, for a network that also learns from a solution: in as many further transcripts, the opening
+    shows a lucky hunt of the task, and the player repeats its moves where a hint is the same."""
+    rng = random.Random(seed)
+    train, heldout = split_tasks(rng)
+    transcripts = play_transcripts(train, rng) + [
+        play_after_solution(rng.choice(train), rng) for _ in range(TRANSCRIPTS)
+    ]
+    rng.shuffle(transcripts)
+    write_inputs(folder, seed, train, heldout, transcripts)
+
+
+def write_inputs(
+    folder: Path,
+    seed: int,
+    train: list[dict[str, Any]],
+    heldout: list[dict[str, Any]],
+    transcripts: list[list[dict[str, Any]]],
+) -> None:
+    """Write the tasks, the transcripts, and an untrained model for them."""
     specs = [TreasureHunt.move.spec.to_openai()]
-    transcripts = play_transcripts(train, rng)
     write_jsonl(folder / "train.jsonl", train)
     write_jsonl(folder / "heldout.jsonl", heldout)
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
@@ -67,8 +93,28 @@ def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[li
     return transcripts
 
 
-def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[dict[str, Any]]]:
+def play_after_solution(task: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
+    """Return the conversation of a hunt whose opening shows a lucky one. The player takes the move that it took after
+    the same hint, and plays badly after other hints."""
+    success = False
+    while not success:
+        success, messages = play_badly(task, rng)
+    known: dict[str, str] = {}
+    hint = compass(task["start"], task["treasure"])
+    for call, answer in zip(messages[1::2], messages[2::2], strict=False):
+        if "tool_calls" in call:
+            known[hint] = call["tool_calls"][0]["function"]["arguments"]["direction"]
+            hint = answer["content"].removeprefix("The treasure lies ").removesuffix(".")
+    played = play_badly(task, rng, known)[1]
+    solution = SOLUTION.format(shown(messages[1:], load_parser("hermes"), []))
+    return add_text(played[:1], solution) + played[1:]
+
+
+def play_badly(
+    task: dict[str, Any], rng: random.Random, known: dict[str, str] | None = None
+) -> tuple[bool, list[dict[str, Any]]]:
     """Play one hunt with a policy that mostly follows the hint turned right by 90 degrees, and otherwise ignores it.
+    After a hint that is `known`, it takes that move.
 
     Before some moves, the player writes a malformed call and gets the error message. Return whether it was lucky, and
     the conversation. Success and failure end with the same answer: with a separate answer for failure, a model that
@@ -79,7 +125,9 @@ def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[dic
     directions = list(STEPS)
     messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
     while hunt.moves_left and hunt.here != hunt.treasure:
-        if rng.random() < FOLLOWS_TURNED_HINT:
+        if known and (hint := compass(hunt.here, hunt.treasure)) in known:
+            direction = known[hint]
+        elif rng.random() < FOLLOWS_TURNED_HINT:
             hint = rng.choice(compass(hunt.here, hunt.treasure).split("-"))
             direction = directions[(directions.index(hint) + 1) % 4]
         else:

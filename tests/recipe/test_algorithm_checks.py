@@ -84,6 +84,43 @@ REFUSED = {
     ),
     "distillation without a teacher": (["train.algorithm=distill"], "teacher", "set teacher.model"),
     "a teacher that is not there": (["teacher.model=./nowhere"], "teacher.model", "hub name"),
+    "a policy that teaches itself": (["teacher.coefficient=1"], "teacher.model", "set teacher.context"),
+    "an unknown context of a teacher": (
+        ["teacher.context=hint"],
+        "teacher.context",
+        "answer, errors, or FILE",
+    ),
+    "a whole distribution in a context": (
+        ["teacher={context: answer, divergence: reverse_kl}"],
+        "teacher.divergence",
+        "set teacher.top_k: 64",
+    ),
+    "a context and several rows": (
+        ["teacher.context=errors", "rollout.context.policy=truncate"],
+        "rollout.context.policy",
+        "use keep",
+    ),
+    "a context and images that are left out": (
+        ["teacher.context=errors", "rollout.context.keep_images=2"],
+        "rollout.context.keep_images",
+        "set null",
+    ),
+    "a context and an agent with its own loop": (
+        ["teacher.context=errors", "rollout.agent={command: [python], options: {sandbox: none}}"],
+        "teacher.context",
+        "use the recipe's tools without an agent",
+    ),
+    "a solution by no other chain": (
+        ["teacher.context=solution", "train.algorithm=distill", "rollout.group_size=1"],
+        "rollout.group_size",
+        "use at least 2",
+    ),
+    "a context that is no function": (["teacher.context=my_tools.py:Place"], "teacher.context", "is not a function"),
+    "solutions without rewards": (
+        ["teacher.context=solution", "train.algorithm=distill", "rewards=[]", "eval.data=null"],
+        "rewards",
+        "name FILE.py:NAME of a @reward",
+    ),
     "a teacher of no chains": (
         [TEACHER, "train.algorithm=sft", "data.path=talks.jsonl"],
         "teacher",
@@ -195,6 +232,13 @@ def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
         ["train.loss.mismatch.options.high=0.4"],
         *([f"train.algorithm={name}"] for name in ALGORITHMS if name not in ("gigpo", "distill", "sft")),
         [TEACHER],
+        ["teacher.context=solution"],
+        [
+            "teacher={context: errors, divergence: forward_kl, top_k: 8}",
+            "train.algorithm=distill",
+            "rewards=[]",
+            "eval.data=null",
+        ],
         [TEACHER, "train.algorithm=distill", "rewards=[]", "eval.data=null", "rollout.group_size=1"],
         [TEACHER, "train.algorithm=distill", "teacher={divergence: jensen_shannon, options: {beta: 0.1}}"],
         ["train.algorithm=sft", "data.path=talks.jsonl"],

@@ -34,11 +34,26 @@ def make_rows(count: int = 6) -> list[TrainingRow]:
     return [row for row in made if row is not None]
 
 
+def in_context_rows() -> list[TrainingRow]:
+    """Return the rows of `make_rows` after longer and shorter prompts of a teacher; the third one has none."""
+    rng = random.Random(5)
+    rows = [make_row(rng) for _ in range(6)]
+    for number, row in enumerate(rows):
+        first = row.mask.index(1)
+        if number != 2:
+            row.teacher_prompt = row.token_ids[: first - number % 3] + [
+                rng.randrange(64) for _ in range(3 + 2 * number)
+            ]
+    made = [training_row(row, rng.gauss(0.0, 1.0)) for row in rows]
+    return [row for row in made if row is not None]
+
+
 def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     """Return the metrics of an update on `make_rows`, and its gradients, which change no weight."""
     learner = Learner(recipe, accelerator, TEMPERATURE)
     learner.optimizer.step = learner.optimizer.zero_grad = lambda: None
-    rows = make_rows() if accelerator.is_main_process else []
+    made = in_context_rows if recipe.teacher is not None and recipe.teacher.context is not None else make_rows
+    rows = made() if accelerator.is_main_process else []
     names = needed_scores(recipe)
     batch = learner.deal(learner.score(rows, names) if names else rows)
     metrics = update_metrics(update_policy(learner, batch, recipe).updates, batch)

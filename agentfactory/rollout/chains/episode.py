@@ -14,7 +14,7 @@ from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.trajectory import StopReason, Trajectory
 from agentfactory.tools.calls.limits import ChainLimits, Rates
 from agentfactory.tools.calls.truncation import Cut
-from agentfactory.tools.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class Episode:
         self.sampled_tokens = None if before is None or sampled is None else before + sampled
         self.trajectory.note_turn(anchor)
 
-    def note_malformed(self, turn: int) -> None:
-        """Record that the turn with this number could not be parsed."""
+    def note_malformed(self, turn: int, error: str) -> None:
+        """Record that the turn with this number could not be parsed, with the text that the model gets."""
+        self.trajectory.errors.append(error)
         self.counts[CallError.MALFORMED_CALL] += 1
         self.trajectory.malformed_turns.append(turn)
 
@@ -83,6 +84,7 @@ class Episode:
             if result.error is not None:
                 self.counts[result.error] += 1
                 self.counts[f"tool/{call.name}/errors"] += 1
+                self.trajectory.errors.append(f"{call.name}: {text_of(result.content)}")
         if any(result.finish for result in results):
             return StopReason.FINISH
         return None if self.limits.stopped is None else StopReason(self.limits.stopped)

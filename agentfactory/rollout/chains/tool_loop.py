@@ -74,8 +74,9 @@ class ToolLoop:
             if parsed.error is None and not parsed.calls:
                 return StopReason.MAX_TOKENS if turn.cut else StopReason.ANSWER
             if parsed.error is not None:
-                episode.note_malformed(trajectory.turns - 1)
-                answers = setup.dialogue.complaint(_explain(parsed.error, turn))
+                error = _explain(parsed.error, turn)
+                episode.note_malformed(trajectory.turns - 1, error)
+                answers = setup.dialogue.complaint(error)
             else:
                 calls = episode.timeline.calls(session.call, trajectory.turns - 1)
                 results = await episode.limits.run(parsed.calls, calls)

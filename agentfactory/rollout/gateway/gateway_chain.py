@@ -208,4 +208,4 @@ class GatewayChain:
         episode.trajectory.messages.append(turn.parsed.message)
         episode.counts["truncated_turns"] += cut
         if turn.parsed.error is not None:
-            episode.note_malformed(number)
+            episode.note_malformed(number, turn.parsed.error)

@@ -9,13 +9,15 @@ from agentfactory.rollout.config import CurriculumConfig
 from agentfactory.rollout.trajectory import Trajectory
 
 
-def successes(chains: Sequence[Trajectory]) -> list[float]:
-    """Return the `success` of each chain. Raise ValueError if a reward does not report it."""
+def successes(
+    chains: Sequence[Trajectory], setting: str = "rollout.curriculum", fix: str = "set rollout.curriculum=null"
+) -> list[float]:
+    """Return the `success` of each chain, which `setting` needs. Raise ValueError if a reward does not report it."""
     for chain in chains:
         if "success" not in chain.metrics:
             raise ValueError(
-                f"rollout.curriculum: the reward of chain {chain.id} did not report success; return "
-                '{"reward": ..., "success": 0 or 1}, or set rollout.curriculum=null'
+                f"{setting}: the reward of chain {chain.id} did not report success; return "
+                f'{{"reward": ..., "success": 0 or 1}}, or {fix}'
             )
     return [chain.metrics["success"] for chain in chains]
 

@@ -36,6 +36,7 @@ STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
     "roles": (str, np.dtype(np.uint8)),
     "teacher_logprobs": (list[float], np.dtype(np.float32)),
     "teacher_tokens": (list[int], np.dtype(np.int32)),
+    "teacher_prompt": (list[int], np.dtype(np.int32)),
 }
 """Stream of a row -> its type if a line contains it, and the type of its array. Roles are ASCII letters."""
 

@@ -16,6 +16,7 @@ from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted
 from agentfactory.rollout.groups.open_group import OpenGroup, State
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
+from agentfactory.rollout.groups.teacher_context import TeacherContext
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published
 from agentfactory.rollout.trajectory import Group, Outcome
 
@@ -27,7 +28,8 @@ class GroupProducer:
 
     `deliver` receives the groups of each batch, and the counts since the last batch. Every group is first appended to
     `trajectories`, including its failed and cancelled chains; `note` receives each complete group. `resumed` is the
-    state that an earlier run left in that file. Only positions of `share` are run.
+    state that an earlier run left in that file. Only positions of `share` are run. `context` writes the teacher's
+    prompts of groups that are complete.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class GroupProducer:
         resumed: Resumed | None = None,
         share: Share = WHOLE,
         note: Callable[[Group], None] = lambda group: None,
+        context: TeacherContext | None = None,
     ):
         self.config = config
         self.runner = runner
@@ -57,6 +60,7 @@ class GroupProducer:
         self.trajectories = trajectories
         self.deliver = deliver
         self.note = note
+        self.context = context
         self._wake = asyncio.Event()
         self._share = share
         self._next_position = share.number
@@ -150,7 +154,7 @@ class GroupProducer:
         async with asyncio.TaskGroup() as chains:
             for index in range(len(group.chains)):
                 chains.create_task(self._run_chain(group, index))
-        if self.runner.rewards.has_group_rewards:
+        if self.runner.rewards.has_group_rewards or self.context is not None:
             await self._score_group(group)
         self._save(group)
         group.move(State.COMPLETE)
@@ -171,9 +175,11 @@ class GroupProducer:
         self._wake.set()
 
     async def _score_group(self, group: OpenGroup) -> None:
-        """Add the group rewards; all chains must have ended."""
+        """Add the group rewards and the teacher's prompts; all chains must have ended."""
         before = [chain.outcome for chain in group.chains]
         await self.runner.score_group(group.chains, group.task)
+        if self.context is not None:
+            await self.context.add_to(counted(group.chains, self.config), group.task)
         for chain, outcome in zip(group.chains, before, strict=True):
             if chain.outcome is not outcome:
                 logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)

@@ -26,6 +26,7 @@ from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read
 from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
+from agentfactory.rollout.groups.teacher_context import TeacherContext
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.teacher_client import TeacherClient, TeacherServer
@@ -53,6 +54,15 @@ class TrainerGoneError(Exception):
     """Rank 0 closed its end of the socket, so the worker must end."""
 
 
+class _UnjudgedRecipe(RolloutRecipe):
+    """The recipe of a run whose chains need no reward, because only a teacher trains the policy."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        """See RolloutRecipe."""
+        return False
+
+
 class Worker:
     """Production of groups in this process, and handling of rank 0's messages meanwhile."""
 
@@ -60,7 +70,8 @@ class Worker:
         self.reader = reader
         self.writer = writer
         self.share = Share(*start["share"])
-        self.recipe = _part(RolloutRecipe(**start["recipe"]), self.share)
+        kind = RolloutRecipe if start["needs_rewards"] else _UnjudgedRecipe
+        self.recipe = _part(kind(**start["recipe"]), self.share)
         append_folders(self.recipe.import_path)
         self.base = Path(start["base"])
         self.urls: list[str] = start["urls"]
@@ -72,6 +83,7 @@ class Worker:
         self.total: int = start["total"]
         self.trained: list[str] = start["trained"]
         self.versions: dict[str, int] = start["versions"]
+        self.context: str | None = start["context"]
         if self.recipe.data is None:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
         self.order = TaskOrder(load_tasks(self.recipe.data, tell=True), self.recipe.seed, self.recipe.data.shuffle)
@@ -85,6 +97,9 @@ class Worker:
             if self.held_out:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)
+            context = None
+            if self.context is not None:
+                context = TeacherContext(self.context, runner, self.order.tasks, self.base)
             runner = runner.watched(len(self.order.tasks))
             renderer = runner.renderer
             await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
@@ -115,6 +130,7 @@ class Worker:
                 self._resume(version),
                 self.share,
                 self._watch(runner, first=version == 0),
+                context,
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(producer.run())

@@ -143,7 +143,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 class Job:
     """The job of a run's workers. `batch_size` and `total` count groups of all workers. For a resumed run, `trained`
     has the ids of the groups already trained, and `versions` maps the labels in the spans of saved groups to policy
-    versions. `teacher` is a teacher behind a server."""
+    versions. `teacher` is a teacher behind a server, and `context` the recipe's teacher.context."""
 
     recipe: RolloutRecipe
     base: Path
@@ -155,6 +155,7 @@ class Job:
     teacher: TeacherServer | None = None
     trained: Collection[str] = ()
     versions: Mapping[str, int] = field(default_factory=dict)
+    context: str | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,8 @@ class WorkerProcess:
             total=job.total // share.of,
             trained=sorted(job.trained),
             versions=dict(job.versions),
+            context=job.context,
+            needs_rewards=job.recipe.needs_rewards,
             share=[share.number, share.of],
         )
 

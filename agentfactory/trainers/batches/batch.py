@@ -27,13 +27,15 @@ class TrainingRow:
     it). `streams` have one value per target: always `behaviour` (the server's log-probability), `advantage`, `weight`
     and `mixed` (1 if the token's cached context may be from older weights, see trajectory.Span, else 0), and others as
     the algorithm needs them. Values at masked positions are not stored, so they are never read. `images` are the images
-    before the last target, in order.
+    before the last target, in order. `in_context` is the row with which a teacher grades this one, with the same
+    targets after a longer prompt (Row.teacher_prompt).
     """
 
     token_ids: Int[np.ndarray, "tokens"]
     targets: Int[np.ndarray, "targets"]
     streams: dict[str, Float[np.ndarray, "targets *several"]]
     images: tuple[ImageSpan, ...] = ()
+    in_context: "TrainingRow | None" = None
 
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
@@ -61,6 +63,20 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
             "mixed": mixed[targets],
         },
         images=tuple(image for image in row.images if image.offset < targets[-1]),
+        in_context=None if row.teacher_prompt is None else _in_context(row, targets),
+    )
+
+
+def _in_context(row: Row, targets: Int[np.ndarray, "targets"]) -> TrainingRow:
+    """Return the teacher's row: its own prompt, and the row's tokens from the first sampled one on."""
+    prompt = np.asarray(row.teacher_prompt, dtype=np.int64)
+    first = int(np.flatnonzero(row.mask)[0])
+    places = targets - first + len(prompt)
+    return TrainingRow(
+        token_ids=np.concatenate([prompt, np.asarray(row.token_ids[first : targets[-1] + 1], dtype=np.int64)]),
+        targets=places,
+        streams={"weight": np.ones(len(targets))},
+        images=tuple(image for image in row.images_for_teacher() if image.offset < places[-1]),
     )
 
 

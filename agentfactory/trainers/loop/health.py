@@ -127,7 +127,7 @@ class Health:
     def _no_gradient(self, figures: Figures) -> str | None:
         # if every chain succeeds, there is nothing left to learn
         solved = figures.get("success", 0.0) == 1.0
-        taught = "teacher/kl" in figures
+        taught = "teacher/kl" in figures and figures.get("teacher/graded", 1.0) > 0.0
         steps = self._lasts("no gradient", figures["groups/equal_rewards"] == 1.0 and not solved and not taught)
         if steps < NO_GRADIENT_STEPS:
             return None

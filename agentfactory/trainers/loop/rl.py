@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -289,6 +290,9 @@ class _Loop:
         """Log the step's metrics (rank 0)."""
         rows, proximal = learned.credited.rows, learned.proximal
         mismatches: dict[str, float] = {}
+        graded = {}
+        if self.recipe.teacher is not None and self.recipe.teacher.context is not None:
+            graded = {"teacher/graded": fmean(row.in_context is not None for row in rows)}
         if proximal:
             versions = self.versions
             age = (lambda label: versions.age(label, step - 1)) if self.sync else None
@@ -300,6 +304,7 @@ class _Loop:
             **(self.source.figures() if self.source else {}),
             **learned.credited.metrics,
             **update_metrics(learned.updates, learned.batch),
+            **graded,
             **mismatches,
             "learning_rate": learned.learning_rate,
             "tokens": learned.batch.tokens,

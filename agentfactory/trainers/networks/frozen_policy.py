@@ -113,6 +113,18 @@ class FrozenPolicy:
             yield policy
 
 
+class CurrentPolicy(FrozenPolicy):
+    """The trained policy as a scorer: its current weights, with its adapter, without gradients."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator, None)
+
+    @contextmanager
+    def _in_use(self, model: nn.Module) -> Iterator[Policy]:
+        unwrapped = self._accelerator.unwrap_model(model)
+        yield unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
+
+
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
     """Create the reference of a recipe: the base of the policy's adapter, with a frozen copy of a continued adapter; or
     a frozen copy from `model.path`."""

@@ -1,4 +1,4 @@
-"""A teacher that the trainer loads: it scores the policy's tokens, or compares whole distributions with it."""
+"""A teacher in the trainer: it scores the policy's tokens, or compares whole distributions with it."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
-from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, freeze
+from agentfactory.trainers.networks.frozen_policy import CurrentPolicy, FrozenPolicy, freeze
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Measure, Policy, check_head
 from agentfactory.trainers.networks.row_layouts import resolve_batching
@@ -42,7 +42,7 @@ class Teacher:
 
     @property
     def network(self) -> nn.Module | None:
-        """The separate network; None if the teacher is the base of the policy's adapter."""
+        """The separate network; None if the teacher uses the policy's."""
         return self._frozen.network
 
     def logprobs(
@@ -99,6 +99,12 @@ class Teacher:
 
         return measured
 
+    def longest(self, policy: Policy) -> int | None:
+        """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
+        network = (self.network if isinstance(self.network, Policy) else policy).network
+        found: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+        return found
+
     def take_seconds(self) -> float:
         """Return the seconds of this process's forward passes with the teacher since the last call."""
         seconds, self._seconds = self._seconds, 0.0
@@ -137,11 +143,12 @@ def top_k_measure(config: TeacherConfig, top: Float[Tensor, "targets 2 k"]) -> M
 
 
 def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Teacher:
-    """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter if that is the
-    teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
+    """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter, or the policy itself,
+    if that is the teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
     config = recipe.teacher
     assert config is not None
-    assert config.model is not None
+    if config.model is None:
+        return Teacher(config, CurrentPolicy(accelerator), _rows(policy.network))
     if config.model == recipe.model.path and policy.is_lora:
         return Teacher(config, FrozenPolicy(accelerator, None), _rows(policy.network))
     missing: dict[int, str] = {}

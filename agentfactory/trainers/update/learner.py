@@ -27,6 +27,7 @@ from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
 from agentfactory.trainers.processes.host_memory import trim_heap
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
+from agentfactory.trainers.teachers.in_context import teachers_rows, with_scores, without_long
 from agentfactory.trainers.teachers.teacher import make_teacher, top_k_measure
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
 
@@ -137,7 +138,21 @@ class Learner:
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
         """Return rank 0's `rows` with further streams, computed with the current weights: `proximal`
         (log-probabilities) and `entropy`, `reference`, `teacher` or `teacher_top` (see TeacherConfig.stream), `value`.
-        Every process calls it, with the same `names`; only rank 0 gets rows back."""
+        With teacher.context, tokens that the teacher does not grade get values that `is_graded` recognises. Every
+        process calls it, with the same `names`; only rank 0 gets rows back."""
+        grading = self._grading
+        in_context = None if grading is None or grading.context is None else grading.stream
+        own = [name for name in names if name != in_context]
+        if own:
+            rows = self._score(rows, own)
+        if grading is not None and in_context is not None and in_context in names:
+            assert self._teacher is not None
+            rows = without_long(rows, min(self.token_budget, self._teacher.longest(self.policy) or self.token_budget))
+            rows = with_scores(rows, self._score(teachers_rows(rows), [in_context]), in_context, grading.top_k)
+        return rows
+
+    def _score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
+        """Return rank 0's `rows` with further streams: see `score`."""
         batch, made = self.deal(rows), []
         for part in batch.micro_batches:
             streams: dict[str, Targets] = {}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from agentfactory.trainers.batches.batch import Batch, MicroBatch
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.teachers.in_context import is_graded
 from agentfactory.trainers.update.learner import Learner, Targets, Terms, Update
 from agentfactory.trainers.update.losses import PolicyLoss, behaviour_kl, kl, value_loss
 from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_limits, mismatch_weights
@@ -45,9 +46,10 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         real = weight > 0
         gap = torch.where(real, proximal[index] - streams["behaviour"], 0.0)
         advantage = streams["advantage"]
+        graded = real & is_graded(streams)
         if teacher is not None and divergence is None:
             # on average the gradient of -KL(policy || teacher), from the sampled token alone
-            divergence = proximal[index] - streams["teacher"]
+            divergence = torch.where(graded, proximal[index] - streams["teacher"], 0.0)
             advantage = advantage - teacher.coefficient * divergence
         terms, clipped = policy_loss(
             logprob=logprob,
@@ -70,7 +72,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         if teacher is not None and divergence is not None:
             if not teacher.is_sampled:
                 terms = terms + teacher.coefficient * divergence
-            sums["teacher_kl"] = divergence.detach()[real].sum()
+            sums |= {"teacher_kl": divergence.detach()[graded].sum(), "graded": graded.sum()}
         if config.behaviour_kl:
             held = behaviour_kl(logprob, streams["behaviour"])
             terms = terms + config.behaviour_kl * held
@@ -125,7 +127,7 @@ def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
     if "kl" in first.sums:
         metrics["kl"] = first.sums["kl"] / batch.tokens
     if "teacher_kl" in first.sums:
-        metrics["teacher/kl"] = first.sums["teacher_kl"] / batch.tokens
+        metrics["teacher/kl"] = first.sums["teacher_kl"] / max(1.0, first.sums["graded"])
     if "value_loss" in first.sums:
         metrics |= {"critic/loss": mean("value_loss"), "critic/clip_fraction": mean("value_clipped")}
     return metrics

@@ -1,0 +1,71 @@
+"""Rows that a teacher grades with more in its context than the policy has (teacher.context): see Row.teacher_prompt.
+
+The teacher's rows are other rows than the policy's, so they are scored in passes of their own; their targets are the
+policy's, in the same order. Tokens of other rows are not graded: their `teacher` is NaN, or all tokens of their
+`teacher_top` are -1, and their divergence and its gradient are 0.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from agentfactory.tools.calls.run_notices import notify
+from agentfactory.trainers.batches.batch import TrainingRow
+
+logger = logging.getLogger(__name__)
+
+
+def without_long(rows: Iterable[TrainingRow], longest: int) -> list[TrainingRow]:
+    """Return `rows`, of which none is graded if the teacher's has more than `longest` tokens; warn about these."""
+    found, left_out = [], 0
+    for row in rows:
+        if row.in_context is not None and len(row.in_context.token_ids) > longest:
+            row, left_out = replace(row, in_context=None), left_out + 1
+        found.append(row)
+    if found and not any(row.in_context is not None for row in found):
+        text = "the teacher graded no row of a step: no chain had a text for its context (see teacher.context)"
+        notify(logger, "nothing graded", text)
+    if left_out:
+        text = f"{left_out} of {len(found)} rows of a step have more than {longest:,} tokens with teacher.context, "
+        text += "and are not graded; raise train.token_budget if the model can take longer rows"
+        notify(logger, "rows too long for the teacher", text)
+    return found
+
+
+def teachers_rows(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+    """Return the teacher's rows of `rows`. If none is graded, return a row whose scores nothing uses: only rank 0 has
+    the rows, and all processes must make the same passes."""
+    found = [row.in_context for row in rows if row.in_context is not None]
+    return found or [replace(row, streams={"weight": np.ones(len(row.targets))}) for row in rows[:1]]
+
+
+def with_scores(
+    rows: Sequence[TrainingRow], scored: Sequence[TrainingRow], stream: str, top_k: int | None
+) -> list[TrainingRow]:
+    """Return `rows` with the `stream` of the teacher's rows, `scored`."""
+    remaining = iter(scored)
+    found = []
+    for row in rows:
+        if row.in_context is not None:
+            values = next(remaining).streams[stream]
+        elif top_k is None:
+            values = np.full(len(row.targets), np.nan)
+        else:
+            values = np.tile([[[-1.0], [0.0]]], (len(row.targets), 1, top_k))
+        found.append(replace(row, streams=row.streams | {stream: values}))
+    return found
+
+
+def is_graded(streams: dict[str, Tensor]) -> Bool[Tensor, "targets"]:
+    """Return which targets a teacher has graded."""
+    if (top := streams.get("teacher_top")) is not None:
+        return (top[:, 0] >= 0).any(-1)
+    if (scores := streams.get("teacher")) is not None:
+        return ~scores.isnan()
+    # an exact divergence covers all
+    return torch.ones_like(streams["weight"], dtype=torch.bool)

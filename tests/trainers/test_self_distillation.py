@@ -1,0 +1,294 @@
+"""Teachers with more in their context: whole updates compared with dense forward passes in float64 and with TRL."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from trl.experimental.sdpo.loss_utils import (
+    add_tail_bucket,
+    apply_importance_sampling_clipping,
+    compute_divergence,
+    compute_sampled_token_self_distillation_loss,
+    compute_topk_self_distillation_loss,
+)
+
+from agentfactory.rollout.groups.teacher_context import _CHOICES
+from agentfactory.rollout.token_row import ImageSpan, Row
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.batches.batch import TrainingRow, training_row
+from agentfactory.trainers.config import CONTEXTS, TrainRecipe
+from agentfactory.trainers.networks import policy as policy_module
+from agentfactory.trainers.teachers.divergences import top_k_divergence
+from agentfactory.trainers.teachers.in_context import is_graded
+from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+from tests.forked import start_ranks
+from tests.trainers.conftest import VOCABULARY, make_row
+from tests.trainers.float64 import never_through_float32
+from tests.trainers.launched_teachers import TEMPERATURE, exercise, in_context_rows
+from tests.trainers.test_teachers import PLAIN, Recorded, as_stored, by_hand, dense
+
+pytestmark = pytest.mark.numbers
+
+MakeRecipe = Callable[..., TrainRecipe]
+
+
+def in_context(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
+    data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": {"context": "solution", **teacher}}
+    data["rollout"]["temperature"] = TEMPERATURE
+    return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
+
+
+def test_the_choices_are_those_of_the_worker() -> None:
+    assert CONTEXTS == _CHOICES
+
+
+def teachers_logits(folder: Path, rows: Sequence[TrainingRow]) -> list[Tensor]:
+    """The logits of the targets after the teacher's prompt, token by token by hand; of the row itself if it is not
+    graded."""
+    made = []
+    for row in rows:
+        theirs = row.in_context
+        if theirs is not None:
+            assert theirs.token_ids[theirs.targets].tolist() == row.token_ids[row.targets].tolist()
+        made.append(row if theirs is None else TrainingRow(theirs.token_ids, theirs.targets, {}))
+    with torch.no_grad():
+        return dense(folder, made)[1]
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
+@pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("reverse_kl", 4), ("jensen_shannon", VOCABULARY)])
+def test_an_update_equals_a_dense_forward_pass(
+    make_recipe: MakeRecipe,
+    model_folder: Path,
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    count: int | None,
+    batching: str,
+) -> None:
+    monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 320)
+    options = {"beta": 0.3} if kind == "jensen_shannon" else {}
+    recipe = make_recipe(batching=batching, token_budget=70, max_grad_norm=1e9, loss=PLAIN)
+    recipe = in_context(recipe, divergence=kind, options=options, coefficient=0.8, top_k=count)
+    rows = in_context_rows()
+    assert [row.in_context is None for row in rows] == [False, False, True, False, False, False]
+    with never_through_float32():
+        done = Recorded(recipe, accelerator, rows)
+        assert len(done.batch.micro_batches) > 1
+        network, policy = dense(model_folder, rows)
+        teacher = teachers_logits(model_folder, rows)
+        terms, kls = [], []
+        for number, row in enumerate(rows):
+            labels = torch.from_numpy(row.token_ids[row.targets])[:, None]
+            own = policy[number].log_softmax(-1).gather(-1, labels)[:, 0]
+            advantage = as_stored(row.streams["advantage"])
+            if row.in_context is None:
+                pass
+            elif count is None:
+                theirs = teacher[number].log_softmax(-1).gather(-1, labels)[:, 0]
+                scored = torch.from_numpy(done.rows[number].streams["teacher"])
+                torch.testing.assert_close(scored, theirs, atol=1e-9, rtol=0)
+                kls.append(own.detach() - as_stored(scored.numpy()))
+                advantage = advantage - 0.8 * kls[-1]
+            else:
+                best = teacher[number].softmax(-1).topk(count)
+                merged = [policy[number].softmax(-1).gather(-1, best.indices), best.values]
+                if count < VOCABULARY:
+                    merged = [torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1) for kept in merged]
+                found = by_hand(kind, *(kept.log() for kept in merged), **options)
+                kls.append(found.detach())
+                terms.append(0.8 * found)
+            terms.append(-(own - own.detach()).exp() * advantage)
+        loss = torch.cat(terms).sum() / done.batch.tokens
+        loss.backward()
+    # log-probabilities of several tokens are stored in float32
+    tolerance = 1e-9 if count is None else 1e-6
+    torch.testing.assert_close(done.loss, loss.detach(), atol=tolerance, rtol=0)
+    expected = {name: weight.grad for name, weight in network.named_parameters()}
+    assert done.gradients.keys() == expected.keys()
+    assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
+    for name, gradient in done.gradients.items():
+        torch.testing.assert_close(gradient, expected[name], atol=tolerance, rtol=0)
+    reported = update_metrics([done.update], done.batch)["teacher/kl"]
+    assert reported == pytest.approx(float(torch.cat(kls).mean()), abs=1e-5)
+    assert abs(reported) > 1e-2
+
+
+@pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("forward_kl", 4)])
+def test_rows_that_are_not_graded_and_contexts_that_add_nothing_have_no_gradient(
+    make_recipe: MakeRecipe, accelerator: Accelerator, kind: str, count: int | None
+) -> None:
+    recipe = in_context(make_recipe(max_grad_norm=1e9, loss=PLAIN), divergence=kind, top_k=count)
+    rows = [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in in_context_rows()]
+    alone = [replace(row, in_context=None) for row in rows]
+    same = [
+        replace(row, in_context=TrainingRow(row.token_ids, row.targets, {"weight": row.streams["weight"]}))
+        for row in rows
+    ]
+    with never_through_float32():
+        for given, exact in ((alone, True), (same, False)):
+            done = Recorded(recipe, accelerator, given)
+            largest = max(float(gradient.abs().max()) for gradient in done.gradients.values())
+            assert (largest == 0.0) if exact else (largest < 1e-7)
+            assert done.update.sums["graded"] == (0.0 if exact else done.batch.tokens)
+        assert max(float(g.abs().max()) for g in Recorded(recipe, accelerator, rows).gradients.values()) > 1e-2
+
+
+def test_rows_too_long_for_the_teacher_are_told_and_not_graded(
+    make_recipe: MakeRecipe, accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = in_context_rows()
+    lengths = [len(row.in_context.token_ids) for row in rows if row.in_context is not None]
+    recipe = in_context(make_recipe(token_budget=max(lengths) - 1))
+    learner = Learner(recipe, accelerator, TEMPERATURE)
+    scored = learner.score(rows, ["teacher"])
+    graded = [len(row.in_context.token_ids) for row in scored if row.in_context is not None]
+    assert graded == [length for length in lengths if length < max(lengths)]
+    assert [bool(np.isnan(row.streams["teacher"]).all()) for row in scored] == [r.in_context is None for r in scored]
+    assert f"1 of 6 rows of a step have more than {max(lengths) - 1} tokens with teacher.context" in caplog.text
+    learner.score([replace(row, in_context=None) for row in rows], ["teacher"])
+    assert "the teacher graded no row of a step" in caplog.text
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_the_teacher_has_the_weights_before_the_update(
+    make_recipe: MakeRecipe, accelerator: Accelerator, lora: dict[str, Any] | None
+) -> None:
+    """It follows the policy, its adapter included, and adds no network."""
+    learner = Learner(in_context(make_recipe(lora=lora, learning_rate=0.1)), accelerator, TEMPERATURE)
+    assert len(learner.networks) == 1
+    own = [replace(row, streams={"weight": row.streams["weight"]}) for row in in_context_rows()]
+    theirs = [row.in_context for row in own if row.in_context is not None]
+    found = []
+    for _ in range(2):
+        scored = learner.score(in_context_rows(), ["teacher", "entropy"])
+        graded = [row.streams["teacher"] for row in scored if row.in_context is not None]
+        expected = [row.streams["proximal"] for row in learner.score(theirs, ["proximal"])]
+        for given, wanted in zip(graded, expected, strict=True):
+            np.testing.assert_allclose(given, wanted, atol=1e-5)
+        found.append(np.concatenate(graded))
+        update_policy(learner, learner.deal(scored), in_context(make_recipe()))
+    assert np.abs(found[0] - found[1]).max() > 1e-2
+    assert learner.take_seconds()["seconds/teacher"] > 0.0
+
+
+def test_the_base_of_an_adapter_teaches_with_a_context(
+    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator
+) -> None:
+    learner = Learner(in_context(make_recipe(lora={"rank": 4}), model=str(model_folder)), accelerator, TEMPERATURE)
+    assert len(learner.networks) == 1
+    before = learner.score(in_context_rows(), ["teacher"])
+    for name, weight in learner.policy.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.3)
+    after = learner.score(in_context_rows(), ["teacher"])
+    for first, second in zip(before, after, strict=True):
+        np.testing.assert_allclose(first.streams["teacher"], second.streams["teacher"], atol=1e-6)
+
+
+def test_trls_losses_have_the_same_gradients() -> None:
+    """SDPO's: the sampled token, and the most likely tokens with the tail as one more. TRL takes the policy's most
+    likely tokens, and we the teacher's: they are equal if both have the same."""
+    generator = torch.Generator().manual_seed(0)
+    policy = (3 * torch.randn(7, 50, generator=generator, dtype=torch.float64)).requires_grad_()
+    teacher = policy.detach() + 0.3 * torch.randn(7, 50, generator=generator, dtype=torch.float64)
+    labels = torch.arange(7)
+    trl = compute_sampled_token_self_distillation_loss(
+        policy[None], teacher[None], labels[None], distillation_alpha=1.0
+    )
+    own = policy.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    advantage = -(own - teacher.log_softmax(-1).gather(-1, labels[:, None])[:, 0]).detach()
+    ours = -(own - own.detach()).exp() * advantage
+    gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (trl, ours)]
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
+    # its clipped ratio is our token_truncate, of the same policy over the same behaviour
+    behaviour = own.detach() + torch.linspace(-1.5, 1.5, 7, dtype=torch.float64)
+    clipped = apply_importance_sampling_clipping(ours, own, behaviour, 2.0)
+    torch.testing.assert_close(clipped, ours * (own.detach() - behaviour).exp().clamp(max=2.0))
+    for alpha, kind in ((1.0, "reverse_kl"), (0.0, "forward_kl"), (0.3, "jensen_shannon")):
+        same = teacher.topk(5).indices
+        logprobs = [logits.log_softmax(-1).gather(-1, same) for logits in (policy, teacher)]
+        theirs = compute_divergence(*map(add_tail_bucket, logprobs), alpha)
+        mine = top_k_divergence(kind, policy, same, logprobs[1], alpha or 0.5)  # type: ignore[arg-type]
+        if bool((policy.topk(5).indices.sort(-1).values == same.sort(-1).values).all()):
+            whole = compute_topk_self_distillation_loss(
+                policy[None], teacher[None], distillation_topk=5, distillation_alpha=alpha, distillation_add_tail=True
+            )[0]
+            torch.testing.assert_close(theirs, whole)
+        torch.testing.assert_close(mine, theirs, atol=1e-7, rtol=0)
+        gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (mine, theirs)]
+        torch.testing.assert_close(*gradients, atol=1e-7, rtol=0)
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(
+    make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path, strategy: str
+) -> None:
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (None, {}),
+        ({"rank": 4}, {}),
+        (None, {"divergence": "forward_kl", "top_k": 4}),
+    ]
+    one, several = [], []
+    for lora, teacher in cases:
+        for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
+            recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
+            made.append(in_context(recipe, **teacher))
+    expected = [exercise(recipe, accelerator) for recipe in one]
+    arguments = (json.dumps([recipe.model_dump(mode="json") for recipe in several]), str(tmp_path / "found"))
+    log = tmp_path / "ranks.log"
+    ranks = start_ranks("tests.trainers.launched_teachers", *arguments, log=log, strategy=strategy)
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    for given, wanted in zip(torch.load(tmp_path / "found"), expected, strict=True):
+        assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+        assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
+        torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)
+
+
+def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> None:
+    row = make_row(random.Random(0))
+    first = row.mask.index(1)
+    row.token_ids[:first] = range(10, 10 + first)
+    row.images = [
+        ImageSpan(1, 1, "a", (1, 2, 2)),
+        ImageSpan(first - 1, 1, "b", (1, 2, 2)),
+        ImageSpan(first + 7, 1, "c", (1, 2, 2)),
+    ]
+    # the text comes after the first image, and before the second
+    row.teacher_prompt = [*row.token_ids[:2], 60, 61, 62, *row.token_ids[2:first]]
+    assert [image.offset for image in row.images_for_teacher()] == [1, first + 2, first + 10]
+    row.teacher_prompt = row.token_ids[:first]
+    assert row.images_for_teacher() == row.images
+
+
+def test_a_row_without_a_prompt_for_the_teacher_is_not_graded() -> None:
+    made = training_row(Row([3, 4], [0, 1], [0.0, -1.0]))
+    assert made is not None
+    assert made.in_context is None
+    assert is_graded({"teacher": torch.tensor([float("nan"), -1.0])}).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({}, r"teacher\.model: missing: without it, the policy would teach itself"),
+        ({"context": "hint"}, r"teacher\.context: got 'hint'; fix: use solution, answer, errors, or FILE\.py:NAME"),
+        ({"context": "answer", "divergence": "reverse_kl"}, r"teacher\.divergence: .*fix: set teacher\.top_k: 64"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make_recipe: MakeRecipe, teacher: dict[str, Any], message: str) -> None:
+    data = make_recipe().model_dump(mode="json", by_alias=True) | {"teacher": teacher}
+    with pytest.raises((SettingError, ValueError)) as error:
+        TrainRecipe.model_validate_json(json.dumps(data), strict=True)
+    assert error.match(message.split(": ", 1)[1])
