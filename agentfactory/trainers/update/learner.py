@@ -105,7 +105,8 @@ class Learner:
         self.policy = self._actor_critic.policy if self._actor_critic else unwrapped
         self._reference = make_reference(recipe, self.policy, accelerator) if train.has_reference else None
         self._grading = recipe.teacher
-        loads = recipe.teacher is not None and recipe.teacher.model is not None
+        # the rollout worker asks a teacher behind a server
+        loads = recipe.teacher is not None and recipe.teacher.url is None
         self._teacher = make_teacher(recipe, self.policy, accelerator) if loads else None
         torch.manual_seed(recipe.seed)
 
