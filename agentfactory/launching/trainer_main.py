@@ -25,10 +25,12 @@ from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.launching.run_results import chains_dropped, check_dropped
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.images.store import ImageStore
+from agentfactory.rollout.text.common_tokens import check_saved_chains
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
@@ -207,7 +209,10 @@ def _sft_tasks(recipe: Recipe) -> list[Task] | None:
 
 def _sft_rows(recipe: Recipe, renderer: TemplateRenderer, tasks: list[Task] | None) -> list[Row] | None:
     if recipe.train.from_trajectories:
-        return saved_rows(Path(recipe.train.from_trajectories), recipe.train.min_reward)
+        saved = Path(recipe.train.from_trajectories)
+        rows = saved_rows(saved, recipe.train.min_reward)
+        check_saved_chains(read_groups(saved), renderer.tokenizer, saved)
+        return rows
     if tasks is None:
         return None
     images = renderer.images
@@ -305,7 +310,10 @@ def _with_rollouts(
         renderer = _load_renderer(recipe, folder)
         checkpoints.note_renderer(renderer.chat_template, renderer.info)
         saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
-        return replace(services, source=SavedGroups(saved, total, skip=taken) if main else None)
+        source = SavedGroups(saved, total, skip=taken) if main else None
+        if main:
+            check_saved_chains(read_groups(saved), tokenizer, saved)
+        return replace(services, source=source)
     # every rank computes the trainer's logprobs, because the policy may be sharded
     servers: list[ServerControl] = []
     probes = _probes(recipe, tokenizer, folder)

@@ -1,8 +1,21 @@
-"""Comparison of a teacher's tokenizer with the policy's: a teacher reads the ids that the policy sampled."""
+"""Comparison of tokenizers where one model's ids are read by another: a teacher reads what the policy sampled, and a
+policy is trained on saved chains."""
 
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import text_of
+
+_GROUPS = 20
+"""Saved groups that are compared."""
+_TELLING = 3
+"""Least length of a text that other tokens would hardly spell by chance."""
 
 
 def tokens_missing(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, teacher: str) -> dict[int, str]:
@@ -19,3 +32,36 @@ def tokens_missing(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase,
         )
         raise SettingError("teacher.model", problem, "name a teacher of the policy's family, with the same tokenizer")
     return {number: token for token, number in vocabulary.items() if number not in theirs}
+
+
+def spells_its_messages(chain: Trajectory, tokenizer: PreTrainedTokenizerBase) -> bool | None:
+    """Return whether the sampled tokens of a chain contain a text or a tool's name of its assistant messages, spaces
+    aside, if `tokenizer` reads them; None if it has none that is long enough to tell."""
+    said: list[str] = []
+    for message in chain.messages:
+        if message["role"] == "assistant":
+            said += [text_of(message.get("content") or "")]
+            said += [call["function"]["name"] for call in message.get("tool_calls") or []]
+    wanted = ["".join(text.split()) for text in said]
+    sampled = [
+        int(token) for row in chain.rows for token in np.asarray(row.token_ids)[np.asarray(row.mask, dtype=bool)]
+    ]
+    if not sampled or not (wanted := [text for text in wanted if len(text) >= _TELLING]):
+        return None
+    if max(sampled) >= len(tokenizer):
+        return False
+    text = "".join(str(tokenizer.decode(sampled)).split())
+    return any(part in text for part in wanted)
+
+
+def check_saved_chains(groups: Iterable[Group], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Raise SettingError if the first chains of saved groups were sampled with another tokenizer: their ids would be
+    trained as other tokens."""
+    chains = [chain for group in islice(groups, _GROUPS) for chain in group.trajectories]
+    found = [same for chain in chains if (same := spells_its_messages(chain, tokenizer)) is not None]
+    if len(found) > 2 * sum(found):
+        problem = f"{path} has the tokens of another tokenizer: with that of model.path, they spell the messages of "
+        problem += f"{sum(found)} of {len(found)} chains"
+        raise SettingError(
+            "train.from_trajectories", problem, "train a model with the tokenizer of the one that played"
+        )
