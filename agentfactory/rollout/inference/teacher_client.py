@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB
@@ -45,16 +46,6 @@ _NOISES = 10.0
 _ENGINES = "serve it by vLLM >= 0.32, or by `agentfactory serve` with server.engine=embedded"
 _MOST_MASS = 1.01
 """Largest sum of the probabilities of a token's alternatives, rounded in half precision."""
-
-
-@dataclass(frozen=True)
-class TeacherServer:
-    """A teacher's server, and the number of its most likely tokens that are asked for at each sampled token (None: the
-    log-probability of the sampled token alone)."""
-
-    url: str
-    api_key_env: str | None = None
-    top_k: int | None = None
 
 
 class _Canary(msgspec.Struct):

@@ -28,8 +28,9 @@ from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
-from agentfactory.rollout.inference.teacher_client import TeacherClient, TeacherServer
+from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
