@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE, NEEDED_ROUTES
@@ -22,7 +23,7 @@ from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, w
 from agentfactory.rollout.inference.teacher_client import CANARY_FILE, TeacherClient
 from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
-from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from tests.chat_tokenizers import make_tokenizer
 
@@ -253,6 +254,25 @@ async def test_a_server_with_other_weights_ends_the_run(model: Path, tmp_path: P
         teacher.label = "step-1"
         with pytest.raises(SettingError, match=r"graded with weights called 'step-1', and before with 'default'"):
             await client.grade(chain(two_turns()))
+
+
+async def test_groups_of_an_earlier_attempt_are_graded_again(model: Path) -> None:
+    """It may have been killed after the weights had changed, and before the next batch."""
+    made = Group("g", {}, [chain(two_turns()), chain(two_turns())])
+    async with teaching(model) as (teacher, client):
+        await client.check()
+        teacher.shift = 1.0
+        for each in made.trajectories:
+            await client.grade(each)
+        saved = encode_group(made)
+        wrong = decode_group(saved.line, saved.record)
+        teacher.shift = 0.0
+        await client.grade_again([wrong])
+        row = wrong.trajectories[1].rows[0]
+        assert row.teacher_logprobs[0] == pytest.approx(teacher.logprob(3, 8))  # type: ignore[index]
+        teacher.spoil = lambda told: None
+        with pytest.raises(SettingError, match=r"teacher\.url: .* cannot grade tokens"):
+            await client.grade_again([wrong])
 
 
 async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(

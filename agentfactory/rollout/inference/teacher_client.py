@@ -22,7 +22,7 @@ from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB
-from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import write_whole
 
@@ -222,6 +222,15 @@ class TeacherClient:
                 row.teacher_tokens, row.teacher_logprobs = (values.ravel() for values in grades.top)
             asked += len(ids)
         return asked
+
+    async def grade_again(self, groups: Sequence[Group]) -> None:
+        """Replace the grades of groups that an earlier attempt of the run saved: it may have ended before it found that
+        the server had other weights."""
+        chains = [chain for group in groups for chain in group.trajectories]
+        try:
+            await asyncio.gather(*map(self.grade, chains))
+        except InferenceError as error:
+            raise SettingError("teacher.url", f"{self._server.url} cannot grade tokens: {error}", _ENGINES) from error
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         if found := sorted(self._missing.keys() & set(ids)):

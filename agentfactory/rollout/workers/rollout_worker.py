@@ -105,6 +105,9 @@ class Worker:
             )
             runner.client.restore_by(self._restore)
             runner.client.published(published)
+            resumed = self._resume(version)
+            if teacher is not None and resumed is not None:
+                await teacher.grade_again([pending.group for pending in resumed.pending])
             producer = GroupProducer(
                 self.recipe.rollout,
                 runner if teacher is None else runner.graded_by(teacher.grade),
@@ -113,7 +116,7 @@ class Worker:
                 published,
                 saved,
                 partial(self._deliver, runner, teacher),
-                self._resume(version),
+                resumed,
                 self.share,
                 self._watch(runner, first=version == 0),
             )
