@@ -145,11 +145,11 @@ class TeacherClient:
         except SettingError as error:
             raise SettingError("teacher.url", problem, fix) from error
 
-    def _remedy(self, told: str) -> str:
+    def _remedy(self, error: str) -> str:
         """Return the fix for a refused request."""
-        if self._server.top_k is not None and "logprobs" in told and "max" in told:
+        if self._server.top_k is not None and "logprobs" in error and "max" in error:
             return f"start vLLM with --max-logprobs {self._server.top_k}, or lower teacher.top_k"
-        if "vocab" in told or "token_ids: must be" in told:
+        if "vocab" in error or "token_ids: must be" in error:
             return "name a teacher whose vocabulary has all of the policy's ids"
         return _ENGINES
 
@@ -271,19 +271,19 @@ def _drift(before: Sequence[np.ndarray], now: Sequence[np.ndarray]) -> float:
     return float(np.abs(np.concatenate(list(before)) - np.concatenate(list(now))).mean())
 
 
-def _grades(told: Any, ids: Sequence[int], places: np.ndarray, top_k: int | None) -> _Grades:
+def _grades(scores: Any, ids: Sequence[int], places: np.ndarray, top_k: int | None) -> _Grades:
     """Read vLLM's prompt_logprobs: for each token but the first, {id: {logprob, rank}} of the token itself and of the
     most likely ones. Raise InferenceError for values that no teacher can have."""
-    if not isinstance(told, list) or len(told) != len(ids):
-        what = f"{len(told)} prompt_logprobs" if isinstance(told, list) else "no prompt_logprobs"
+    if not isinstance(scores, list) or len(scores) != len(ids):
+        what = f"{len(scores)} prompt_logprobs" if isinstance(scores, list) else "no prompt_logprobs"
         raise InferenceError(f"the teacher's server sent {what} for {len(ids)} tokens")
     try:
         for place in range(1, len(ids)):
-            if str(ids[place]) not in told[place]:
+            if str(ids[place]) not in scores[place]:
                 raise InferenceError(
                     f"the teacher's server graded other ids: token {place} is {ids[place]}, not listed"
                 )
-        listed = [told[place] for place in places.tolist()]
+        listed = [scores[place] for place in places.tolist()]
         own = np.array([entry[str(ids[place])]["logprob"] for place, entry in zip(places, listed, strict=True)], float)
         _check_values(own)
         if top_k is None:
