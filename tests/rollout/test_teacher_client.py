@@ -131,7 +131,7 @@ async def teaching(model: Path, top_k: int | None = None) -> AsyncIterator[tuple
     teacher = Teacher(model)
     await teacher.start()
     try:
-        async with TeacherClient(TeacherServer(teacher.url, None, top_k), str(model), LONGEST, 1.0) as client:
+        async with TeacherClient(TeacherServer(f"{teacher.url}/", None, top_k), str(model), LONGEST, 1.0) as client:
             yield teacher, client
     finally:
         await teacher.runner.cleanup()
@@ -308,6 +308,10 @@ async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
         teacher.key = "s3cret"
         with pytest.raises(SettingError, match=r"teacher\.url: .* requires its key, .* set teacher\.api_key_env"):
             await client.check()
+        with pytest.raises(
+            SettingError, match=r"teacher\.url: .* refuses to grade 7 tokens: .*; fix: set teacher\.api_key"
+        ):
+            await client.grade(chain(two_turns()))
         with pytest.raises(SettingError, match=r"teacher\.api_key_env: the variable TEACHER_KEY is not set"):
             TeacherClient(TeacherServer(teacher.url, "TEACHER_KEY"), str(model), LONGEST, 1.0)
         monkeypatch.setenv("TEACHER_KEY", "s3cret")

@@ -96,7 +96,7 @@ class TeacherClient:
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
                 await self._client.check_routes()
-                cards = await self._client.models(url)
+                cards = await self._client.models(self._client.urls[0])
         except TimeoutError:
             problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
             raise SettingError("teacher.url", problem, "start the server anew") from None
@@ -254,8 +254,9 @@ class TeacherClient:
             if "answered 4" not in str(error):
                 raise
             # no other try would change it
-            problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {error}"
-            raise SettingError("teacher.url", problem, self._remedy(str(error))) from error
+            reason, _, fix = str(error).partition("; fix: ")
+            problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {reason}"
+            raise SettingError("teacher.url", problem, fix or self._remedy(reason)) from error
         except ServerUnreachableError as error:
             raise ServerUnreachableError(f"teacher.url: {error}; fix: start it again, and resume the run") from error
         for span in completion.versions:
