@@ -89,7 +89,7 @@ REFUSED = {
         "teacher",
         "use train.algorithm=distill",
     ),
-    "a teacher in no place": (["teacher.coefficient=0.5"], "teacher.model", "teacher.url"),
+    "a teacher in no place": (["teacher.coefficient=0.5"], "teacher.model", "or set teacher.url"),
     "a teacher in two places": ([TEACHER, URL], "teacher.url", "remove one of them"),
     "a key for no server": ([TEACHER, "teacher.api_key_env=KEY"], "teacher.api_key_env", "set teacher.url"),
     "whole distributions from a server": ([URL, "teacher.divergence=forward_kl"], "teacher.top_k", "teacher.top_k: 64"),

@@ -90,13 +90,12 @@ def test_a_line_says_everything_but_the_streams_and_where_these_are(tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     (two, _), places = lines[1]["trajectories"][1]["rows"], [line["arrays"] for line in lines]
     streams = {"token_ids": 3, "mask": 3, "logprobs": 3, "roles": 3, "weights": None}
+    streams |= {"teacher_logprobs": None, "teacher_tokens": None}
     assert two == {
         **streams,
         "turn_ends": [3],
         "images": [],
         "versions": [{"version": "v1", "start": 1, "end": 3, "mixed": False}],
-        "teacher_logprobs": None,
-        "teacher_tokens": None,
     }
     assert lines[1]["trajectories"][1]["messages"] == [{"role": "user", "content": "é"}]
     assert [place["offset"] for place in places] == [0, places[0]["length"]]
