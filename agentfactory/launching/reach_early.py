@@ -60,15 +60,12 @@ def check_servers_answer(recipe: Recipe) -> None:
 
 def check_teacher_answers(recipe: Recipe) -> None:
     """Raise SettingError if the server at `teacher.url` does not answer, or cannot grade the policy's tokens."""
-    if recipe.teacher is None or recipe.teacher.url is None:
+    server = recipe.teacher.server if recipe.teacher is not None else None
+    if server is None:
         return
     # imported here, because most recipes have no such teacher
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
     from agentfactory.rollout.inference.teacher_client import TeacherClient
-    from agentfactory.trainers.teachers.served import teacher_server
-
-    server = teacher_server(recipe.teacher)
-    assert server is not None
 
     async def check_once() -> None:
         longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds

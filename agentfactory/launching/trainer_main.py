@@ -58,7 +58,6 @@ from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, CanaryRow, canary_rows, with_image_rows
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
-from agentfactory.trainers.teachers.served import teacher_server
 from agentfactory.trainers.tracking import Tracking
 
 # named like the entry point, because the launcher's terminal shows its messages
@@ -338,7 +337,7 @@ def _with_rollouts(
         images=folder.images,
         batch_size=train.batch_size,
         total=total,
-        teacher=teacher_server(recipe.teacher),
+        teacher=recipe.teacher.server if recipe.teacher is not None else None,
         trained=train_state.trained,
         versions=train_state.labels,
         context=recipe.teacher.context if recipe.teacher is not None else None,

@@ -1,5 +1,6 @@
 """The recipe's `server:` section: the inference server."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -115,3 +116,13 @@ class ServerConfig(Choice):
             return problem, "use one of these, or set server.engine=vllm"
         problem = f"got {asked!r}, which only the embedded engine supports"
         return problem, "use fp8, awq or gptq, or set server.engine=embedded"
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """A teacher's server, and the number of its most likely tokens that are asked for at each sampled token (None: the
+    log-probability of the sampled token alone)."""
+
+    url: str
+    api_key_env: str | None = None
+    top_k: int | None = None

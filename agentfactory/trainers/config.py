@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
+from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.tools.config import Choice, Options, PositiveFloat, Section, TypedOptions
 from agentfactory.tools.errors import SettingError
 
@@ -480,6 +481,11 @@ class TeacherConfig(Choice):
     def is_exact(self) -> bool:
         """True if the divergence is computed over the whole vocabulary."""
         return not self.is_sampled and self.top_k is None
+
+    @property
+    def server(self) -> TeacherServer | None:
+        """What the rollout worker asks; None if the trainer loads the teacher."""
+        return None if self.url is None else TeacherServer(self.url, self.api_key_env, self.top_k)
 
     @property
     def stream(self) -> str | None:

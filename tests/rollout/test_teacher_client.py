@@ -15,18 +15,20 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE, NEEDED_ROUTES
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
-from agentfactory.rollout.inference.teacher_client import CANARY_FILE, TeacherClient, TeacherServer
+from agentfactory.rollout.inference.teacher_client import CANARY_FILE, TeacherClient
+from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
-from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from tests.chat_tokenizers import make_tokenizer
 
 LONGEST = 64
-Told = list[dict[str, dict[str, Any]] | None]
+Scores = list[dict[str, dict[str, Any]] | None]
 
 
 class Teacher:
@@ -39,7 +41,7 @@ class Teacher:
         self.shift = 0.0
         """Added to all log-probabilities: other weights."""
         self.asked: list[dict[str, Any]] = []
-        self.spoil: Callable[[Told], Any] = lambda told: told
+        self.spoil: Callable[[Scores], Any] = lambda scores: scores
         self.refusal: tuple[int, str] | None = None
         self.key: str | None = None
         self.mute = False
@@ -52,8 +54,8 @@ class Teacher:
     def logprob(self, place: int, token: int) -> float:
         return -0.5 - (place * 7 + token * 3) % 11 / 4 - self.shift
 
-    def scores(self, ids: list[int], count: int) -> Told:
-        told: Told = [None]
+    def scores(self, ids: list[int], count: int) -> Scores:
+        scores: Scores = [None]
         for place, token in enumerate(ids[1:], 1):
             # vLLM's order: the token itself, with its rank, then the most likely
             entry = {str(token): {"logprob": self.logprob(place, token), "rank": 9, "decoded_token": None}}
@@ -63,8 +65,8 @@ class Teacher:
                     "rank": rank,
                     "decoded_token": None,
                 }
-            told.append(entry)
-        return told
+            scores.append(entry)
+        return scores
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -80,8 +82,8 @@ class Teacher:
             "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]},
             "weight_versions": [{"version": self.label, "start": 0, "end": 1}],
         }
-        told = self.spoil(self.scores(ids, params["prompt_logprobs"]))
-        return web.Response(text=json.dumps({"choices": [choice], "prompt_logprobs": told}))
+        scores = self.spoil(self.scores(ids, params["prompt_logprobs"]))
+        return web.Response(text=json.dumps({"choices": [choice], "prompt_logprobs": scores}))
 
     async def start(self) -> None:
         @web.middleware
@@ -129,7 +131,7 @@ async def teaching(model: Path, top_k: int | None = None) -> AsyncIterator[tuple
     teacher = Teacher(model)
     await teacher.start()
     try:
-        async with TeacherClient(TeacherServer(teacher.url, None, top_k), str(model), LONGEST, 1.0) as client:
+        async with TeacherClient(TeacherServer(f"{teacher.url}/", None, top_k), str(model), LONGEST, 1.0) as client:
             yield teacher, client
     finally:
         await teacher.runner.cleanup()
@@ -179,28 +181,31 @@ async def test_the_most_likely_tokens_do_not_contain_the_sampled_one_where_it_is
     assert row.teacher_logprobs.tolist() == pytest.approx([value for value, _ in ranked])  # type: ignore[union-attr]
 
 
-def changed(place: int, **fields: Any) -> Callable[[Told], Told]:
+def changed(place: int, **fields: Any) -> Callable[[Scores], Scores]:
     """Change the entry of the token at a place."""
 
-    def change(told: Told) -> Told:
-        entry = told[place]
+    def change(scores: Scores) -> Scores:
+        entry = scores[place]
         assert entry is not None
         next(iter(entry.values())).update(fields)
-        return told
+        return scores
 
     return change
 
 
-SPOILED: dict[str, tuple[Callable[[Told], Any], str]] = {
+SPOILED: dict[str, tuple[Callable[[Scores], Any], str]] = {
     "not a number": (changed(3, logprob=float("nan")), "sent nan as a log-probability"),
     "infinite": (changed(3, logprob=float("-inf")), "sent -inf as a log-probability"),
     "positive": (changed(3, logprob=0.5), "sent 0.5 as a log-probability"),
     "text": (changed(3, logprob="low"), "other prompt_logprobs than vLLM's"),
-    "none": (lambda told: None, "sent no prompt_logprobs for 7 tokens"),
-    "short": (lambda told: told[:-1], "sent 6 prompt_logprobs for 7 tokens"),
-    "another token": (lambda told: [*told[:2], {"3": {"logprob": -1.0}}, *told[3:]], "graded other ids: token 2 is 7"),
-    "no entry": (lambda told: [*told[:2], None, *told[3:]], "other prompt_logprobs than vLLM's"),
-    "a list": (lambda told: [*told[:3], ["8"], *told[4:]], "other prompt_logprobs than vLLM's"),
+    "none": (lambda scores: None, "sent no prompt_logprobs for 7 tokens"),
+    "short": (lambda scores: scores[:-1], "sent 6 prompt_logprobs for 7 tokens"),
+    "another token": (
+        lambda scores: [*scores[:2], {"3": {"logprob": -1.0}}, *scores[3:]],
+        "graded other ids: token 2 is 7",
+    ),
+    "no entry": (lambda scores: [*scores[:2], None, *scores[3:]], "other prompt_logprobs than vLLM's"),
+    "a list": (lambda scores: [*scores[:3], ["8"], *scores[4:]], "other prompt_logprobs than vLLM's"),
 }
 
 
@@ -215,7 +220,7 @@ async def test_answers_that_no_teacher_can_give_fail_the_chain(model: Path, case
             await client.grade(chain(row))
         assert row.teacher_logprobs is None
         # as they are refused at the start
-        teacher.spoil = lambda told: None
+        teacher.spoil = lambda scores: None
         with pytest.raises(SettingError, match=r"teacher\.url: .* cannot grade tokens: .* no prompt_logprobs"):
             await client.check()
 
@@ -223,7 +228,9 @@ async def test_answers_that_no_teacher_can_give_fail_the_chain(model: Path, case
 async def test_logits_are_no_log_probabilities(model: Path) -> None:
     async with teaching(model, top_k=3) as (teacher, client):
         await client.check()
-        teacher.spoil = lambda told: [entry and {t: {**v, "logprob": -0.3} for t, v in entry.items()} for entry in told]
+        teacher.spoil = lambda scores: [
+            entry and {t: {**v, "logprob": -0.3} for t, v in entry.items()} for entry in scores
+        ]
         with pytest.raises(InferenceError, match=r"most likely tokens sum to 2\.222"):
             await client.grade(chain(two_turns()))
 
@@ -254,6 +261,25 @@ async def test_a_server_with_other_weights_ends_the_run(model: Path, tmp_path: P
             await client.grade(chain(two_turns()))
 
 
+async def test_groups_of_an_earlier_attempt_are_graded_again(model: Path) -> None:
+    """It may have been killed after the weights had changed, and before the next batch."""
+    made = Group("g", {}, [chain(two_turns()), chain(two_turns())])
+    async with teaching(model) as (teacher, client):
+        await client.check()
+        teacher.shift = 1.0
+        for each in made.trajectories:
+            await client.grade(each)
+        saved = encode_group(made)
+        wrong = decode_group(saved.line, saved.record)
+        teacher.shift = 0.0
+        await client.grade_again([wrong])
+        row = wrong.trajectories[1].rows[0]
+        assert row.teacher_logprobs[0] == pytest.approx(teacher.logprob(3, 8))  # type: ignore[index]
+        teacher.spoil = lambda scores: None
+        with pytest.raises(SettingError, match=r"teacher\.url: .* cannot grade tokens"):
+            await client.grade_again([wrong])
+
+
 async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +308,10 @@ async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
         teacher.key = "s3cret"
         with pytest.raises(SettingError, match=r"teacher\.url: .* requires its key, .* set teacher\.api_key_env"):
             await client.check()
+        with pytest.raises(
+            SettingError, match=r"teacher\.url: .* refuses to grade 7 tokens: .*; fix: set teacher\.api_key"
+        ):
+            await client.grade(chain(two_turns()))
         with pytest.raises(SettingError, match=r"teacher\.api_key_env: the variable TEACHER_KEY is not set"):
             TeacherClient(TeacherServer(teacher.url, "TEACHER_KEY"), str(model), LONGEST, 1.0)
         monkeypatch.setenv("TEACHER_KEY", "s3cret")

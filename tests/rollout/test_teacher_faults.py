@@ -76,6 +76,7 @@ async def test_a_killed_teacher_comes_back_and_every_trained_chain_is_graded(
     assert not any("seconds/teacher" in entry for entry in run.metrics())
 
 
+@pytest.mark.long
 async def test_a_teacher_that_is_gone_ends_the_run_which_resumes_at_its_new_address(
     tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
 ) -> None:
@@ -143,6 +144,7 @@ async def test_other_weights_at_the_same_address_end_the_run(
         assert all(len(group.trajectories) == MEMBERS for group in groups.values())
 
 
+@pytest.mark.long
 async def test_a_teacher_that_stops_answering_is_told_and_given_up(
     tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
 ) -> None:

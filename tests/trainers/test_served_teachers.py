@@ -22,7 +22,6 @@ from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.teachers.divergences import top_k_divergence
-from agentfactory.trainers.teachers.served import teacher_server
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 from tests.conftest import embedded_server
@@ -68,7 +67,8 @@ def with_url(recipe: TrainRecipe, url: str, **teacher: Any) -> TrainRecipe:
 
 def graded(recipe: TrainRecipe, groups: list[Group]) -> list[Group]:
     """The groups with the teacher's grades, as the trainer gets them from the worker."""
-    server = teacher_server(recipe.teacher)
+    assert recipe.teacher is not None
+    server = recipe.teacher.server
     assert server is not None
 
     async def grade() -> int:

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB
-from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import write_whole
 
@@ -45,16 +46,6 @@ _NOISES = 10.0
 _ENGINES = "serve it by vLLM >= 0.32, or by `agentfactory serve` with server.engine=embedded"
 _MOST_MASS = 1.01
 """Largest sum of the probabilities of a token's alternatives, rounded in half precision."""
-
-
-@dataclass(frozen=True)
-class TeacherServer:
-    """A teacher's server, and the number of its most likely tokens that are asked for at each sampled token (None: the
-    log-probability of the sampled token alone)."""
-
-    url: str
-    api_key_env: str | None = None
-    top_k: int | None = None
 
 
 class _Canary(msgspec.Struct):
@@ -105,7 +96,7 @@ class TeacherClient:
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
                 await self._client.check_routes()
-                cards = await self._client.models(url)
+                cards = await self._client.models(self._client.urls[0])
         except TimeoutError:
             problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
             raise SettingError("teacher.url", problem, "start the server anew") from None
@@ -154,11 +145,11 @@ class TeacherClient:
         except SettingError as error:
             raise SettingError("teacher.url", problem, fix) from error
 
-    def _remedy(self, told: str) -> str:
+    def _remedy(self, error: str) -> str:
         """Return the fix for a refused request."""
-        if self._server.top_k is not None and "logprobs" in told and "max" in told:
+        if self._server.top_k is not None and "logprobs" in error and "max" in error:
             return f"start vLLM with --max-logprobs {self._server.top_k}, or lower teacher.top_k"
-        if "vocab" in told or "token_ids: must be" in told:
+        if "vocab" in error or "token_ids: must be" in error:
             return "name a teacher whose vocabulary has all of the policy's ids"
         return _ENGINES
 
@@ -232,6 +223,15 @@ class TeacherClient:
             asked += len(ids)
         return asked
 
+    async def grade_again(self, groups: Sequence[Group]) -> None:
+        """Replace the grades of groups that an earlier attempt of the run saved: it may have ended before it found that
+        the server had other weights."""
+        chains = [chain for group in groups for chain in group.trajectories]
+        try:
+            await asyncio.gather(*map(self.grade, chains))
+        except InferenceError as error:
+            raise SettingError("teacher.url", f"{self._server.url} cannot grade tokens: {error}", _ENGINES) from error
+
     def _check_tokens(self, ids: Sequence[int]) -> None:
         if found := sorted(self._missing.keys() & set(ids)):
             named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
@@ -254,8 +254,9 @@ class TeacherClient:
             if "answered 4" not in str(error):
                 raise
             # no other try would change it
-            problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {error}"
-            raise SettingError("teacher.url", problem, self._remedy(str(error))) from error
+            reason, _, fix = str(error).partition("; fix: ")
+            problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {reason}"
+            raise SettingError("teacher.url", problem, fix or self._remedy(reason)) from error
         except ServerUnreachableError as error:
             raise ServerUnreachableError(f"teacher.url: {error}; fix: start it again, and resume the run") from error
         for span in completion.versions:
@@ -271,19 +272,19 @@ def _drift(before: Sequence[np.ndarray], now: Sequence[np.ndarray]) -> float:
     return float(np.abs(np.concatenate(list(before)) - np.concatenate(list(now))).mean())
 
 
-def _grades(told: Any, ids: Sequence[int], places: np.ndarray, top_k: int | None) -> _Grades:
+def _grades(scores: Any, ids: Sequence[int], places: np.ndarray, top_k: int | None) -> _Grades:
     """Read vLLM's prompt_logprobs: for each token but the first, {id: {logprob, rank}} of the token itself and of the
     most likely ones. Raise InferenceError for values that no teacher can have."""
-    if not isinstance(told, list) or len(told) != len(ids):
-        what = f"{len(told)} prompt_logprobs" if isinstance(told, list) else "no prompt_logprobs"
+    if not isinstance(scores, list) or len(scores) != len(ids):
+        what = f"{len(scores)} prompt_logprobs" if isinstance(scores, list) else "no prompt_logprobs"
         raise InferenceError(f"the teacher's server sent {what} for {len(ids)} tokens")
     try:
         for place in range(1, len(ids)):
-            if str(ids[place]) not in told[place]:
+            if str(ids[place]) not in scores[place]:
                 raise InferenceError(
                     f"the teacher's server graded other ids: token {place} is {ids[place]}, not listed"
                 )
-        listed = [told[place] for place in places.tolist()]
+        listed = [scores[place] for place in places.tolist()]
         own = np.array([entry[str(ids[place])]["logprob"] for place, entry in zip(places, listed, strict=True)], float)
         _check_values(own)
         if top_k is None:

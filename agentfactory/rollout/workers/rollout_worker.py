@@ -29,8 +29,9 @@ from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.groups.teacher_context import TeacherContext
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
-from agentfactory.rollout.inference.teacher_client import TeacherClient, TeacherServer
+from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
@@ -119,6 +120,9 @@ class Worker:
             )
             runner.client.restore_by(self._restore)
             runner.client.published(published)
+            resumed = self._resume(version)
+            if teacher is not None and resumed is not None:
+                await teacher.grade_again([pending.group for pending in resumed.pending])
             producer = GroupProducer(
                 self.recipe.rollout,
                 runner if teacher is None else runner.graded_by(teacher.grade),
@@ -127,7 +131,7 @@ class Worker:
                 published,
                 saved,
                 partial(self._deliver, runner, teacher),
-                self._resume(version),
+                resumed,
                 self.share,
                 self._watch(runner, first=version == 0),
                 context,

@@ -26,7 +26,7 @@ from typing import Any
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
-from agentfactory.rollout.inference.teacher_client import TeacherServer
+from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.run_notices import Notice, inform, log, notify
 from agentfactory.tools.processes import parent_watch

@@ -1,21 +1,13 @@
-"""A teacher behind a server: what the rollout worker asks it, and its grades as streams of training rows."""
+"""The grades of a teacher behind a server, as streams of training rows."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from agentfactory.rollout.inference.teacher_client import TeacherServer
 from agentfactory.rollout.token_row import Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TeacherConfig
-
-
-def teacher_server(config: TeacherConfig | None) -> TeacherServer | None:
-    """Return the server of a recipe's teacher; None if the trainer loads the teacher, or if there is none."""
-    if config is None or config.url is None:
-        return None
-    return TeacherServer(config.url, config.api_key_env, config.top_k)
 
 
 def with_grades(training: TrainingRow, row: Row, config: TeacherConfig) -> TrainingRow:
