@@ -8,6 +8,7 @@ tokens exactly, and only the prompt is stored (Row.teacher_prompt).
 import asyncio
 import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,9 +24,12 @@ from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.calls.limits import Deadline
+from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolSpec, text_of
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
+
+logger = logging.getLogger(__name__)
 
 FIELD = "teacher.context"
 _CHOICES = ("solution", "answer", "errors")
@@ -113,8 +117,10 @@ class TeacherContext:
 
     def _add(self, chain: Trajectory, text: str) -> None:
         if len(chain.rows) > 1:
-            # the start refuses whatever begins a new row
-            raise ValueError(f"chain {chain.id} has {len(chain.rows)} rows, and {FIELD} needs one (a bug)")
+            # some templates rewrite earlier turns only after a turn that could not be parsed
+            text = f"chain {chain.id} has {len(chain.rows)} rows, because the chat template rewrites its earlier turns"
+            notify(logger, f"{FIELD}: chains of several rows", f"{text}; {FIELD} needs one, and does not grade it")
+            return
         [row] = chain.rows
         specs = self._runner.setup.specs
         opening = chain.messages[: _opening_length(chain)]
