@@ -17,17 +17,14 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Q
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, make_batches
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.fp8 import fp8_linears, in_high_precision, use_fp8
 from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
 from tests.forked import start_ranks
-from tests.saved_groups import write_groups
+from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
 
 pytestmark = pytest.mark.numbers
@@ -263,26 +260,13 @@ def test_training_goes_on_bit_by_bit(
     """PPO with a reference: a critic and a frozen network of their own."""
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
     recipe = made(precision="fp8", algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, **course)
-    write_groups(tmp_path / "groups.jsonl", make_groups(8, 4))
-
-    def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
-        logged: list[dict[str, float]] = []
-        info = {"recipe": {"model": recipe.model.model_dump()}}
-        checkpoints = Checkpoints(folder, tokenizer, recipe.train, info, resume=resume)
-        source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.train_state.step * 2)
-        train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(logged.append, source=source))
-        timing = ("seconds/", "tokens_per_second")
-        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
-
-    whole = run(tmp_path / "whole", None)
+    whole, last, again = train_twice(recipe, make_groups(8, 4), tokenizer, tmp_path, resume_at=2)
     # the reference rounds as the policy does
     assert whole[0]["kl"] == 0
     assert all(line["kl"] > 0 for line in whole[1:])
-    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000002") == whole[2:]
-    last, again = (tmp_path / name / "step-000004" / "model.safetensors" for name in ("whole", "resumed"))
-    assert last.read_bytes() == again.read_bytes()
+    assert (last / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
     # anybody's transformers loads it
-    Qwen3ForCausalLM.from_pretrained(last.parent)
+    Qwen3ForCausalLM.from_pretrained(last)
 
 
 @needs_torchao
