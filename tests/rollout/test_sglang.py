@@ -473,7 +473,7 @@ def test_an_update_that_sglang_does_not_apply_is_found(model: Path, tmp_path: Pa
 async def test_sglang_is_started_and_ends_with_its_front(model: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$2" = -c ] && exit 0\nshift 3\nexec {sys.executable} -m tests.sglang_server "$@"\n'
+        f'#!/bin/sh\n[ "$2" = -c ] && echo lacks && exit\nshift 3\nexec {sys.executable} -m tests.sglang_server "$@"\n'
     )
     python.chmod(0o755)
     server = {"engine": "sglang", "max_model_len": 512, "options": {"python": str(python)}}

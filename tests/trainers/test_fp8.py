@@ -24,6 +24,7 @@ from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
 from tests.forked import start_ranks
+from tests.trainers.launched_roles import exercise
 from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
 
@@ -304,6 +305,27 @@ def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path, dt
         # after a step in bfloat16, AdamW has moved weights with small gradients in either direction
         for step in ("first", "second") if dtype == "float32" else ("first",):
             _assert_close(sharded[step], alone[step], dtype)
+
+
+@needs_torchao
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_critic_on_two_ranks_equals_one_process(network: Path, tmp_path: Path) -> None:
+    def recipe(processes: int, lora: Any) -> TrainRecipe:
+        strategy = "single" if processes == 1 else "fsdp2"
+        settings = {"algorithm": "ppo", "precision": "fp8", "strategy": strategy, "processes": processes}
+        model = {"path": str(network), "dtype": "float32", "lora": lora}
+        return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **settings}})
+
+    log = tmp_path / "ranks.log"
+    recipes = json.dumps([recipe(2, lora).model_dump() for lora in (None, LORA)])
+    arguments = (recipes, str(tmp_path / "found"))
+    ranks = start_ranks("tests.trainers.launched_roles", *arguments, log=log, strategy="fsdp2")
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    for lora, given in zip((None, LORA), torch.load(tmp_path / "found"), strict=True):
+        alone = exercise(recipe(1, lora), Accelerator(cpu=True))
+        torch.testing.assert_close(given, alone, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
 
 
 def _assert_close(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:

@@ -23,6 +23,7 @@ from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.saved_groups import write_groups
+from tests.trainers.resumed import train_twice
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
 pytestmark = pytest.mark.numbers
