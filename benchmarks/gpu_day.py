@@ -45,7 +45,7 @@ def download(freeze: Path, folder: Path, python: str, cuda: str) -> None:
     installed = read_freeze(freeze)
     with tempfile.TemporaryDirectory() as temporary:
         wanted, known = Path(temporary) / "wanted.txt", Path(temporary) / "known.txt"
-        wanted.write_text("\n".join([f"agentfactory @ file://{REPOSITORY}", *EXTRAS]))
+        wanted.write_text("\n".join([f"agentfactory[fp8] @ file://{REPOSITORY}", *EXTRAS]))
         known.write_text("\n".join(f"{name}=={version}" for name, version in installed.items() if version))
         uv = [sys.executable, "-m", "uv", "pip", "compile", "--no-python-downloads", "--no-header", "--no-annotate"]
         target = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
@@ -53,6 +53,8 @@ def download(freeze: Path, folder: Path, python: str, cuda: str) -> None:
             [*uv, *target, "--override", known, wanted], check=True, stdout=subprocess.PIPE, text=True
         )
     missing = [line for line in resolved.stdout.splitlines() if "==" in line and _name(line) not in installed]
+    # the image's torch has its CUDA, also where pip does not list it
+    missing = [line for line in missing if not line.startswith(("nvidia-", "cuda-", "triton"))]
     platforms = [f"--platform=manylinux_2_{number}_x86_64" for number in (17, 24, 27, 28, 34)]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     only = ["--only-binary=:all:", f"--python-version={python}", *platforms, "--platform=manylinux2014_x86_64"]
@@ -65,13 +67,13 @@ def download(freeze: Path, folder: Path, python: str, cuda: str) -> None:
 
 def read_freeze(freeze: Path) -> dict[str, str | None]:
     """Read the output of `pip freeze`: package -> version without its local part, which no index has, or None for a
-    package that was installed from a file. Raises SystemExit if it lists none."""
+    package that was installed from a file. Raises SystemExit if torch is not in it."""
     found: dict[str, str | None] = {}
     for line in freeze.read_text(encoding="utf-8").splitlines():
         if listed := re.match(r"([\w.-]+) ?(?:==([^\s+]+)|@ )", line.strip()):
             found[_name(listed[1])] = listed[2]
-    if not found:
-        raise SystemExit(f"error: {freeze} lists no packages; fix: write it there with `python3 -m pip freeze`")
+    if "torch" not in found:
+        raise SystemExit(f"error: {freeze} lists no torch; fix: write it there with `python3 -m pip freeze`")
     return found
 
 

@@ -29,7 +29,7 @@ def test_a_freeze_is_read_with_packages_from_files_and_local_versions(tmp_path: 
     freeze.write_text("# an image\ntorch==2.11.0+cu130\nnvidia_dali @ file:///a.whl\nzope.interface==7.0\n-e /x\n")
     assert gpu_day.read_freeze(freeze) == {"torch": "2.11.0", "nvidia-dali": None, "zope-interface": "7.0"}
     freeze.write_text("Package Version\n------- -------\ntorch 2.11.0\n")
-    with pytest.raises(SystemExit, match=r"freeze\.txt lists no packages; fix: write it there with `python3 -m pip fr"):
+    with pytest.raises(SystemExit, match=r"freeze\.txt lists no torch; fix: write it there with `python3 -m pip fr"):
         gpu_day.read_freeze(freeze)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.trajectory import Group
@@ -196,6 +198,26 @@ def test_compiled_layers_round_as_plain_ones_do(made: Make) -> None:
     compiled, plain = (Scored(made(precision="fp8", compile=compiled)) for compiled in (True, False))
     # a float32 sum in another order takes few values across a border of FP8
     assert max(compiled.errors(plain)) < 0.1 * ROUNDING
+
+
+@needs_torchao
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.parametrize(("frozen", "backward"), [(False, 2), (True, 1)])
+def test_compiled_layers_compute_no_gradient_of_a_frozen_base(frozen: bool, backward: int) -> None:
+    """A plain layer computes and drops it: torchao's backward pass does not look at what is trained."""
+    products: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        products.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
+    use_fp8([layer], "fp8", CPU)
+    layer.requires_grad_(not frozen)
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=count))
+    compiled(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    assert products == [1, backward]
 
 
 @needs_torchao

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
-from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
+from agentfactory.rollout.inference.server_metrics import LOAD_FIX, METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
@@ -79,7 +79,7 @@ class ServerControl:
             text = (
                 f"server {self.url} does not report its load ({error}): if it has replicas, not all prove their weights"
             )
-            notify(logger, f"{self.url} reports no load", f"{text}; start it without --disable-log-stats")
+            notify(logger, f"{self.url} reports no load", f"{text}; {LOAD_FIX}")
             count = 1
         return [*range(count)] if count > 1 else [None]
 
