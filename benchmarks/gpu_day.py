@@ -1,4 +1,5 @@
-"""Run everything that needs a GPU on a machine without a network, in nine minutes: the GPU tests, then placement.py.
+"""Run everything that needs a GPU on a machine without a network, in nine minutes: the GPU tests, then fp8.py and
+placement.py.
 
 Such a machine has torch, transformers and other packages in its image. `pip freeze` there lists them. Here, download
 what agentfactory needs beside them, for its Python and its CUDA:
@@ -10,21 +11,24 @@ Copy the repository and FOLDER there, and run:
     python3 benchmarks/gpu_day.py run FOLDER OUTPUT [--minutes 9]
 
 OUTPUT gets the logs. The last line is JSON: the device and the versions; `tests` with the number that passed, those
-that failed, and the reasons for skips; the ratios of placement.py; the seconds of each part. A part that exceeds its
-share of the time is ended and reports what it has. Without a GPU, the GPU tests skip, and placement.py uses a tiny
-network.
+that failed, and the reasons for skips; the ratios of fp8.py and placement.py; the seconds of each part. A part that
+exceeds its share of the time is ended and reports what it has, with `incomplete` as the reason. Without a GPU, the GPU
+tests skip, and the benchmarks use a tiny network.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -32,22 +36,25 @@ from xml.etree import ElementTree
 REPOSITORY = Path(__file__).parents[1]
 EXTRAS = ["liger-kernel", "bitsandbytes", "pytest-timeout", "pytest-xdist", "pytest-asyncio", "hypothesis"]
 """Packages that the GPU tests use beside agentfactory's requirements."""
+SHARES = {"tests": 0.5, "fp8.py": 0.25, "placement.py": 1.0}
+"""Part -> the share of the time that is left when it begins."""
 
 
 def download(freeze: Path, folder: Path, python: str, cuda: str) -> None:
     """Download to `folder` the wheels of every requirement that is not in `freeze`; the versions in it stay."""
-    installed = [line.strip() for line in freeze.read_text().splitlines() if re.match(r"^[\w.-]+==\S+$", line.strip())]
+    installed = read_freeze(freeze)
     with tempfile.TemporaryDirectory() as temporary:
         wanted, known = Path(temporary) / "wanted.txt", Path(temporary) / "known.txt"
-        wanted.write_text("\n".join([f"agentfactory @ file://{REPOSITORY}", *EXTRAS]))
-        known.write_text("\n".join(installed))
+        wanted.write_text("\n".join([f"agentfactory[fp8] @ file://{REPOSITORY}", *EXTRAS]))
+        known.write_text("\n".join(f"{name}=={version}" for name, version in installed.items() if version))
         uv = [sys.executable, "-m", "uv", "pip", "compile", "--no-python-downloads", "--no-header", "--no-annotate"]
         target = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
         resolved = subprocess.run(
             [*uv, *target, "--override", known, wanted], check=True, stdout=subprocess.PIPE, text=True
         )
-    here = {_name(line) for line in installed}
-    missing = [line for line in resolved.stdout.splitlines() if "==" in line and _name(line) not in here]
+    missing = [line for line in resolved.stdout.splitlines() if "==" in line and _name(line) not in installed]
+    # the image's torch has its CUDA, also where pip does not list it
+    missing = [line for line in missing if not line.startswith(("nvidia-", "cuda-", "triton"))]
     platforms = [f"--platform=manylinux_2_{number}_x86_64" for number in (17, 24, 27, 28, 34)]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     only = ["--only-binary=:all:", f"--python-version={python}", *platforms, "--platform=manylinux2014_x86_64"]
@@ -58,12 +65,29 @@ def download(freeze: Path, folder: Path, python: str, cuda: str) -> None:
     print(f"{len(missing)} wheels, {size / 2**20:.0f} MiB: {', '.join(missing)}")
 
 
+def read_freeze(freeze: Path) -> dict[str, str | None]:
+    """Read the output of `pip freeze`: package -> version without its local part, which no index has, or None for a
+    package that was installed from a file. Raises SystemExit if torch is not in it."""
+    found: dict[str, str | None] = {}
+    for line in freeze.read_text(encoding="utf-8").splitlines():
+        if listed := re.match(r"([\w.-]+) ?(?:==([^\s+]+)|@ )", line.strip()):
+            found[_name(listed[1])] = listed[2]
+    if "torch" not in found:
+        raise SystemExit(f"error: {freeze} lists no torch; fix: write it there with `python3 -m pip freeze`")
+    return found
+
+
 def _name(requirement: str) -> str:
-    return re.split(r"[=\[ ;@]", requirement)[0].lower().replace("_", "-")
+    return re.sub(r"[-_.]+", "-", re.split(r"[=\[ ;@]", requirement)[0]).lower()
 
 
 def keep_cuda(wheel: Path, cuda: str) -> None:
-    """Remove bitsandbytes' libraries for other GPUs from its wheel; they are nine tenths of it."""
+    """Remove bitsandbytes' libraries for other GPUs from its wheel; they are nine tenths of it. Raises SystemExit if it
+    has none for this CUDA."""
+    with zipfile.ZipFile(wheel) as source:
+        has = sorted({found for name in source.namelist() for found in re.findall(r"_cuda(\d+)\.so$", name)})
+    if cuda not in has:
+        raise SystemExit(f"error: --cuda: got {cuda}, and {wheel} has {', '.join(has)}; fix: use one, or delete it")
     ours = re.compile(rf"_(cpu|cuda{cuda})\.so")
     whole = wheel.rename(wheel.with_suffix(".whole"))
     with zipfile.ZipFile(whole) as source, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as target:
@@ -80,6 +104,8 @@ def keep_cuda(wheel: Path, cuda: str) -> None:
 
 def run(wheels: Path, output: Path, minutes: float) -> dict[str, Any]:
     """Install the wheels into `output`, run the parts, and return the report."""
+    if not wheels.is_dir():
+        raise SystemExit(f"error: {wheels} is no folder; fix: copy the one that `wheels` has filled, or an empty one")
     started, site = time.monotonic(), output / "site"
     site.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
@@ -91,17 +117,12 @@ def run(wheels: Path, output: Path, minutes: float) -> dict[str, Any]:
     )
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (site, REPOSITORY)))
     report: dict[str, Any] = _describe() | {"seconds": {"install": round(time.monotonic() - started)}}
-    report["tests"] = _part(report, "tests", lambda: run_tests(output, 0.55 * 60 * minutes))
-    rest = 60 * minutes - (time.monotonic() - started)
-    report["placement"] = _part(report, "placement", lambda: run_benchmark("placement.py", output, rest))
+    for name, share in SHARES.items():
+        began = time.monotonic()
+        seconds = share * (60 * minutes - (began - started))
+        report[name] = run_tests(output, seconds) if name == "tests" else run_benchmark(name, output, seconds)
+        report["seconds"][name] = round(time.monotonic() - began)
     return report
-
-
-def _part(report: dict[str, Any], name: str, act: Any) -> Any:
-    started = time.monotonic()
-    found = act()
-    report["seconds"][name] = round(time.monotonic() - started)
-    return found
 
 
 def _describe() -> dict[str, Any]:
@@ -126,10 +147,17 @@ def run_tests(output: Path, seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": Counter()}
     until = time.monotonic() + seconds
     for name, chosen in (("tests", ["-k", "not speed", "-n", "4"]), ("speed", ["-k", "speed"])):
-        limit = f"--session-timeout={max(1, until - time.monotonic()):.0f}"
-        with (output / f"{name}.log").open("w") as log:
-            junit = output / f"{name}.xml"
-            subprocess.run([*pytest, limit, f"--junitxml={junit}", *chosen, *files], cwd=REPOSITORY, stdout=log)
+        left, junit = max(1, until - time.monotonic()), output / f"{name}.xml"
+        # an earlier run's
+        junit.unlink(missing_ok=True)
+        command = [*pytest, f"--session-timeout={left:.0f}", f"--junitxml={junit}", *chosen, *files]
+        # pytest ends by itself after a test; one that hangs ends here
+        problem = _run(command, output / f"{name}.log", left + 30)
+        if not junit.exists():
+            found["incomplete"] = f"{problem or 'pytest wrote no report'}: see {name}.log"
+            continue
+        if "session-timeout" in (output / f"{name}.log").read_text(encoding="utf-8", errors="replace"):
+            found["incomplete"] = f"ended after {left:.0f} s: see {name}.log"
         for case in ElementTree.parse(junit).iter("testcase"):
             if (skip := case.find("skipped")) is not None:
                 found["skipped"][skip.get("message", "")] += 1
@@ -140,18 +168,30 @@ def run_tests(output: Path, seconds: float) -> dict[str, Any]:
     return found
 
 
-def run_benchmark(name: str, output: Path, seconds: float) -> dict[str, Any] | None:
-    """Run a benchmark for at most `seconds`. Returns the JSON of its last line; None if it was ended or failed."""
-    with (output / f"{name}.log").open("w+") as log:
-        command = [sys.executable, str(REPOSITORY / "benchmarks" / name), "--quick"]
+def run_benchmark(name: str, output: Path, seconds: float) -> dict[str, Any]:
+    """Run a benchmark for at most `seconds`. Returns its last JSON, with `incomplete` if it was ended or failed."""
+    log = output / f"{name}.log"
+    problem = _run([sys.executable, str(REPOSITORY / "benchmarks" / name), "--quick"], log, seconds)
+    printed = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(printed[-1]) if printed else {}
+    return found if problem is None else {**found, "incomplete": f"{problem}: see {log.name}"}
+
+
+def _run(command: Sequence[str], log: Path, seconds: float) -> str | None:
+    """Run a command, and end it and its descendants after `seconds`. Returns why it has no result, or None."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
         try:
-            subprocess.run(command, stdout=log, timeout=max(1, seconds), check=True)
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            print(error, file=sys.stderr)
-            return None
-        log.seek(0)
-        found: dict[str, Any] = json.loads(log.read().splitlines()[-1])
-        return found
+            status = process.wait(max(1, seconds))
+        except subprocess.TimeoutExpired:
+            return f"ended after {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return None if status == 0 else f"ended with status {status}"
 
 
 def main() -> None:
@@ -168,10 +208,16 @@ def main() -> None:
     there.add_argument("output", type=Path)
     there.add_argument("--minutes", type=float, default=9.0)
     options = parser.parse_args()
-    if options.command == "wheels":
-        download(options.freeze, options.folder, options.python, options.cuda)
-    else:
-        print(json.dumps(run(options.folder.resolve(), options.output.resolve(), options.minutes)))
+    try:
+        if options.command == "wheels":
+            download(options.freeze, options.folder, options.python, options.cuda)
+        else:
+            print(json.dumps(run(options.folder.resolve(), options.output.resolve(), options.minutes)))
+    except subprocess.CalledProcessError as error:
+        # its own message is above
+        sys.exit(f"error: status {error.returncode} of {' '.join(map(str, error.cmd[:6]))} ...")
+    except OSError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

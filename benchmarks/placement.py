@@ -5,15 +5,17 @@ a CPU it is a tiny one in float32, which tests the code but does not predict a G
 
 - steps: `agentfactory train` on one-turn chains of random text, groups of 8, with full weights and with an adapter,
   under each placement; the seconds of a step are the mean without the first step.
-- update: `Learner.update` alone on packed rows: tokens per second, MFU (TRL's formula with its causal correction; an
-  adapter's update computes two thirds of that), and peak memory from torch's allocator.
+- update: `Learner.update` alone on packed rows: tokens per second, MFU (TRL's formula with its causal correction, and
+  the head for trained tokens only; an adapter's update computes two thirds of that), and peak memory from torch's
+  allocator.
 - decode: the embedded engine alone, with all slots busy: tokens per second with and without fixed shapes (CUDA graphs
   on a GPU), and peak memory.
 
-The last line is JSON. `time_share_vs_split_step` is the seconds of a step with time_share divided by those with split
-(lower is better; `_lora`: with an adapter). `moving_share` is the share of sleeping, moving in, offloading and waking
-in a step with time_share. `graphs_vs_eager_decode` is the tokens per second with CUDA graphs divided by those without.
-`mfu_update` and `mfu_update_lora` are shares of the GPU's peak. The last three appear only on a GPU.
+The last line is JSON; earlier lines of JSON are what was known then. `time_share_vs_split_step` is the seconds of a
+step with time_share divided by those with split (lower is better; `_lora`: with an adapter). `moving_share` is the
+share of sleeping, moving in, offloading and waking in a step with time_share. `graphs_vs_eager_decode` is the tokens
+per second with CUDA graphs divided by those without. `mfu_update` and `mfu_update_lora` are shares of the GPU's peak.
+The last three appear only on a GPU.
 
     python benchmarks/placement.py [--quick] [--size 0.5b|1.5b]
 """
@@ -182,8 +184,9 @@ def run_steps(recipe: Path, mode: str, lora: bool, folder: Path) -> dict[str, fl
 # ---- update and decode, each in its own process
 
 
-def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
-    """Return the tokens per second of `Learner.update`, and its peak memory."""
+def measure_update(size: Size, folder: Path, lora: bool, **settings: Any) -> dict[str, float]:
+    """Return the tokens, seconds and tokens per second of `Learner.update`, and its peak memory. `settings` are of
+    `train`."""
     from accelerate import Accelerator
     from transformers import AutoConfig
     from trl.trainer.utils import adjusted_mfu, compute_flops_per_token, compute_mfu, get_peak_flops
@@ -195,8 +198,10 @@ def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
 
     model = {"path": str(folder / "model"), "dtype": dtype(), "lora": {"rank": 16} if lora else None}
     budget = 16 * size.length
-    train = {"steps": 1, "learning_rate": 1e-6, "batching": "packed", "token_budget": budget}
-    recipe = TrainRecipe.model_validate({"model": model, "train": {**train, "gradient_checkpointing": True}})
+    train = {"steps": 1, "learning_rate": 1e-6, "batching": "packed", "token_budget": budget, **settings}
+    recipe = TrainRecipe.model_validate({"model": model, "train": {"gradient_checkpointing": True, **train}})
+    if device() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     learner = Learner(recipe, Accelerator())
     draw = random.Random(0)
     rows = []
@@ -212,13 +217,16 @@ def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
         wait_for_device()
         seconds.append(time.perf_counter() - started)
     # the first update is a warm-up
-    rate = size.length * len(rows) / min(seconds[1:])
-    found = {"tokens_per_second": rate, "peak_gib": peak_gib()}
+    tokens, fastest = size.length * len(rows), min(seconds[1:])
+    rate = tokens / fastest
+    found = {"tokens": tokens, "seconds": fastest, "tokens_per_second": rate, "peak_gib": peak_gib()}
     name = torch.cuda.get_device_name() if device() == "cuda" else ""
     if flops := get_peak_flops(name, dtype()):
         config = AutoConfig.from_pretrained(folder / "model")
         mfu = compute_mfu(compute_flops_per_token(config, size.length), rate, 1, flops)
-        found["mfu"] = adjusted_mfu(mfu, config, size.length) / 100
+        # that counts the head for all tokens, forward and backward
+        prompts = 6 * size.hidden * size.vocabulary * rate * size.prompt / size.length
+        found["mfu"] = adjusted_mfu(mfu, config, size.length) / 100 - prompts / flops
     return found
 
 
@@ -274,8 +282,8 @@ def measure(part: str, size: Size, folder: Path, flag: bool, label: str) -> dict
     return found
 
 
-def compare(name: str, quick: bool) -> dict[str, float]:
-    """Run all measurements, and return the ratios."""
+def compare(name: str, quick: bool) -> None:
+    """Run all measurements, and print the ratios."""
     size, ratios = SIZES[name], {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -292,13 +300,19 @@ def compare(name: str, quick: bool) -> dict[str, float]:
             for lora, key in ((False, "mfu_update"), (True, "mfu_update_lora")):
                 if "mfu" in updates[lora]:
                     ratios[key] = updates[lora]["mfu"]
+            show(ratios)
         recipe = write_recipe(size, folder, steps=4 if quick else 8)
         for lora in (False, True):
             split, turns = (run_steps(recipe, mode, lora, folder) for mode in ("split", "time_share"))
             suffix = "_lora" if lora else ""
             ratios[f"time_share_vs_split_step{suffix}"] = turns["step"] / split["step"]
             ratios[f"moving_share{suffix}"] = turns["moving"] / turns["step"]
-    return {key: round(ratio, 3) for key, ratio in ratios.items()}
+            show(ratios)
+
+
+def show(ratios: dict[str, float]) -> None:
+    """Print what is known so far."""
+    print(json.dumps({key: round(ratio, 3) for key, ratio in ratios.items()}), flush=True)
 
 
 def _kind(lora: bool) -> str:
@@ -316,7 +330,7 @@ def main() -> None:
         part, size, folder, flag = options.part
         print(json.dumps(PARTS[part](Size(**json.loads(size)), Path(folder), flag == "1")))
         return
-    print(json.dumps(compare(options.size if device() == "cuda" else "tiny", options.quick)))
+    compare(options.size if device() == "cuda" else "tiny", options.quick)
 
 
 if __name__ == "__main__":

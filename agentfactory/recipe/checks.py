@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter, doubts_about_targets
 from agentfactory.recipe.code_checks import (
@@ -32,6 +31,7 @@ from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.model_hub import HubName, is_hub_name, model_names, use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.http.addresses import is_http_address
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
 
@@ -359,8 +359,7 @@ def _check_server(recipe: Recipe, lack: Lack) -> None:
         )
     if server.url is not None:
         for url in server.urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not is_http_address(url):
                 raise SettingError("server.url", f"got {url!r}", "write an address such as http://127.0.0.1:8000")
         if len(set(server.urls)) < max(1, len(server.urls)):
             raise SettingError("server.url", f"got {short(server.url)}", "name each server once, at least one")

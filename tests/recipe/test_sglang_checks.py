@@ -19,10 +19,16 @@ REFUSED = {
     "a GPU's memory": (["sync.backend=ipc"], "sync.backend", "use file or auto"),
     "a key as a flag": (["server.options.args=[--api-key, secret]"], "server.options.args", "remove it"),
     "replicas": (["server.options.args=[--dp-size=2]"], "server.options.args", "remove it"),
+    "another model": (["server.options.args=[--model-path=x]"], "server.options.args", "set model.path"),
+    "a context": (["server.options.args=[--context-length=9]"], "server.options.args", "set server.max_model_len"),
     "an option of vLLM": (["server.options.data_parallel_size=2"], "server.options.data_parallel_size", ""),
     "no such Python": (["server.options.python=/nowhere/python"], "server.options.python", "name the Python"),
+    "a program that is no Python": (["server.options.python=/bin/false"], "server.options.python", "name the Python"),
+    "a program that says nothing": (["server.options.python=/bin/true"], "server.options.python", "name the Python"),
     "a Python without SGLang": ([f"server.options.python={sys.executable}"], "server.options.python", "pip install"),
     "no address": (["server.options.attach=gpu:30000"], "server.options.attach", "http://127.0.0.1:30000"),
+    "a port that there is not": (["server.options.attach=http://gpu:99999"], "server.options.attach", ":30000"),
+    "half an address": (["server.options.attach=http://[::1"], "server.options.attach", "http://127.0.0.1:30000"),
     "two servers": (
         [f"server.options.attach={URL}", "server.url=http://127.0.0.1:1"],
         "server.options.attach",
@@ -43,7 +49,7 @@ REFUSED = {
 
 
 def cases() -> list[Any]:
-    starting = {"a Python without SGLang"}
+    starting = {"a Python without SGLang", "a program that is no Python", "a program that says nothing"}
     return [pytest.param(name, marks=pytest.mark.processes) if name in starting else name for name in REFUSED]
 
 

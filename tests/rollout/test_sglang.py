@@ -327,12 +327,16 @@ async def test_a_server_that_cannot_train_is_refused_by_its_setting() -> None:
         "/server_info": settings,
         "/model_info": model,
         "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]},
-        "/generate": {"meta_info": {"output_token_ids_logprobs": scores}},
+        "/generate": {"meta_info": {"output_token_ids_logprobs": scores, "weight_versions": []}},
     }
     # the same scores at each temperature
     with pytest.raises(SettingError, match="before temperature; fix: start SGLang without SGLANG_RETURN_ORIGINAL"):
         await attach(Recorded(good))
-    good["/generate"] = {"meta_info": {"output_token_ids_logprobs": [[[-1.0, 0, None], [-1.0, 1, None]]]}}
+    even = [[[-1.0, 0, None], [-1.0, 1, None]]]
+    good["/generate"] = {"meta_info": {"output_token_ids_logprobs": even}}
+    with pytest.raises(SettingError, match=r"which weights sampled a token .*; fix: start SGLang 0\.5"):
+        await attach(Recorded(good))
+    good["/generate"] = {"meta_info": {"output_token_ids_logprobs": even, "weight_versions": []}}
     assert await attach(Recorded(good)) == Served("/model", 4096, 2, on_gpu=True)
     for changed, named in (
         ({"dp_size": 2}, "has 2 data-parallel replicas"),
@@ -341,8 +345,17 @@ async def test_a_server_that_cannot_train_is_refused_by_its_setting() -> None:
     ):
         with pytest.raises(SettingError, match=rf"server\.options\.attach: got http://gpu-1:30000, but it.* {named}"):
             await attach(Recorded({**good, "/server_info": {**settings, **changed}}))
-    with pytest.raises(SettingError, match="does not answer as SGLang"):
-        await attach(Recorded({**good, "/server_info": 404}))
+    for path, answered in (("/server_info", 404), ("/v1/models", {"data": []}), ("/server_info", {"dp_size": 1})):
+        with pytest.raises(SettingError, match="does not answer as SGLang"):
+            await attach(Recorded({**good, path: answered}))
+
+
+async def test_an_address_that_accepts_and_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentfactory.rollout.inference.sglang.attach._ANSWERS_WITHIN", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with Sglang(f"http://127.0.0.1:{silent.getsockname()[1]}") as sglang:
+            with pytest.raises(SettingError, match=r"attach: http://\S+ accepts connections, but has not answered"):
+                await attach(sglang)
 
 
 def test_the_load_is_read_from_sglangs_metrics() -> None:
@@ -460,7 +473,7 @@ def test_an_update_that_sglang_does_not_apply_is_found(model: Path, tmp_path: Pa
 async def test_sglang_is_started_and_ends_with_its_front(model: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$2" = -c ] && exit 0\nshift 3\nexec {sys.executable} -m tests.sglang_server "$@"\n'
+        f'#!/bin/sh\n[ "$2" = -c ] && echo lacks && exit\nshift 3\nexec {sys.executable} -m tests.sglang_server "$@"\n'
     )
     python.chmod(0o755)
     server = {"engine": "sglang", "max_model_len": 512, "options": {"python": str(python)}}

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
+from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.processes.accelerator import make_accelerator
@@ -40,6 +41,8 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
         prepared, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.is_fsdp2 and recipe.train.precision != "auto":
+        gather_in_fp8(prepared)
     model = accelerator.unwrap_model(prepared)
     reference = make_reference(recipe, model.policy, accelerator)
     parts = torch.randint(64, (4, 2, 9), generator=generator)

@@ -30,6 +30,7 @@ from agentfactory.trainers.networks.critic import Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.saved_groups import write_groups
+from tests.trainers.resumed import train_twice
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
 pytestmark = pytest.mark.numbers
@@ -137,34 +138,20 @@ def test_training_resumes_exactly_within_the_second_run(
     make_groups: Callable[..., list[Group]],
     trained: tuple[Path, Policy],
     tokenizer: PreTrainedTokenizerFast,
-    accelerator: Accelerator,
     tmp_path: Path,
     algorithm: str,
 ) -> None:
     course = {"batch_size": 2, "learning_rate": 1e-2, "checkpoint_every": 1, "steps": 3}
     recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm=algorithm, loss=KL, **course)
-    write_groups(tmp_path / "groups.jsonl", make_groups(6, 4))
-
-    def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
-        logged: list[dict[str, float]] = []
-        checkpoints = Checkpoints(folder, tokenizer, recipe.train, resume=resume)
-        source = SavedGroups(tmp_path / "groups.jsonl", needed=6, skip=checkpoints.train_state.step * 2)
-        train_rl(recipe, accelerator, checkpoints, Services(logged.append, source=source))
-        timing = ("seconds/", "tokens_per_second")
-        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
-
-    whole = run(tmp_path / "whole", None)
+    whole, *folders = train_twice(recipe, make_groups(6, 4), tokenizer, tmp_path, resume_at=1)
     assert whole[0]["kl"] == 0
     assert whole[1]["kl"] > 0
-    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000001") == whole[1:]
-    last, again = (
-        load_file(tmp_path / name / "step-000003" / "adapter_model.safetensors") for name in ("whole", "resumed")
-    )
+    last, again = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert last.keys() == again.keys() == load_file(trained[0] / "adapter_model.safetensors").keys()
     assert all(torch.equal(last[name], again[name]) for name in last)
     network = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
-    alone = PeftModel.from_pretrained(network, tmp_path / "whole" / "step-000003")
-    continued = load_policy(make_recipe(lora={"rank": 3, "from": str(tmp_path / "whole" / "step-000003")}))
+    alone = PeftModel.from_pretrained(network, folders[0])
+    continued = load_policy(make_recipe(lora={"rank": 3, "from": str(folders[0])}))
     torch.testing.assert_close(score(continued), scores_of(alone), atol=1e-5, rtol=0)
 
 

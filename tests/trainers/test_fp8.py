@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, make_batches
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.fp8 import fp8_linears, in_high_precision, use_fp8
 from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
 from tests.forked import start_ranks
-from tests.saved_groups import write_groups
+from tests.trainers.launched_roles import exercise
+from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
 
 pytestmark = pytest.mark.numbers
@@ -201,6 +201,26 @@ def test_compiled_layers_round_as_plain_ones_do(made: Make) -> None:
 
 
 @needs_torchao
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.parametrize(("frozen", "backward"), [(False, 2), (True, 1)])
+def test_compiled_layers_compute_no_gradient_of_a_frozen_base(frozen: bool, backward: int) -> None:
+    """A plain layer computes and drops it: torchao's backward pass does not look at what is trained."""
+    products: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        products.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
+    use_fp8([layer], "fp8", CPU)
+    layer.requires_grad_(not frozen)
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=count))
+    compiled(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    assert products == [1, backward]
+
+
+@needs_torchao
 def test_the_base_of_an_adapter_uses_them_and_the_adapter_does_not(made: Make) -> None:
     policy = Scored(made(lora=LORA, precision="fp8")).policy
     kinds = {name: type(module).__name__ for name, module in policy.named_modules() if isinstance(module, nn.Linear)}
@@ -263,26 +283,13 @@ def test_training_goes_on_bit_by_bit(
     """PPO with a reference: a critic and a frozen network of their own."""
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
     recipe = made(precision="fp8", algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, **course)
-    write_groups(tmp_path / "groups.jsonl", make_groups(8, 4))
-
-    def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
-        logged: list[dict[str, float]] = []
-        info = {"recipe": {"model": recipe.model.model_dump()}}
-        checkpoints = Checkpoints(folder, tokenizer, recipe.train, info, resume=resume)
-        source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.train_state.step * 2)
-        train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(logged.append, source=source))
-        timing = ("seconds/", "tokens_per_second")
-        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
-
-    whole = run(tmp_path / "whole", None)
+    whole, last, again = train_twice(recipe, make_groups(8, 4), tokenizer, tmp_path, resume_at=2)
     # the reference rounds as the policy does
     assert whole[0]["kl"] == 0
     assert all(line["kl"] > 0 for line in whole[1:])
-    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000002") == whole[2:]
-    last, again = (tmp_path / name / "step-000004" / "model.safetensors" for name in ("whole", "resumed"))
-    assert last.read_bytes() == again.read_bytes()
+    assert (last / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
     # anybody's transformers loads it
-    Qwen3ForCausalLM.from_pretrained(last.parent)
+    Qwen3ForCausalLM.from_pretrained(last)
 
 
 @needs_torchao
@@ -320,6 +327,27 @@ def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path, dt
         # after a step in bfloat16, AdamW has moved weights with small gradients in either direction
         for step in ("first", "second") if dtype == "float32" else ("first",):
             _assert_close(sharded[step], alone[step], dtype)
+
+
+@needs_torchao
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_critic_on_two_ranks_equals_one_process(network: Path, tmp_path: Path) -> None:
+    def recipe(processes: int, lora: Any) -> TrainRecipe:
+        strategy = "single" if processes == 1 else "fsdp2"
+        settings = {"algorithm": "ppo", "precision": "fp8", "strategy": strategy, "processes": processes}
+        model = {"path": str(network), "dtype": "float32", "lora": lora}
+        return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **settings}})
+
+    log = tmp_path / "ranks.log"
+    recipes = json.dumps([recipe(2, lora).model_dump() for lora in (None, LORA)])
+    arguments = (recipes, str(tmp_path / "found"))
+    ranks = start_ranks("tests.trainers.launched_roles", *arguments, log=log, strategy="fsdp2")
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    for lora, given in zip((None, LORA), torch.load(tmp_path / "found"), strict=True):
+        alone = exercise(recipe(1, lora), Accelerator(cpu=True))
+        torch.testing.assert_close(given, alone, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
 
 
 def _assert_close(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:

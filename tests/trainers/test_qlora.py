@@ -23,6 +23,7 @@ from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.saved_groups import write_groups
+from tests.trainers.resumed import train_twice
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
 pytestmark = pytest.mark.numbers
@@ -163,22 +164,8 @@ def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
     distance = {"kl": {"coefficient": 0.1}}
     recipe = make_recipe(lora=NF4, algorithm="ppo", loss=distance, **course)
-    write_groups(tmp_path / "groups.jsonl", make_groups(8, 4))
-
-    def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
-        logged: list[dict[str, float]] = []
-        info = {"recipe": {"model": recipe.model.model_dump()}}
-        checkpoints = Checkpoints(folder, tokenizer, recipe.train, info, resume=resume)
-        source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.train_state.step * 2)
-        train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(logged.append, source=source))
-        timing = ("seconds/", "tokens_per_second")
-        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
-
-    whole = run(tmp_path / "whole", None)
-    assert len(whole) == 4
+    whole, last, again = train_twice(recipe, make_groups(8, 4), tokenizer, tmp_path, resume_at=2)
     assert all(line["kl"] > 0 for line in whole[1:])
-    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000002") == whole[2:]
-    last, again = (tmp_path / name / "step-000004" for name in ("whole", "resumed"))
     weights = "adapter_model.safetensors"
     assert (last / weights).read_bytes() == (again / weights).read_bytes()
 

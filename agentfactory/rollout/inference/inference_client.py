@@ -21,7 +21,7 @@ from agentfactory.rollout.inference.http_transport import (
 )
 from agentfactory.rollout.inference.recovery import Recovery
 from agentfactory.rollout.inference.routing import Router, ServerState
-from agentfactory.rollout.inference.server_metrics import Load, combined
+from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
@@ -168,7 +168,7 @@ class InferenceClient:
             await self._recovery.count_replicas(url)
         except ValueError as error:
             text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
-            notify(logger, f"{url} reports no load", f"{text}; start it without --disable-log-stats", see=_PAGE)
+            notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
 
     async def generate(
         self,

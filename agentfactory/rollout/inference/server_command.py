@@ -62,13 +62,20 @@ _PACKAGES = {"vllm": ("vllm", "agentfactory"), "sglang": ("sglang",)}
 
 def missing_from(python: str | None, engine: str = "vllm") -> str | None:
     """Return the first package that `python` (None: the current one) lacks to run `engine`: the engine's own, or
-    "agentfactory"; None if it has all. Imports none."""
+    "agentfactory"; None if it has all. Imports none. Raises SettingError if `python` is no Python."""
     code = (
         "from importlib.util import find_spec\n"
-        f"print(next((name for name in {_PACKAGES[engine]} if not find_spec(name)), ''))"
+        f"print('lacks', *[name for name in {_PACKAGES[engine]} if not find_spec(name)])"
     )
-    done = subprocess.run(own_python("-c", code, executable=python), capture_output=True, text=True, check=True)
-    return done.stdout.strip() or None
+    try:
+        done = subprocess.run(own_python("-c", code, executable=python), capture_output=True, text=True)
+        status, told, problem = done.returncode, done.stdout.split(), done.stderr.strip().rpartition("\n")[2]
+    except OSError as error:
+        status, told, problem = 1, [], error.strerror or repr(error)
+    if status != 0 or told[:1] != ["lacks"]:
+        problem = f"{python} runs no Python code: {problem or f'status {status}'}"
+        raise SettingError("server.options.python", problem, f"name the Python of an environment with {engine}")
+    return next(iter(told[1:]), None)
 
 
 def ready_url(log: Sequence[str]) -> str | None:

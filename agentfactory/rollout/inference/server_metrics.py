@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 METRICS_ROUTE = "/metrics"
+LOAD_FIX = "start vLLM without --disable-log-stats, or SGLang with --enable-metrics"
 REPLICA_HEADER = "X-data-parallel-rank"
 """Request header with the rank of the replica that must answer. Without it, vLLM chooses the least loaded replica."""
 

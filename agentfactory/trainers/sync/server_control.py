@@ -10,10 +10,11 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
-from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
+from agentfactory.rollout.inference.server_metrics import LOAD_FIX, METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.addresses import is_http_address
 from agentfactory.tools.http.server_keys import pinned
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,9 @@ class ServerControl:
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
         """`url` is an address such as http://127.0.0.1:8000. `api_key_env` names the environment variable with the key;
         see `authorization`. Raises SettingError."""
-        parts = urlsplit(url := pinned(url))
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_http_address(url):
             raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
+        parts = urlsplit(url := pinned(url))
         self.url = url.rstrip("/")
         self.asleep = False
         """True if this object sent the server to sleep and it is not fully awake, so nothing runs on it."""
@@ -78,7 +79,7 @@ class ServerControl:
             text = (
                 f"server {self.url} does not report its load ({error}): if it has replicas, not all prove their weights"
             )
-            notify(logger, f"{self.url} reports no load", f"{text}; start it without --disable-log-stats")
+            notify(logger, f"{self.url} reports no load", f"{text}; {LOAD_FIX}")
             count = 1
         return [*range(count)] if count > 1 else [None]
 

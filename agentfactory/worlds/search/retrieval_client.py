@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.http.addresses import is_http_address
 from agentfactory.tools.http.proxies import open_session, proxy_for, through
 from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.http.server_keys import key_header, pinned
@@ -43,14 +44,9 @@ class RetrievalClient:
     def __init__(
         self, url: str, request_seconds: float = _REQUEST_SECONDS, retry_seconds: float = _RETRY_SECONDS
     ) -> None:
-        try:
-            parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port above 65,535
-            is_address = False
-        if not is_address:
+        if not is_http_address(url):
             raise SettingError("source", f"{url!r} is not an address", "write it as http://127.0.0.1:8000/retrieve")
-        self.url = url if parts.path.strip("/") else f"{url.rstrip('/')}/retrieve"
+        self.url = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/retrieve"
         self._proxy = proxy_for(self.url)
         self._request_seconds, self._retry_seconds = request_seconds, retry_seconds
         self._loop: asyncio.AbstractEventLoop | None = None

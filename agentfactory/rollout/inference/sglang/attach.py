@@ -1,5 +1,6 @@
 """Checks of an SGLang server before it serves a run: its settings, and how it computes log-probabilities."""
 
+import asyncio
 from dataclasses import dataclass
 
 from agentfactory.rollout.inference.sglang.upstream import ApiError, Json, Sglang, SglangGoneError
@@ -8,6 +9,8 @@ from agentfactory.tools.errors import SettingError
 FIELD = "server.options.attach"
 _CANDIDATES = [0, 1, 2, 3]
 """Tokens whose log-probabilities are compared between temperatures; every vocabulary has them."""
+_ANSWERS_WITHIN = 30.0
+"""Seconds within which its settings must arrive; while it computes a long prompt, they wait."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +28,27 @@ class Served:
 async def attach(sglang: Sglang) -> Served:
     """Check that a running server can serve a run, and return its properties. Raises SettingError."""
     try:
-        info, model = await sglang.get("/server_info"), await sglang.get("/model_info")
-        cards = (await sglang.get("/v1/models"))["data"]
+        async with asyncio.timeout(_ANSWERS_WITHIN):
+            info, model = await sglang.get("/server_info"), await sglang.get("/model_info")
+            cards = (await sglang.get("/v1/models"))["data"]
         _check(sglang.url, info, model)
+        workers = int(info["tp_size"]) * int(info["pp_size"])
+        served = Served(model["model_path"], int(cards[0]["max_model_len"]), workers, info["device"] != "cpu")
         # a trainer that died may have left it paused, and the first sync replaces its weights
         await sglang.post("/continue_generation", {})
-        if await _has_raw_logprobs(sglang):
-            raise SettingError(
-                FIELD,
-                f"{sglang.url} returns log-probabilities before temperature",
-                "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
-            )
+        await _check_turns(sglang)
+    except SettingError:
+        raise
+    except TimeoutError as error:
+        problem = f"{sglang.url} accepts connections, but has not answered within {_ANSWERS_WITHIN:.0f} s"
+        raise SettingError(FIELD, problem, "see that server's log, or correct the address") from error
     except SglangGoneError as error:
         raise SettingError(FIELD, str(error), "start SGLang there, or correct the address") from error
-    except (ApiError, KeyError, IndexError, TypeError) as error:
+    except (ApiError, KeyError, IndexError, TypeError, ValueError) as error:
         fix = "start SGLang 0.5.23 or newer there; a server with a key needs it in server.options.attach_key_env"
-        raise SettingError(FIELD, f"{sglang.url} does not answer as SGLang: {error}", fix) from error
-    workers = int(info["tp_size"]) * int(info["pp_size"])
-    return Served(model["model_path"], int(cards[0]["max_model_len"]), workers, info["device"] != "cpu")
+        told = str(error) if isinstance(error, ApiError) else repr(error)
+        raise SettingError(FIELD, f"{sglang.url} does not answer as SGLang: {told}", fix) from error
+    return served
 
 
 def _check(url: str, info: Json, model: Json) -> None:
@@ -62,13 +68,19 @@ def _check(url: str, info: Json, model: Json) -> None:
             raise SettingError(FIELD, f"got {url}, but {fault}", "start SGLang without this setting")
 
 
-async def _has_raw_logprobs(sglang: Sglang) -> bool:
-    """Return whether the temperature leaves the log-probabilities of a distribution that is not uniform as they are."""
+async def _check_turns(sglang: Sglang) -> None:
+    """Raise SettingError if turns report no weight versions, or log-probabilities before temperature: those of a
+    distribution that is not uniform stay as they are at another one."""
     scores = []
     for temperature in (0.5, 2.0):
         sampling = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
         request = {"input_ids": [1, 2], "sampling_params": sampling, "return_logprob": True}
-        answer = await sglang.post("/generate", {**request, "token_ids_logprob": _CANDIDATES})
-        scores.append([entry[0] for entry in answer["meta_info"]["output_token_ids_logprobs"][0]])
+        meta = (await sglang.post("/generate", {**request, "token_ids_logprob": _CANDIDATES}))["meta_info"]
+        scores.append([entry[0] for entry in meta["output_token_ids_logprobs"][0]])
+        if meta.get("weight_versions") is None:
+            problem = f"{sglang.url} does not report which weights sampled a token (weight_versions)"
+            raise SettingError(FIELD, problem, "start SGLang 0.5.23 or newer there")
     sharp, flat = scores
-    return sharp == flat and len(set(sharp)) > 1
+    if sharp == flat and len(set(sharp)) > 1:
+        problem = f"{sglang.url} returns log-probabilities before temperature"
+        raise SettingError(FIELD, problem, "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB")

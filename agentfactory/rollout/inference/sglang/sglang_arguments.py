@@ -2,8 +2,20 @@
 
 from agentfactory.rollout.config import RolloutRecipe
 
-_OURS = ("--api-key", "--config", "--dp-size", "--data-parallel-size", "--weight-version")
-"""SGLang's flags that the front sets itself, or with which it cannot work."""
+_OURS = {
+    **dict.fromkeys(("--model-path", "--model"), "set model.path"),
+    **dict.fromkeys(("--host", "--port", "--api-key", "--config"), "remove it"),
+    **dict.fromkeys(("--served-model-name", "--weight-version"), "remove it"),
+    "--dtype": "set model.dtype",
+    "--context-length": "set server.max_model_len",
+    "--max-running-requests": "set server.max_num_seqs",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "set server.options.tensor_parallel_size"),
+    "--mem-fraction-static": "set server.options.mem_fraction_static",
+    **dict.fromkeys(("--dp-size", "--data-parallel-size", "--dp"), "remove it: replicas are not supported"),
+    "--quantization": "remove it: quantised weights cannot be proven",
+    "--disaggregation-mode": "remove it: servers that share turns are not supported",
+}
+"""SGLang's flags that the front sets itself, or with which it cannot work -> what to do instead."""
 
 
 def sglang_arguments(recipe: RolloutRecipe) -> list[str]:
@@ -20,6 +32,7 @@ def sglang_arguments(recipe: RolloutRecipe) -> list[str]:
     return [*flags, *options.args]
 
 
-def refused_flag(args: list[str]) -> str | None:
-    """Return the first of `server.options.args` that the front cannot pass on; None if there is none."""
-    return next((flag for flag in args if flag.partition("=")[0] in _OURS), None)
+def refused_flag(args: list[str]) -> tuple[str, str] | None:
+    """Return the first of `server.options.args` that the front cannot pass on, and the fix; None if there is none."""
+    names = (flag.partition("=")[0] for flag in args)
+    return next(((name, _OURS[name]) for name in names if name in _OURS), None)
