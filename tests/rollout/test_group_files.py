@@ -90,8 +90,7 @@ def test_a_line_says_everything_but_the_streams_and_where_these_are(tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     (two, _), places = lines[1]["trajectories"][1]["rows"], [line["arrays"] for line in lines]
     streams = {"token_ids": 3, "mask": 3, "logprobs": 3, "roles": 3, "weights": None}
-    streams |= {"teacher_logprobs": None, "teacher_tokens": None}
-    streams = {"token_ids": 3, "mask": 3, "logprobs": 3, "roles": 3, "weights": None, "teacher_prompt": None}
+    streams |= {"teacher_logprobs": None, "teacher_tokens": None, "teacher_prompt": None}
     assert two == {
         **streams,
         "turn_ends": [3],
