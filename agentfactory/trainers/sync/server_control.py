@@ -46,7 +46,7 @@ class ServerControl:
         self.asleep = False
         """True if this object sent the server to sleep and it is not fully awake, so nothing runs on it."""
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path.rstrip("/")
         self._timeout = timeout_seconds
         self._api_key_env = api_key_env
         authorization(url, api_key_env)
