@@ -23,8 +23,8 @@ PORTLESS_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Environment variables to use with PORTLESS_OPTIONS: by default the launcher opens a TCP store for the ranks."""
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo", "raft", "none")
-CONTEXTS = ("solution", "answer", "errors")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
+CONTEXTS = ("solution", "answer", "errors")
 
 
 def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
