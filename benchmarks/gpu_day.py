@@ -36,7 +36,7 @@ from xml.etree import ElementTree
 REPOSITORY = Path(__file__).parents[1]
 EXTRAS = ["liger-kernel", "bitsandbytes", "pytest-timeout", "pytest-xdist", "pytest-asyncio", "hypothesis"]
 """Packages that the GPU tests use beside agentfactory's requirements."""
-SHARES = {"tests": 0.5, "fp8.py": 0.25, "placement.py": 1.0}
+SHARES = {"tests": 0.5, "fp8.py": 0.4, "placement.py": 1.0}
 """Part -> the share of the time that is left when it begins."""
 
 
