@@ -209,9 +209,9 @@ def _sft_tasks(recipe: Recipe) -> list[Task] | None:
 def _sft_rows(recipe: Recipe, renderer: TemplateRenderer, tasks: list[Task] | None) -> list[Row] | None:
     if recipe.train.from_trajectories:
         saved = Path(recipe.train.from_trajectories)
-        rows = saved_rows(saved, recipe.train.min_reward)
+        chosen = saved_rows(saved, recipe.train.min_reward)
         check_saved_chains(read_groups(saved), renderer.tokenizer, saved)
-        return rows
+        return chosen
     if tasks is None:
         return None
     images = renderer.images

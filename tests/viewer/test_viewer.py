@@ -382,11 +382,12 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
     group = credited(tokenizer())
     rows = group.trajectories[0].rows
     saved = credit(group)["chains"]["c0"]
-    streams: dict[str, dict[tuple[int, int], float]] = {"advantage": {}, "proximal": {}}
+    streams: dict[str, dict[tuple[int, int], float]] = {"advantage": {}, "proximal": {}, "divergence": {}}
     for entry in saved:
         for name, stream in streams.items():
             for position, value in zip(entry["targets"], entry[name], strict=True):
-                stream[entry["row"], position] = value
+                if value is not None:
+                    stream[entry["row"], position] = value
     versions = {
         (number, position): ["3", "policy-v4"].index(span.version)
         for number, row in enumerate(rows)
@@ -407,6 +408,7 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
         "mask": {place: background((63, 116, 209), 0.5) for place in behaviour},
         "advantage": signed(streams["advantage"]),
         "difference": signed(difference),
+        "divergence": signed({place: -value for place, value in streams["divergence"].items()}),
         "logprob": {place: background(pink, 1 - math.exp(value)) for place, value in behaviour.items()},
         "version": {
             place: background([(63, 116, 209), (217, 119, 43)][number], 0.55) for place, number in versions.items()

@@ -166,7 +166,9 @@ def credit(group: Group) -> dict:
             targets = [position for position, trained in enumerate(row.mask) if trained]
             advantage = [(-1) ** place * (place + 1) / 8 for place in range(len(targets))]
             proximal = [row.logprobs[position] + 0.02 * (place - 2) for place, position in enumerate(targets)]
-            rows.append({"row": number, "targets": targets, "advantage": advantage, "proximal": proximal})
+            divergence = [None if place == 1 else 0.1 * (place + 1) for place in range(len(targets))]
+            streams = {"advantage": advantage, "proximal": proximal, "divergence": divergence}
+            rows.append({"row": number, "targets": targets, **streams})
         if rows:
             chains[one.id] = rows
     return {"group": group.id, "step": 4, "chains": chains}

@@ -133,8 +133,8 @@ class _Learned:
     credited: Credited
     batch: Batch
     updates: list[Update]
-    proximal: list[np.ndarray]
-    """Per row, the trainer's log-probabilities of its targets before the update (rank 0)."""
+    before: list[dict[str, np.ndarray]]
+    """Per row, its streams of PolicyUpdate.before (rank 0)."""
     expected: Scores | None
     """The scores of the canary's contexts with the new weights."""
     learning_rate: float
@@ -189,7 +189,7 @@ class _Loop:
         synced = self.publish(step, learned.expected)
         if self.note is not None and self.accelerator.is_main_process:
             # chains already run on the new weights
-            told = credit.lines(step, learned.credited.rows, learned.proximal) if self.recipe.track.credit else []
+            told = credit.lines(step, learned.credited.rows, learned.before) if self.recipe.track.credit else []
             self.note(step, groups, told)
         seconds = time.perf_counter() - started
         self.state.finish(step, [group.id for group in groups], seconds)
@@ -243,9 +243,9 @@ class _Loop:
         learner.end_step()
         seconds = time.perf_counter() - started
         expected = self.canary_scores()
-        by_row = learner.by_row(batch, [{"proximal": values} for values in done.proximal]) if done.proximal else {}
-        proximal = [by_row[number]["proximal"] for number in range(len(by_row))]
-        return _Learned(credited, batch, done.updates, proximal, expected, learning_rate, seconds)
+        by_row = learner.by_row(batch, done.before) if done.before else {}
+        before = [by_row[number] for number in range(len(by_row))]
+        return _Learned(credited, batch, done.updates, before, expected, learning_rate, seconds)
 
     def canary_scores(self) -> Scores | None:
         """Return the scores of the canary's contexts with the current weights; every process calls it."""
@@ -288,7 +288,7 @@ class _Loop:
         seconds: float,
     ) -> None:
         """Log the step's metrics (rank 0)."""
-        rows, proximal = learned.credited.rows, learned.proximal
+        rows, proximal = learned.credited.rows, [streams["proximal"] for streams in learned.before]
         mismatches: dict[str, float] = {}
         graded = {}
         if self.recipe.teacher is not None and self.recipe.teacher.context is not None:

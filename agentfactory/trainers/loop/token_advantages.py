@@ -124,11 +124,11 @@ class Credit:
             done += _with_streams(chain.rows, streams)
         return Credited(done, normaliser, metrics)
 
-    def lines(self, step: int, rows: Sequence[TrainingRow], proximal: Sequence[np.ndarray] = ()) -> list[str]:
+    def lines(self, step: int, rows: Sequence[TrainingRow], before: Sequence[dict[str, np.ndarray]] = ()) -> list[str]:
         """Return JSON per group: the credit of each trained token of its chains, from the rows of `assign`, and, if the
-        policy was trained, the trainer's log-probabilities of their targets. Numbers have 6 decimals."""
-        none: list[np.ndarray | None] = [None] * len(rows)
-        remaining = iter(zip(rows, proximal or none, strict=True))
+        policy was trained, their streams of PolicyUpdate.before. Numbers have 6 decimals."""
+        none: list[dict[str, np.ndarray]] = [{}] * len(rows)
+        remaining = iter(zip(rows, before or none, strict=True))
         lines = []
         for group, chains in zip(self._ids, self._groups, strict=True):
             credited = {chain.id: [_noted(place, *next(remaining)) for place in chain.places] for chain in chains}
@@ -267,10 +267,11 @@ def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[f
             values[start:end] = [min(value, bound) for value in values[start:end]]
 
 
-def _noted(place: int, row: TrainingRow, proximal: np.ndarray | None) -> dict[str, Any]:
-    """Return the credit of one trained row, for `Credit.lines`."""
-    noted = {"row": place, "targets": row.targets.tolist(), "advantage": _rounded(row.streams["advantage"])}
-    return noted if proximal is None else noted | {"proximal": _rounded(proximal)}
+def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return the credit of one trained row, for `Credit.lines`. NaN becomes null."""
+    streams = {"advantage": row.streams["advantage"]} | before
+    noted = {name: _rounded(values) for name, values in streams.items() if not np.isnan(values).all()}
+    return {"row": place, "targets": row.targets.tolist()} | noted
 
 
 def _rounded(values: np.ndarray) -> list[float]:

@@ -18,9 +18,10 @@ class PolicyUpdate:
     """The result of the updates on one batch."""
 
     updates: list[Update]
-    proximal: list[Tensor]
-    """The trainer's log-probabilities before the first update, along the targets of each micro-batch; empty if only the
-    critic learned."""
+    before: list[dict[str, Tensor]]
+    """Streams from before the first update, along the targets of each micro-batch: `proximal`, the trainer's
+    log-probabilities, and `divergence` from the teacher (NaN: not graded), if there is one. Empty if only the critic
+    learned."""
 
 
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
@@ -33,27 +34,29 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
     train = recipe.train
     config, teacher = train.loss, recipe.teacher
     policy_loss = PolicyLoss(config)
-    proximal: list[Tensor] = []
+    before: list[dict[str, Tensor]] = []
 
     def loss(
         index: int, part: MicroBatch, logprob: Targets, entropy: Targets, divergence: Targets | None = None
     ) -> Terms:
-        if index == len(proximal):
-            proximal.append(logprob.detach())
+        first = index == len(before)
+        if first:
+            before.append({"proximal": logprob.detach()})
+        proximal = before[index]["proximal"]
         streams = part.streams
         weight = streams["weight"]
         # real tokens have weights above 0; tokens that only keep a process in step do not count
         real = weight > 0
-        gap = torch.where(real, proximal[index] - streams["behaviour"], 0.0)
+        gap = torch.where(real, proximal - streams["behaviour"], 0.0)
         advantage = streams["advantage"]
         graded = real & is_graded(streams)
         if teacher is not None and divergence is None:
             # on average the gradient of -KL(policy || teacher), from the sampled token alone
-            divergence = torch.where(graded, proximal[index] - streams["teacher"], 0.0)
+            divergence = torch.where(graded, proximal - streams["teacher"], 0.0)
             advantage = advantage - teacher.coefficient * divergence
         terms, clipped = policy_loss(
             logprob=logprob,
-            proximal=proximal[index],
+            proximal=proximal,
             behaviour=streams["behaviour"],
             advantage=advantage,
             sequence=part.sequence,
@@ -72,6 +75,8 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         if teacher is not None and divergence is not None:
             if not teacher.is_sampled:
                 terms = terms + teacher.coefficient * divergence
+            if first:
+                before[index]["divergence"] = divergence.detach().where(graded, torch.nan)
             sums |= {"teacher_kl": divergence.detach()[graded].sum(), "graded": graded.sum()}
         if config.behaviour_kl:
             held = behaviour_kl(logprob, streams["behaviour"])
@@ -97,7 +102,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
     policy_term = None if critic_only else loss
     critic_term = critic_loss if learner.has_critic else None
     updates = [learner.update(batch, policy_term, critic_term) for _ in range(train.updates_per_batch)]
-    return PolicyUpdate(updates, proximal)
+    return PolicyUpdate(updates, before)
 
 
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:

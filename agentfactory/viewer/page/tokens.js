@@ -27,6 +27,11 @@ function largest(rows, valuesOf) {
   return most;
 }
 
+/** Minus the divergence from the teacher, for each graded token. */
+function agreement(row) {
+  return row.divergence?.map((value) => (value === null ? null : -value));
+}
+
 const NOT_SAVED = "This run saved none for this trajectory: trajectories/credit.jsonl has no line of it, because its group "
   + "was not trained (yet), the chain took no part, or the run does not write that file.";
 
@@ -64,6 +69,15 @@ const COLOURINGS = {
       const values = new Map(rows.map((row) => [row, differences(row)]));
       return signed(rows, (row) => values.get(row),
         "The trainer's log-probability before the update minus the server's, in nats");
+    },
+  },
+  divergence: {
+    label: "divergence from the teacher",
+    make: (rows) => {
+      const values = new Map(rows.map((row) => [row, agreement(row)]));
+      const made = signed(rows, (row) => values.get(row),
+        "Minus the divergence before the update, in nats: the teacher finds orange tokens wrong");
+      return made.missing ? { missing: "No token of this trajectory has been graded by a teacher." } : made;
     },
   },
   logprob: {
@@ -175,6 +189,7 @@ class TokenView {
       const proximal = row.proximal?.[i] ?? null;
       if (proximal !== null) told.push(["trainer's", figure(proximal)]);
       if (proximal !== null && logprob !== null) told.push(["difference", figure(proximal - logprob)]);
+      if ((row.divergence?.[i] ?? null) !== null) told.push(["divergence", figure(row.divergence[i])]);
       if ((row.advantage?.[i] ?? null) !== null) told.push(["advantage", figure(row.advantage[i])]);
     }
     const version = row.versions[row.version[i]];

@@ -19,7 +19,7 @@ from agentfactory.viewer.trajectories.chain_images import image_url, read_image
 from agentfactory.viewer.trajectories.image_marks import Marks, marks_of
 from agentfactory.viewer.trajectories.token_texts import token_texts
 
-_CREDITED = ("advantage", "proximal")
+_CREDITED = ("advantage", "proximal", "divergence")
 
 Place = Callable[[int, int, str], str]
 """(message, part, address in the message) -> the URL under which a page shows this image."""
@@ -199,8 +199,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
-    """Give each row the streams `advantage` and `proximal` that the trainer has saved for it, with None for tokens
-    without a value. Return a description of the problem if the saved data does not fit, else None."""
+    """Give each row the streams _CREDITED that the trainer has saved for it, with None for tokens without a value.
+    Return a description of the problem if the saved data does not fit, else None."""
     place = chain.run.credit.get(str(chain.group["id"])) if source_of(chain.line.file) == "train" else None
     if place is None:
         return None
