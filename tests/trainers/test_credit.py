@@ -155,7 +155,7 @@ def test_a_turn_that_cannot_be_read_is_blamed(make_recipe: Make) -> None:
     assert advantages(credited(make_recipe(), group(malformed(1.0, 0), chain(1.0)))) == [[0.0] * 3] * 2
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"sft", "distill"}))
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"sft", "distill", "raft"}))
 def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, algorithm: str) -> None:
     groups = [group(malformed(5.0, 1), malformed(1.0, 0), chain(0.0), chain(4.0))]
     values = [{"value": [0.0] * 3}] * 4
@@ -166,6 +166,17 @@ def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, al
         assert worse[0] < 0
         assert best[2] < 0 if rule == "blamed" else best[2] > 0
         assert others[1][0] > 0
+
+
+def test_rejection_sampling_imitates_whole_chains_without_their_malformed_turns(make_recipe: Make) -> None:
+    """The best chains are those with the highest sum of rewards; their turn rewards select them, and no turn."""
+    groups = group(malformed(1.0, 1), chain(0.0, (2, 1)), chain(3.0))
+    for made, rewards in zip(groups.trajectories, ([0.0, 2.0], [4.0, -4.0], [0.0, 0.0]), strict=True):
+        made.turn_rewards = rewards
+    recipe = make_recipe(algorithm="raft", advantage={"malformed_turns": "like_others"})
+    assert advantages(credited(recipe, groups)) == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
+    bound = -math.sqrt(2 / 3)
+    assert advantages(credited(make_recipe(algorithm="raft"), groups)) == [[1.0, 1.0, bound], [0.0] * 3, [1.0] * 3]
 
 
 def test_turn_rewards_do_not_keep_a_malformed_turn_from_blame(make_recipe: Make) -> None:
@@ -261,7 +272,7 @@ def test_masked_positions_are_never_read(make_recipe: Make) -> None:
     assert streams() == clean
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft", "distill"}))
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft", "distill", "raft"}))
 def test_every_algorithm_prefers_the_better_chain(make_recipe: Make, algorithm: str) -> None:
     recipe = make_recipe(algorithm=algorithm)
     scores = [{name: [0.0] * 3 for name in needed_scores(recipe)}] * 2
