@@ -116,6 +116,9 @@ class TeacherClient:
             fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
             raise SettingError("teacher.url", problem, fix)
         own, theirs = await asyncio.to_thread(self._load_tokenizers, card.get("root"))
+        if (self._server.top_k or 0) > len(own):
+            problem = f"got {self._server.top_k}, and the policy's vocabulary has {len(own)} tokens"
+            raise SettingError("teacher.top_k", problem, "lower it")
         try:
             self._missing = {} if theirs is None else tokens_missing(own, theirs, url)
         except SettingError as error:
