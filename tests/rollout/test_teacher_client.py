@@ -283,6 +283,10 @@ async def test_groups_of_an_earlier_attempt_are_graded_again(model: Path) -> Non
 async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    size = len(PreTrainedTokenizerFast.from_pretrained(model))
+    with pytest.raises(SettingError, match=rf"teacher\.top_k: got {size + 1}, .* {size} tokens; fix: lower it"):
+        async with teaching(model, top_k=size + 1) as (_, client):
+            await client.check()
     async with teaching(model, top_k=64) as (teacher, client):
         card = dict(teacher.card)
         teacher.card["max_model_len"] = LONGEST
@@ -304,7 +308,13 @@ async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
             SettingError, match=r"teacher\.url: .* lacks /inference/v1/generate; fix: start vLLM .* with"
         ):
             await client.check()
-        teacher.routes.append(GENERATE)
+        teacher.routes.append("/update_weights_from_disk")
+        with pytest.raises(SettingError, match=r"teacher\.url: .* is SGLang itself; fix: serve it by vLLM"):
+            await client.check()
+        teacher.routes[-1:] = [GENERATE]
+        with pytest.raises(SettingError, match=r"teacher\.url: .* answered 404 .*; fix: .* without a path such as /v1"):
+            async with TeacherClient(TeacherServer(f"{teacher.url}/v1"), str(model), LONGEST, 1.0) as below:
+                await below.check()
         teacher.key = "s3cret"
         with pytest.raises(SettingError, match=r"teacher\.url: .* requires its key, .* set teacher\.api_key_env"):
             await client.check()

@@ -104,6 +104,9 @@ class TeacherClient:
             problem, _, fix = str(error).rpartition("; ")
             if not problem:
                 problem, fix = fix, "start it: agentfactory serve RECIPE"
+            if "SGLang" in problem or fix.endswith("?"):
+                # the advice for server.url would change the policy's server
+                fix = f"{_ENGINES}, and write its address without a path such as /v1"
             raise SettingError("teacher.url", problem, fix.removeprefix("fix: ")) from error
         card = next((card for card in cards if not card.get("parent")), None)
         if card is None:
