@@ -9,12 +9,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.launching.reach_early import check_teacher_answers
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
@@ -391,3 +393,17 @@ async def test_a_server_that_dies_is_waited_for_and_then_named(model: Path, capl
         await teacher.runner.cleanup()
         with pytest.raises(ServerUnreachableError, match=r"teacher\.url: no server answers at .* fix: start it again"):
             await client.grade(chain(two_turns()))
+
+
+async def test_a_policy_that_an_earlier_stage_makes_is_no_reason_to_refuse_the_server(tmp_path: Path) -> None:
+    async with teaching(tmp_path / "not-yet") as (teacher, client):
+        policy = SimpleNamespace(path=str(tmp_path / "not-yet"))
+        rollout, server = SimpleNamespace(max_total_tokens=LONGEST), SimpleNamespace(retry_seconds=1.0)
+        recipe: Any = SimpleNamespace(model=policy, rollout=rollout, server=server, teacher=None)
+        recipe.teacher = SimpleNamespace(server=TeacherServer(teacher.url))
+        await asyncio.to_thread(check_teacher_answers, recipe)
+        assert not teacher.asked
+        with pytest.raises(SettingError, match=r"not-yet has no tokenizer"):
+            await client.check()
+    with pytest.raises(SettingError, match=r"teacher\.url: no server answers at"):
+        await asyncio.to_thread(check_teacher_answers, recipe)
