@@ -70,7 +70,9 @@ def check_teacher_answers(recipe: Recipe) -> None:
     async def check_once() -> None:
         longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
         async with TeacherClient(server, recipe.model.path, longest, retry_seconds) as teacher:
-            await teacher.check()
+            # an earlier stage may have yet to make the policy; the worker repeats the check
+            is_there = is_hub_name(recipe.model.path) or Path(recipe.model.path).is_dir()
+            await (teacher.check() if is_there else teacher.check_server())
 
     try:
         run_interruptibly(check_once())

@@ -58,6 +58,7 @@ from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, CanaryRow, canary_rows, with_image_rows
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
+from agentfactory.trainers.teachers.in_context import check_saved_prompts
 from agentfactory.trainers.tracking import Tracking
 
 # named like the entry point, because the launcher's terminal shows its messages
@@ -312,6 +313,8 @@ def _with_rollouts(
         source = SavedGroups(saved, total, skip=taken) if main else None
         if main:
             check_saved_chains(read_groups(saved), tokenizer, saved)
+            if recipe.teacher is not None and recipe.teacher.context is not None:
+                check_saved_prompts(read_groups(saved), saved)
         return replace(services, source=source)
     # every rank computes the trainer's logprobs, because the policy may be sharded
     servers: list[ServerControl] = []

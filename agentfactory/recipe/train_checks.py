@@ -13,6 +13,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards, RolloutConfig
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.http.addresses import is_http_address
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
 from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom, TrainConfig
@@ -328,6 +329,10 @@ def _check_teacher(recipe: Recipe) -> None:
     if teacher.is_exact and train.strategy == "fsdp2":
         problem = f"got {teacher.divergence!r} with train.strategy=fsdp2, which gathers weights for whole passes only"
         raise SettingError("teacher.divergence", problem, "set teacher.top_k: 64, or use sampled, or strategy ddp")
+    kept, drops = recipe.rollout.equal_rewards, train.advantage.estimator == "none" and teacher.context != "solution"
+    if drops and kept is not EqualRewards.KEEP:
+        problem = f"got {kept.value!r}, which drops groups although their chains are graded: only the teacher trains"
+        raise SettingError("rollout.equal_rewards", problem, "use keep")
     if teacher.context is not None:
         _check_one_row(recipe.rollout)
         if teacher.context == "solution" and recipe.rollout.group_size < 2:
@@ -346,7 +351,7 @@ def _check_one_row(rollout: RolloutConfig) -> None:
 
 def _check_teacher_server(recipe: Recipe, url: str) -> None:
     """Check what a teacher behind a server cannot do."""
-    if not url.startswith(("http://", "https://")):
+    if not is_http_address(url):
         raise SettingError(
             "teacher.url", f"got {url!r}, which is no address", "write one such as http://127.0.0.1:8000"
         )
@@ -386,6 +391,7 @@ def _check_unused(recipe: Recipe) -> None:
         "train.optimizer.eps": (optimizer.startswith("adamw") or optimizer == "muon", "adamw, adamw_8bit or muon"),
         "train.min_reward": (sft and train.from_trajectories is not None, "sft on train.from_trajectories"),
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
+        "train.advantage.malformed_turns": (sft or judged, "an algorithm that learns from rewards"),
         "train.loss": (not sft, "a reinforcement learning algorithm"),
         "train.overlong": (not sft and judged, "an algorithm that learns from rewards"),
         "train.loss.top_entropy": (judged, "an algorithm that learns from rewards"),

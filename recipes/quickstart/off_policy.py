@@ -13,9 +13,12 @@ TASKS = 100
 def prepare(folder: Path, seed: int) -> None:
     """Write the quickstart's inputs into `folder`, and the hunts of TEACHER, two for each of TASKS tasks, into
     rollout/. Raise SystemExit if they cannot be played."""
-    quickstart.prepare(folder, seed)
     here = Path(__file__).parent
-    settings = [f"model.path={(here / TEACHER).resolve()}", f"data.limit={TASKS}", "rollout.group_size=2"]
+    teacher = (here / TEACHER).resolve()
+    if not teacher.is_dir():
+        raise SystemExit(f"{teacher} does not exist; fix: train it by quickstart.yaml, or set TEACHER in {__file__}")
+    quickstart.prepare(folder, seed)
+    settings = [f"model.path={teacher}", f"data.limit={TASKS}", "rollout.group_size=2"]
     command = [sys.executable, "-m", "agentfactory", "rollout", here / "grpo.yaml", *settings]
     done = subprocess.run([*command, f"seed={seed}", f"output={folder}"])
     if done.returncode:

@@ -132,6 +132,17 @@ REFUSED = {
     "whole distributions from a server": ([URL, "teacher.divergence=forward_kl"], "teacher.top_k", "teacher.top_k: 64"),
     "another temperature than a server's": ([URL, "rollout.temperature=0.7"], "rollout.temperature", "use 1"),
     "no address of a teacher": (["teacher.url=strong:8000"], "teacher.url", "such as http://"),
+    "half an address of a teacher": (["teacher.url=http://[::1"], "teacher.url", "such as http://"),
+    "a filter of groups that only a teacher grades": (
+        [TEACHER, "train.algorithm=distill", "rollout.equal_rewards=refill"],
+        "rollout.equal_rewards",
+        "use keep",
+    ),
+    "blame without rewards": (
+        [TEACHER, "train.algorithm=distill", "train.advantage.malformed_turns=like_others"],
+        "train.advantage.malformed_turns",
+        "remove it",
+    ),
     "a server that nobody asks": (
         [URL, "train.algorithm=distill", "train.from_trajectories=recipe.yaml"],
         "teacher.url",
@@ -233,6 +244,7 @@ def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
         *([f"train.algorithm={name}"] for name in ALGORITHMS if name not in ("gigpo", "distill", "sft")),
         [TEACHER],
         ["teacher.context=solution"],
+        ["teacher.context=solution", "train.algorithm=distill", "rollout.equal_rewards=refill"],
         [
             "teacher={context: errors, divergence: forward_kl, top_k: 8}",
             "train.algorithm=distill",

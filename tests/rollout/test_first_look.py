@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,10 @@ def test_advice_on_rewards_that_are_all_equal() -> None:
     assert "harder rows" in told(look_at(groups(*[chain("3", 1.0)] * 8), offer()))["equal rewards"]
     by_group = told(look_at(groups(*[chain("3", 1.0)] * 4, *[chain("3", 0.0)] * 4), offer()))["equal rewards"]
     assert by_group.startswith("in each of 2 groups all chains have the same reward")
+    # a teacher alone grades the tokens, whatever the rewards
+    graded = look_at(groups(*[chain("3", 0.0)] * 8), replace(offer(), judged=False))
+    assert "equal rewards" not in told(graded)
+    assert not any("teach" in line for line in describe(graded))
     # turn rewards teach, too
     turns = [chain("", 0.0, tool_calls=1) for _ in range(4)]
     for number, one in enumerate(turns):

@@ -106,6 +106,7 @@ async def training(
     resumed: Resumed | None = None,
     source: str = TOOLS,
     rewards: tuple[str, ...] = (),
+    kind: type[RolloutRecipe] = RolloutRecipe,
     **rollout: Any,
 ) -> AsyncIterator[Trainer]:
     """Each chain waits once, as set by its task, and then ends; or it keeps talking until it is truncated."""
@@ -119,7 +120,7 @@ async def training(
         return tokenizer.encode(said, add_special_tokens=False)
 
     (folder / "waiting.py").write_text(source)
-    recipe = RolloutRecipe.model_validate(
+    recipe = kind.model_validate(
         {
             "model": {"path": "x"},
             "tools": ["waiting.py:Waiting"],
@@ -187,6 +188,29 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
     assert cut.reward is None
     assert figures["cancelled/tokens"] == len(cut.rows[0].token_ids) > 0, "what it had is kept"
     assert saved["g000000"][0].outcome is Outcome.COMPLETED
+
+
+class ForTeacher(RolloutRecipe):
+    """The recipe of a run that only a teacher trains."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("kind", [RolloutRecipe, ForTeacher])
+async def test_equal_rewards_of_an_old_group_matter_unless_only_a_teacher_trains(
+    quickstart_run: Path, tmp_path: Path, kind: type[RolloutRecipe]
+) -> None:
+    tasks = [{"name": "a", "seconds": [0.0, 0.0, 60.0]}, {"name": "b", **FAST}, {"name": "c", **FAST}]
+    tasks = [{**task, "rewards": [0.0, 0.0, 0.0]} for task in tasks]
+    async with training(quickstart_run, tmp_path, tasks, steps=3, max_staleness=1, kind=kind) as trainer:
+        assert (await trainer.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
+        trainer.publish(1)
+        chains, figures = await trainer.next_batch()
+    cut = kind is ForTeacher
+    assert (chains == ["g000000.0", "g000000.1"]) == cut
+    assert figures["cancelled/groups"] == (0 if cut else 1)
 
 
 async def test_between_two_groups_that_begin_other_work_goes_on(quickstart_run: Path, tmp_path: Path) -> None:

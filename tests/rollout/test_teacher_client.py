@@ -9,12 +9,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.launching.reach_early import check_teacher_answers
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
@@ -283,6 +285,10 @@ async def test_groups_of_an_earlier_attempt_are_graded_again(model: Path) -> Non
 async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    size = len(PreTrainedTokenizerFast.from_pretrained(model))
+    with pytest.raises(SettingError, match=rf"teacher\.top_k: got {size + 1}, .* {size} tokens; fix: lower it"):
+        async with teaching(model, top_k=size + 1) as (_, client):
+            await client.check()
     async with teaching(model, top_k=64) as (teacher, client):
         card = dict(teacher.card)
         teacher.card["max_model_len"] = LONGEST
@@ -304,7 +310,13 @@ async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
             SettingError, match=r"teacher\.url: .* lacks /inference/v1/generate; fix: start vLLM .* with"
         ):
             await client.check()
-        teacher.routes.append(GENERATE)
+        teacher.routes.append("/update_weights_from_disk")
+        with pytest.raises(SettingError, match=r"teacher\.url: .* is SGLang itself; fix: serve it by vLLM"):
+            await client.check()
+        teacher.routes[-1:] = [GENERATE]
+        with pytest.raises(SettingError, match=r"teacher\.url: .* answered 404 .*; fix: .* without a path such as /v1"):
+            async with TeacherClient(TeacherServer(f"{teacher.url}/v1"), str(model), LONGEST, 1.0) as below:
+                await below.check()
         teacher.key = "s3cret"
         with pytest.raises(SettingError, match=r"teacher\.url: .* requires its key, .* set teacher\.api_key_env"):
             await client.check()
@@ -381,3 +393,17 @@ async def test_a_server_that_dies_is_waited_for_and_then_named(model: Path, capl
         await teacher.runner.cleanup()
         with pytest.raises(ServerUnreachableError, match=r"teacher\.url: no server answers at .* fix: start it again"):
             await client.grade(chain(two_turns()))
+
+
+async def test_a_policy_that_an_earlier_stage_makes_is_no_reason_to_refuse_the_server(tmp_path: Path) -> None:
+    async with teaching(tmp_path / "not-yet") as (teacher, client):
+        policy = SimpleNamespace(path=str(tmp_path / "not-yet"))
+        rollout, server = SimpleNamespace(max_total_tokens=LONGEST), SimpleNamespace(retry_seconds=1.0)
+        recipe: Any = SimpleNamespace(model=policy, rollout=rollout, server=server, teacher=None)
+        recipe.teacher = SimpleNamespace(server=TeacherServer(teacher.url))
+        await asyncio.to_thread(check_teacher_answers, recipe)
+        assert not teacher.asked
+        with pytest.raises(SettingError, match=r"not-yet has no tokenizer"):
+            await client.check()
+    with pytest.raises(SettingError, match=r"teacher\.url: no server answers at"):
+        await asyncio.to_thread(check_teacher_answers, recipe)

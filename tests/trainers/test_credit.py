@@ -169,6 +169,17 @@ def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, al
         assert others[1][0] > 0
 
 
+def test_rejection_sampling_imitates_whole_chains_without_their_malformed_turns(make_recipe: Make) -> None:
+    """The best chains are those with the highest sum of rewards; their turn rewards select them, and no turn."""
+    groups = group(malformed(1.0, 1), chain(0.0, (2, 1)), chain(3.0))
+    for made, rewards in zip(groups.trajectories, ([0.0, 2.0], [4.0, -4.0], [0.0, 0.0]), strict=True):
+        made.turn_rewards = rewards
+    recipe = make_recipe(algorithm="raft", advantage={"malformed_turns": "like_others"})
+    assert advantages(credited(recipe, groups)) == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
+    bound = -math.sqrt(2 / 3)
+    assert advantages(credited(make_recipe(algorithm="raft"), groups)) == [[1.0, 1.0, bound], [0.0] * 3, [1.0] * 3]
+
+
 def test_turn_rewards_do_not_keep_a_malformed_turn_from_blame(make_recipe: Make) -> None:
     first, second = malformed(0.0, 1), chain(0.0)
     first.turn_rewards, second.turn_rewards = [0.0, 2.0], [0.0, 0.0]
@@ -262,7 +273,7 @@ def test_masked_positions_are_never_read(make_recipe: Make) -> None:
     assert streams() == clean
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft", "distill"}))
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft", "distill", "raft"}))
 def test_every_algorithm_prefers_the_better_chain(make_recipe: Make, algorithm: str) -> None:
     recipe = make_recipe(algorithm=algorithm)
     scores = [{name: [0.0] * 3 for name in needed_scores(recipe)}] * 2

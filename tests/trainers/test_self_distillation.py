@@ -22,12 +22,13 @@ from trl.experimental.sdpo.loss_utils import (
 
 from agentfactory.rollout.groups.teacher_context import _CHOICES
 from agentfactory.rollout.token_row import ImageSpan, Row
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import CONTEXTS, TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.teachers.divergences import top_k_divergence
-from agentfactory.trainers.teachers.in_context import is_graded
+from agentfactory.trainers.teachers.in_context import check_saved_prompts, is_graded
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 from tests.forked import start_ranks
@@ -153,7 +154,7 @@ def test_rows_too_long_for_the_teacher_are_told_and_not_graded(
     scored = learner.score(rows, ["teacher"])
     graded = [len(row.in_context.token_ids) for row in scored if row.in_context is not None]
     assert graded == [length for length in lengths if length < max(lengths)]
-    assert [bool(np.isnan(row.streams["teacher"]).all()) for row in scored] == [r.in_context is None for r in scored]
+    assert [bool(np.isinf(row.streams["teacher"]).all()) for row in scored] == [r.in_context is None for r in scored]
     assert f"1 of 6 rows of a step have more than {max(lengths) - 1} tokens with teacher.context" in caplog.text
     learner.score([replace(row, in_context=None) for row in rows], ["teacher"])
     assert "the teacher graded no row of a step" in caplog.text
@@ -276,7 +277,33 @@ def test_a_row_without_a_prompt_for_the_teacher_is_not_graded() -> None:
     made = training_row(Row([3, 4], [0, 1], [0.0, -1.0]))
     assert made is not None
     assert made.in_context is None
-    assert is_graded({"teacher": torch.tensor([float("nan"), -1.0])}).tolist() == [False, True]
+    assert is_graded({"teacher": torch.tensor([float("inf"), -1.0])}).tolist() == [False, True]
+
+
+def test_a_broken_teacher_stops_the_run(make_recipe: MakeRecipe, accelerator: Accelerator) -> None:
+    """NaN counts as no missing grade."""
+    recipe = in_context(make_recipe(loss=PLAIN))
+    learner = Learner(recipe, accelerator, TEMPERATURE)
+    rows = [replace(row, streams=row.streams | {"teacher": row.targets * np.nan}) for row in in_context_rows()]
+    with pytest.raises(FloatingPointError):
+        update_policy(learner, learner.deal(rows), recipe)
+
+
+def test_saved_groups_need_a_text_for_the_teacher() -> None:
+    row = Row([3, 4], [0, 1], [0.0, -1.0])
+    groups = [Group("0", {}, [Trajectory("0.0", [], [Row(), row], Outcome.COMPLETED)], 0)]
+    with pytest.raises(
+        SettingError, match=r"teacher\.context: set, but saved has no text for a teacher.* fix: name the"
+    ):
+        check_saved_prompts(groups, Path("saved"))
+    row.teacher_prompt = [3]
+    check_saved_prompts(groups, Path("saved"))
+
+
+def test_more_tokens_than_the_vocabulary_are_refused(make_recipe: MakeRecipe, accelerator: Accelerator) -> None:
+    recipe = in_context(make_recipe(), divergence="forward_kl", top_k=VOCABULARY + 1)
+    with pytest.raises(SettingError, match=r"teacher\.top_k: got 65, .* 64 tokens; fix: lower it"):
+        Learner(recipe, accelerator, TEMPERATURE)
 
 
 @pytest.mark.parametrize(

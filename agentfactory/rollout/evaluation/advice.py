@@ -99,7 +99,7 @@ def malformed_turns(look: Look) -> Iterator[Advice]:
 def equal_rewards(look: Look) -> Iterator[Advice]:
     """Advise if all rewards are equal, or those of each group."""
     several, teach = look.worths.total(), look.worths[Worth.TEACHES]
-    if len(look.rewards) < 2:
+    if len(look.rewards) < 2 or not look.offer.judged:
         return
     if look.different == 1:
         reward = look.rewards[0]

@@ -116,7 +116,8 @@ def offer_of(runner: Runner) -> Offer:
     """Return what the chains of a runner get."""
     setup = runner.setup
     own_loop = isinstance(runner, GatewayRunner)
-    return Offer(setup.config, setup.specs, setup.dialogue.parser, runner.toolset.why_chains_wait, own_loop)
+    judged = setup.recipe.needs_rewards
+    return Offer(setup.config, setup.specs, setup.dialogue.parser, runner.toolset.why_chains_wait, own_loop, judged)
 
 
 def _failure(mode: str, groups: list[Group]) -> str:

@@ -38,6 +38,8 @@ class Offer:
     """Tool server -> why chains wait for a process of it, and the setting to change."""
     own_loop: bool = False
     """True if an agent with its own loop writes the prompts and offers the tools."""
+    judged: bool = True
+    """False if rewards are only reported, because a teacher alone trains the policy."""
 
     @property
     def tools(self) -> str:

@@ -78,7 +78,7 @@ def _rewards(look: Look) -> str:
     low, high = min(look.rewards), max(look.rewards)
     told = f"mean {fmean(look.rewards):.3g}, from {low:g} to {high:g}" if low < high else f"all {low:g}"
     told += ", with different turn rewards" if low == high and look.different > 1 else ""
-    if look.offer.config.group_size == 1:
+    if look.offer.config.group_size == 1 or not look.offer.judged:
         return told
     if not (groups := look.worths.total()):
         return f"{told}; whether they differ within a group is not known, because each task has one chain"

@@ -117,7 +117,12 @@ class GroupProducer:
     def _candidate(self, group: OpenGroup) -> Candidate:
         # group rewards exist only once the group is complete
         ended = [] if self._lacks_group_rewards(group) else group.ended
-        teaches = worth(ended, self.config) is Worth.TEACHES
+        found = worth(ended, self.config)
+        if self.runner.setup.recipe.needs_rewards:
+            teaches = found is Worth.TEACHES
+        else:
+            # a teacher alone grades chains of any rewards, but reads texts only in whole groups
+            teaches = found is not Worth.LOST and self.context is None
         complete = group.state is State.COMPLETE
         return Candidate(group.id, group.oldest, complete, len(counted(ended, self.config)), teaches)
 

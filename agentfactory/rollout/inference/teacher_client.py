@@ -90,8 +90,8 @@ class TeacherClient:
 
     # ---- checks
 
-    async def check(self) -> None:
-        """Check that the server can grade this policy: its routes, context length, tokenizer, and one answer."""
+    async def check_server(self) -> dict[str, Any]:
+        """Check the server without the policy: its routes and context length. Return the card of its model."""
         url = self._server.url
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
@@ -104,6 +104,9 @@ class TeacherClient:
             problem, _, fix = str(error).rpartition("; ")
             if not problem:
                 problem, fix = fix, "start it: agentfactory serve RECIPE"
+            if "SGLang" in problem or fix.endswith("?"):
+                # the advice for server.url would change the policy's server
+                fix = f"{_ENGINES}, and write its address without a path such as /v1"
             raise SettingError("teacher.url", problem, fix.removeprefix("fix: ")) from error
         card = next((card for card in cards if not card.get("parent")), None)
         if card is None:
@@ -115,7 +118,15 @@ class TeacherClient:
             problem = f"{url} reads {self._limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
             fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
             raise SettingError("teacher.url", problem, fix)
+        return card
+
+    async def check(self) -> None:
+        """Check that the server can grade this policy: its routes, context length, tokenizer, and one answer."""
+        url, card = self._server.url, await self.check_server()
         own, theirs = await asyncio.to_thread(self._load_tokenizers, card.get("root"))
+        if (self._server.top_k or 0) > len(own):
+            problem = f"got {self._server.top_k}, and the policy's vocabulary has {len(own)} tokens"
+            raise SettingError("teacher.top_k", problem, "lower it")
         try:
             self._missing = {} if theirs is None else tokens_missing(own, theirs, url)
         except SettingError as error:

@@ -121,24 +121,25 @@ class Worker:
             runner.client.restore_by(self._restore)
             runner.client.published(published)
             resumed = self._resume(version)
-            if teacher is not None and resumed is not None:
-                await teacher.grade_again([pending.group for pending in resumed.pending])
-            producer = GroupProducer(
-                self.recipe.rollout,
-                runner if teacher is None else runner.graded_by(teacher.grade),
-                self.order,
-                admission,
-                published,
-                saved,
-                partial(self._deliver, runner, teacher),
-                resumed,
-                self.share,
-                self._watch(runner, first=version == 0),
-                context,
-            )
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(producer.run())
+                # first, because grading many groups takes time
                 tasks.create_task(self._live())
+                if teacher is not None and resumed is not None:
+                    await teacher.grade_again([pending.group for pending in resumed.pending])
+                producer = GroupProducer(
+                    self.recipe.rollout,
+                    runner if teacher is None else runner.graded_by(teacher.grade),
+                    self.order,
+                    admission,
+                    published,
+                    saved,
+                    partial(self._deliver, runner, teacher),
+                    resumed,
+                    self.share,
+                    self._watch(runner, first=version == 0),
+                    context,
+                )
+                tasks.create_task(producer.run())
                 if self.recipe.rollout.concurrency == "auto":
                     tasks.create_task(self._follow_load(runner))
                 async for message in messages:

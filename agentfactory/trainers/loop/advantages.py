@@ -238,9 +238,13 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return rloo_advantages(rewards)
 
 
-def raft(rewards: Sequence[float]) -> list[float]:
-    """See raft_advantages."""
-    return raft_advantages(rewards)
+def raft(groups: Groups) -> PerToken:
+    """Select whole chains by the sum of their rewards: see raft_advantages."""
+    advantages: PerToken = []
+    for group in groups:
+        chosen = raft_advantages([chain.reward + sum(chain.turn_rewards) for chain in group])
+        advantages += [[advantage] * chain.tokens for chain, advantage in zip(group, chosen, strict=True)]
+    return advantages
 
 
 def reinforce_pp_baseline(groups: Groups) -> PerToken:
@@ -298,7 +302,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
 INPUTS = ("rewards", "batch_rewards", "groups")
 
 _COMPARES_TURNS = (gigpo,)
-_COMPARES_CHAINS = (reinforce_pp_baseline, *_COMPARES_TURNS)
+_COMPARES_CHAINS = (raft, reinforce_pp_baseline, *_COMPARES_TURNS)
 """Estimators that take `groups` and compare a group's chains. Estimators that take `rewards` always do."""
 
 

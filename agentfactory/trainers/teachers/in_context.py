@@ -1,20 +1,24 @@
 """Rows that a teacher grades with more in its context than the policy has (teacher.context): see Row.teacher_prompt.
 
 The teacher's rows are other rows than the policy's, so they are scored in passes of their own; their targets are the
-policy's, in the same order. Tokens of other rows are not graded: their `teacher` is NaN, or all tokens of their
-`teacher_top` are -1, and their divergence and its gradient are 0.
+policy's, in the same order. Tokens of other rows are not graded: their `teacher` is infinite, or all tokens of their
+`teacher_top` are -1, and their divergence and its gradient are 0. NaN is no such mark: it comes from a broken teacher,
+and must reach the gradient, where the learner refuses it.
 """
 
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.run_notices import notify
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,14 @@ def without_long(rows: Iterable[TrainingRow], longest: int) -> list[TrainingRow]
     return found
 
 
+def check_saved_prompts(groups: Iterable[Group], path: Path) -> None:
+    """Raise SettingError if no row of saved groups has a prompt for the teacher: none could be graded."""
+    rows = (row for group in groups for chain in group.trajectories for row in chain.rows)
+    if all(row.teacher_prompt is None for row in rows):
+        problem = f"set, but {path} has no text for a teacher, which a run with teacher.context saves"
+        raise SettingError("teacher.context", problem, "name the trajectories/ of such a run, or use teacher.model")
+
+
 def teachers_rows(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Return the teacher's rows of `rows`. If none is graded, return a row whose scores nothing uses: only rank 0 has
     the rows, and all processes must make the same passes."""
@@ -54,7 +66,7 @@ def with_scores(
         if row.in_context is not None:
             values = next(remaining).streams[stream]
         elif top_k is None:
-            values = np.full(len(row.targets), np.nan)
+            values = np.full(len(row.targets), np.inf)
         else:
             values = np.tile([[[-1.0], [0.0]]], (len(row.targets), 1, top_k))
         found.append(replace(row, streams=row.streams | {stream: values}))
@@ -66,6 +78,6 @@ def is_graded(streams: dict[str, Tensor]) -> Bool[Tensor, "targets"]:
     if (top := streams.get("teacher_top")) is not None:
         return (top[:, 0] >= 0).any(-1)
     if (scores := streams.get("teacher")) is not None:
-        return ~scores.isnan()
+        return scores != torch.inf
     # an exact divergence covers all
     return torch.ones_like(streams["weight"], dtype=torch.bool)

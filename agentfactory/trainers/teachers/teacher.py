@@ -147,10 +147,13 @@ def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) 
     if that is the teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
     config = recipe.teacher
     assert config is not None
+    if (config.top_k or 0) > (rows := _rows(policy.network)):
+        problem = f"got {config.top_k}, and the policy's vocabulary has {rows} tokens"
+        raise SettingError("teacher.top_k", problem, "lower it")
     if config.model is None:
-        return Teacher(config, CurrentPolicy(accelerator), _rows(policy.network))
+        return Teacher(config, CurrentPolicy(accelerator), rows)
     if config.model == recipe.model.path and policy.is_lora:
-        return Teacher(config, FrozenPolicy(accelerator, None), _rows(policy.network))
+        return Teacher(config, FrozenPolicy(accelerator, None), rows)
     missing: dict[int, str] = {}
     try:
         if config.model != recipe.model.path:
@@ -163,12 +166,12 @@ def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) 
         decided_by_rank_0(check) if recipe.train.strategy == "fsdp2" else check()
     except SettingError as error:
         raise error.at("teacher.model" if error.field == "model.path" else error.field) from error.__cause__
-    missing |= {row: "without text" for row in range(_rows(network), _rows(policy.network)) if row not in missing}
+    missing |= {number: "without text" for number in range(_rows(network), rows) if number not in missing}
     left_out = [token for number, token in missing.items() if number >= _rows(network) and token != "without text"]
     if config.is_exact and left_out:
         problem = f"got {config.divergence!r}, and {config.model} has no row for {left_out[0]!r} of the vocabulary"
         raise SettingError("teacher.divergence", problem, "use sampled, or a teacher with the whole vocabulary")
-    return Teacher(config, freeze(network, recipe, policy, accelerator), _rows(policy.network), missing)
+    return Teacher(config, freeze(network, recipe, policy, accelerator), rows, missing)
 
 
 def _check_network(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy) -> None:
