@@ -227,6 +227,19 @@ async def test_answers_that_no_teacher_can_give_fail_the_chain(model: Path, case
             await client.check()
 
 
+async def test_a_busy_server_that_answers_others_fails_the_chain_and_not_the_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def busy(*_: Any, **__: Any) -> None:
+        raise InferenceError("the server answered 429: busy (for 1 s)")
+
+    async with teaching(model) as (_, client):
+        await client.check()
+        monkeypatch.setattr(client._client, "generate", busy)
+        with pytest.raises(InferenceError, match="429"):
+            await client.grade(chain(two_turns()))
+
+
 async def test_logits_are_no_log_probabilities(model: Path) -> None:
     async with teaching(model, top_k=3) as (teacher, client):
         await client.check()

@@ -155,7 +155,7 @@ def test_a_turn_that_cannot_be_read_is_blamed(make_recipe: Make) -> None:
     assert advantages(credited(make_recipe(), group(malformed(1.0, 0), chain(1.0)))) == [[0.0] * 3] * 2
 
 
-# raft only rewards: chains that are not selected are left alone
+# raft has no advantage below 0, except for malformed turns: see the next test
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"sft", "distill", "raft"}))
 def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, algorithm: str) -> None:
     groups = [group(malformed(5.0, 1), malformed(1.0, 0), chain(0.0), chain(4.0))]

@@ -23,6 +23,10 @@ class InferenceError(Exception):
     """A request that the server refused or failed."""
 
 
+class RefusedError(InferenceError):
+    """A request that the server refuses however often it is sent."""
+
+
 class ContextOverflowError(InferenceError):
     """A prompt that exceeds the server's context length."""
 
@@ -195,7 +199,7 @@ def refusal(status: int, text: str) -> InferenceError:
     """Return the exception for a refused request."""
     if status in (400, 500) and any(words in text.lower() for words in _OVERFLOW):
         return ContextOverflowError(text)
-    return InferenceError(f"the server answered {status}: {text[:500]}")
+    return RefusedError(f"the server answered {status}: {text[:500]}")
 
 
 def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:

@@ -15,6 +15,7 @@ from agentfactory.rollout.inference.http_transport import (
     ContextOverflowError,
     InferenceError,
     LostError,
+    RefusedError,
     ServerUnreachableError,
     missing_routes,
     refusal,
@@ -248,7 +249,7 @@ class InferenceClient:
                 failed_at.add(url)
             else:
                 if status == 401:
-                    raise InferenceError(f"the server answered 401: {self._connection.lacking_key(url)}")
+                    raise RefusedError(f"the server answered 401: {self._connection.lacking_key(url)}")
                 refused = refusal(status, text)
                 # a restarted server, or one that received many images since, no longer holds some
                 if images is None or isinstance(refused, ContextOverflowError) or all(p["url"] for p in parts):

@@ -16,7 +16,12 @@ import numpy as np
 from jaxtyping import Float, Int
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.inference.http_transport import (
+    ContextOverflowError,
+    InferenceError,
+    RefusedError,
+    ServerUnreachableError,
+)
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.text.common_tokens import tokens_missing
@@ -261,10 +266,7 @@ class TeacherClient:
             raise SettingError(
                 "teacher.url", problem, "serve it with a longer one, or lower rollout.max_total_tokens"
             ) from error
-        except InferenceError as error:
-            if "answered 4" not in str(error):
-                raise
-            # no other try would change it
+        except RefusedError as error:
             reason, _, fix = str(error).partition("; fix: ")
             problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {reason}"
             raise SettingError("teacher.url", problem, fix or self._remedy(reason)) from error
