@@ -254,7 +254,6 @@ def run_ours(
 
     from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow
     from agentfactory.trainers.config import TrainRecipe
-    from agentfactory.trainers.processes.host_memory import return_freed_tensors
     from agentfactory.trainers.update.learner import Learner, Targets, Terms
     from agentfactory.trainers.update.losses import PolicyLoss
 
@@ -264,7 +263,6 @@ def run_ours(
         settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
         model["lora"] = {"from": str(adapter), "rank": settings["r"], "alpha": settings["lora_alpha"]}
     recipe = TrainRecipe.model_validate({"model": model, "train": train})
-    return_freed_tensors()  # as make_accelerator does
     learner = Learner(recipe, Accelerator(cpu=True), images=folder / "images")
     images = [stored_images(folder / "images", row.get("images", [])) for row in rows]
     meter, done = Meter(), []

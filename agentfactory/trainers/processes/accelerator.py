@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from agentfactory.tools.http.loopback import has_foreign_peer, own_sockets
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
-from agentfactory.trainers.processes.host_memory import return_freed_tensors
 from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
@@ -86,8 +85,6 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     )
     group = InitProcessGroupKwargs(timeout=PATIENCE, init_method=method)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)
-    if accelerator.device.type == "cpu":
-        return_freed_tensors()
     # before the first object collective, which unpickles received data
     if method is not None and has_foreign_peer(earlier):
         raise LaunchError(

@@ -23,8 +23,8 @@ def return_freed_tensors() -> None:
     """Make glibc return the memory of tensors from 8 MiB on to the system when they are freed.
 
     By default it keeps pieces of up to 32 MiB in its heap, which rows of different lengths fragment: in an update of
-    Qwen2.5-0.5B, to 1.5 times the memory of the tensors. Below 8 MiB, fresh pages would cost more time than the heap.
-    Does nothing with another C library.
+    Qwen2.5-0.5B, to 1.5 times the memory of the tensors. For networks whose tensors are small, fresh pages cost more
+    time than the heap. Does nothing with another C library.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_MMAP_THRESHOLD, 2**23)
