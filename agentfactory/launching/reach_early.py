@@ -77,7 +77,7 @@ def check_teacher_answers(recipe: Recipe) -> None:
     try:
         run_interruptibly(check_once())
     except ServerUnreachableError as error:
-        raise SettingError("teacher.url", str(error), "start the server anew") from error
+        raise SettingError("teacher.url", str(error), "restart the server") from error
 
 
 def check_tools_open(recipe: RolloutRecipe) -> None:

@@ -484,7 +484,7 @@ class TeacherConfig(Choice):
 
     @property
     def server(self) -> TeacherServer | None:
-        """What the rollout worker asks; None if the trainer loads the teacher."""
+        """The server that the rollout worker asks; None if the trainer loads the teacher."""
         return None if self.url is None else TeacherServer(self.url, self.api_key_env, self.top_k)
 
     @property

@@ -123,3 +123,17 @@ def _make_groups() -> Callable[..., list[Group]]:
 @pytest.fixture(name="make_row")
 def _make_row() -> Callable[..., Row]:
     return make_row
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A wider model with the policy's tokenizer, whose vocabulary is padded further."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY + 6, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.gkd import GKDTrainer
 
 from agentfactory.rollout.text.common_tokens import tokens_missing
@@ -34,20 +34,6 @@ pytestmark = pytest.mark.numbers
 
 EXACT = {"reverse_kl": {}, "forward_kl": {}, "jensen_shannon": {"beta": 0.3}}
 MakeRecipe = Callable[..., TrainRecipe]
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A wider model with the policy's tokenizer, whose vocabulary is padded further."""
-    folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY + 6, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def with_teacher(recipe: TrainRecipe, folder: Path, **teacher: Any) -> TrainRecipe:

@@ -69,6 +69,10 @@ class Recorder:
         self.noting = threading.Lock()
         recorder = self
 
+        class Proxy(ThreadingHTTPServer):
+            # the default of 5 waiting connections resets some of a busy machine's
+            request_queue_size = 128
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 recorder.forward(self)
@@ -79,7 +83,7 @@ class Recorder:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = Proxy(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def forward(self, request: BaseHTTPRequestHandler) -> None:
@@ -273,7 +277,7 @@ def check_metrics(logged: list[dict[str, Any]]) -> None:
 def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
     """It is listed with the path that was sent, but the base model computes."""
     recorder.loses = "all"
-    with pytest.raises(SyncError, match=r"version 1 \(run-1-v1(-\d+)?\): .* moved by 0.* it serves other weights"):
+    with pytest.raises(SyncError, match=r"version 1 \(run-1-v1\): .* moved by 0.* it serves other weights"):
         train({"rank": 4})
     # the first adapter changes nothing
     assert recorder.calls.count("turn") == 1

@@ -32,7 +32,6 @@ from agentfactory.tools.user_code.loading import UserCodeError, load_object
 logger = logging.getLogger(__name__)
 
 FIELD = "teacher.context"
-_CHOICES = ("solution", "answer", "errors")
 OFFERED = ("trajectory", "task", "trajectories")
 """The parameters that a user's function may take."""
 

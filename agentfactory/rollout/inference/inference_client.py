@@ -58,8 +58,8 @@ class Completion:
     mask: list[int]
     stop: str | None = None
     """The stop string at which the server ended the turn."""
-    prompt: Any = None
-    """The server's `prompt_logprobs`, unchecked; None if they were not asked for."""
+    prompt_logprobs: Any = None
+    """The server's scores of the prompt, unchecked; None if they were not asked for."""
 
     def beginning(self, count: int) -> "Completion":
         """Return the turn as if it had ended after its first `count` tokens."""
@@ -319,7 +319,7 @@ def _completion(text: str) -> Completion | None:
         count = len(token_ids)
         reason = choice.get("stop_reason")  # for a stop token, its id
         stop = reason if isinstance(reason, str) else None
-        prompt = answer.get("prompt_logprobs")
+        scores = answer.get("prompt_logprobs")
     except json.JSONDecodeError as error:
         raise InferenceError(f"the server's response is not JSON: {error}: {text[:200]}") from error
     except (KeyError, TypeError, IndexError) as error:
@@ -335,4 +335,4 @@ def _completion(text: str) -> Completion | None:
         edges = (0, span.start, span.end, count)
         if type(span.version) is not str or any(type(edge) is not int for edge in edges) or sorted(edges) != [*edges]:
             raise InferenceError(f"the server sent {span} as the weight version of {count} tokens")
-    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count, stop, prompt)
+    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count, stop, scores)

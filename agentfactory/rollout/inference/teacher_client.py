@@ -104,7 +104,7 @@ class TeacherClient:
                 cards = await self._client.models(self._client.urls[0])
         except TimeoutError:
             problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
-            raise SettingError("teacher.url", problem, "start the server anew") from None
+            raise SettingError("teacher.url", problem, "restart the server") from None
         except ServerUnreachableError as error:
             problem, _, fix = str(error).rpartition("; ")
             if not problem:
@@ -206,7 +206,7 @@ class TeacherClient:
         try:
             found = await self._canary_values(canary.contexts)
         except InferenceError as error:
-            raise SettingError("teacher.url", f"its fixed contexts fail: {error}", "start the server anew") from error
+            raise SettingError("teacher.url", f"its fixed contexts fail: {error}", "restart the server") from error
         drift = _drift([np.asarray(values) for values in canary.logprobs], found)
         if not drift <= canary.tolerance:
             tokens = sum(map(len, canary.logprobs))
@@ -278,7 +278,7 @@ class TeacherClient:
                 problem = f"{self._server.url} graded with weights called {span.version!r}, and before with "
                 fix = "name a server whose weights nobody updates, and begin again"
                 raise SettingError("teacher.url", f"{problem}{self._label!r}", fix)
-        return _grades(completion.prompt, ids, places, self._server.top_k)
+        return _grades(completion.prompt_logprobs, ids, places, self._server.top_k)
 
 
 def _drift(before: Sequence[np.ndarray], now: Sequence[np.ndarray]) -> float:

@@ -1,7 +1,6 @@
-"""Host memory: its return to the system, and memory for copies of a device's tensors. For a GPU the copies' memory is
-page-locked, which makes them several times as fast."""
+"""Host memory for copies of a device's tensors. For a GPU it is page-locked, which makes copies several times as
+fast."""
 
-import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,29 +13,6 @@ _LEAST_LOCKED = 2**25 + 1
 """Minimum number of bytes to page-lock: smaller pieces could share a page, which can be locked only once (glibc maps
 pieces beyond 32 MiB separately)."""
 _ALIGNMENT = 64
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
-
-
-def return_freed_tensors() -> None:
-    """Make glibc return the memory of tensors from 8 MiB on to the system when they are freed.
-
-    By default it keeps pieces of up to 32 MiB in its heap, which rows of different lengths fragment: in an update of
-    Qwen2.5-0.5B, to 1.5 times the memory of the tensors. For networks whose tensors are small, fresh pages cost more
-    time than the heap. Does nothing with another C library.
-    """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(_MMAP_THRESHOLD, 2**23)
-        # setting the first fixes this one at 128 KiB, which small tensors would cross all the time
-        libc.mallopt(_TRIM_THRESHOLD, 2**26)
-
-
-def trim_heap() -> None:
-    """Return the heap's free pages to the system: fragments of a step would otherwise add up over steps. Does nothing
-    with a C library other than glibc."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def lock(host: Bytes, device: torch.device) -> None:

@@ -25,7 +25,6 @@ from agentfactory.trainers.networks.image_check import check_images
 from agentfactory.trainers.networks.policy import Measure, Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
-from agentfactory.trainers.processes.host_memory import return_freed_tensors, trim_heap
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
 from agentfactory.trainers.teachers.in_context import teachers_rows, with_scores, without_long
 from agentfactory.trainers.teachers.teacher import make_teacher, top_k_measure
@@ -44,9 +43,6 @@ class Terms:
     maxima: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
     """Metrics whose maximum over micro-batches and processes is kept."""
 
-
-_LARGE = 2**29
-"""Bytes of weights from which a network's tensors are so large that the C library's heap holds them badly."""
 
 Loss = Callable[..., Terms]
 """(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms. With a teacher.divergence other than
@@ -89,10 +85,6 @@ class Learner:
         self.entropy_gradient = train.loss.entropy_bonus > 0
         self.policy: Policy = load_policy(recipe, accelerator.device, needs)
         self.batching = self.policy.batching
-        weights = sum(weight.nbytes for weight in self.policy.parameters())
-        self._spares_host_memory = accelerator.device.type == "cpu" and weights >= _LARGE
-        if self._spares_host_memory:
-            return_freed_tensors()
         self.vision = load_vision(recipe.model.path) if sees(self.policy.network.config) else None
         self.images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None
         if self.vision is not None:
@@ -228,8 +220,6 @@ class Learner:
     def end_step(self) -> None:
         """Advance the schedule, which counts steps. Call once per step, after its updates."""
         self.schedule.step()
-        if self._spares_host_memory:
-            trim_heap()
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
         return part.ids, part.sources, part.labels, part.positions, part.ends, self._images_of(part)
