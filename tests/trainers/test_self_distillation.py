@@ -20,12 +20,11 @@ from trl.experimental.sdpo.loss_utils import (
     compute_topk_self_distillation_loss,
 )
 
-from agentfactory.rollout.groups.teacher_context import _CHOICES
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
-from agentfactory.trainers.config import CONTEXTS, TrainRecipe
+from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.teachers.divergences import top_k_divergence
 from agentfactory.trainers.teachers.in_context import check_saved_prompts, is_graded
@@ -46,10 +45,6 @@ def in_context(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
     data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": {"context": "solution", **teacher}}
     data["rollout"]["temperature"] = TEMPERATURE
     return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
-
-
-def test_the_choices_are_those_of_the_worker() -> None:
-    assert CONTEXTS == _CHOICES
 
 
 def teachers_logits(folder: Path, rows: Sequence[TrainingRow]) -> list[Tensor]:
