@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from agentfactory.rollout.config import LateChains
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Trajectory
@@ -121,6 +122,7 @@ class Simulation:
     max_staleness: int
     steps: int
     seed: int = 0
+    late: LateChains = LateChains.WAIT
     _now: float = 0.0
     _events: list[tuple[float, int, str, float]] = field(default_factory=list)
     _open: dict[str, _Group] = field(default_factory=dict)
@@ -129,7 +131,7 @@ class Simulation:
         """Return the mean duration of a step."""
         self._draws, self._serial = random.Random(self.seed), 0
         self._admission = Admission(BATCH, self.max_staleness, self.steps * BATCH)
-        self._batches = BatchChoice(BATCH, self.max_staleness)
+        self._batches = BatchChoice(BATCH, self.max_staleness, late=self.late)
         ends = list(self._step_ends())
         return (ends[-DRAIN - 1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP - DRAIN)
 

@@ -21,11 +21,13 @@ Server = TypeVar("Server", bound="ScriptedServer")
 @dataclass
 class ScriptedServer:
     """A server that answers each prompt by `script`. `requests`, `responses` and `held` record the traffic and each
-    request's duration in seconds. With `decode`, from ids to text, it honours a request's stop strings."""
+    request's duration in seconds. With `decode`, from ids to text, it honours a request's stop strings. With
+    `tells_model`, tokens have the requested model as their version."""
 
     script: Script
     delay: float = 0.0
     decode: Callable[[list[int]], str] | None = None
+    tells_model: bool = False
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     responses: list[list[int]] = field(default_factory=list)
@@ -53,7 +55,7 @@ class ScriptedServer:
             "stop_reason": stop,
             "token_ids": ids,
             "logprobs": {"content": [{"token_id": i, "logprob": -1.0} for i in ids]},
-            "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
+            "weight_versions": [{"version": body["model"] if self.tells_model else "0", "start": 0, "end": len(ids)}],
         }
         response = web.json_response({"request_id": "r", "choices": [choice]})
         self.held.append(time.perf_counter() - begun)

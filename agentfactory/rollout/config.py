@@ -383,6 +383,18 @@ class Inflight(StrEnum):
     """Keep the KV cache, which is cheaper. Tokens sampled on it are marked as mixed and match no single version."""
 
 
+class LateChains(StrEnum):
+    """The treatment of a group that still has running chains when its first tokens reach `rollout.max_staleness`."""
+
+    WAIT = "wait"
+    """Wait for the group: every chain that was started is trained."""
+    BASELINE = "baseline"
+    """Train other groups meanwhile, and the late one when its chains have ended: all rewards count in its baseline, and
+    tokens that are too old by then are not trained."""
+    DROP = "drop"
+    """Train the group without its running chains, and cancel them. The trained chains are then the fast ones."""
+
+
 class RolloutConfig(Section):
     """Rollout settings: sampling, limits, context, agent and filters of chains."""
 
@@ -431,6 +443,11 @@ class RolloutConfig(Section):
     worker saturates a core, from about 1,000 chains on."""
     max_staleness: int = Field(default=0, ge=0)
     """Maximum age of a trained token, in updates; 0 alternates generation and training."""
+    late_chains: LateChains = LateChains.WAIT
+    """Treatment of a group with running chains when its first tokens reach max_staleness: wait | baseline | drop. wait:
+    the next batch waits for it. baseline: other groups are trained meanwhile; when its chains have ended, all rewards
+    count in its baseline, and tokens that are too old are not trained. drop: it is trained without these chains, so
+    that fast chains are trained more often than slow ones. See docs/staleness.md."""
     inflight: Inflight = Inflight.RECOMPUTE
     """Treatment of the KV caches of running chains when full weights are updated: recompute | keep. With an adapter, a
     running turn keeps its adapter."""

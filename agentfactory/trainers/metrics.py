@@ -41,6 +41,7 @@ METRICS = [
     Metric("groups/equal_rewards", "", "share of the groups whose rewards are all equal: they give no gradient"),
     Metric("staleness/mean", "versions", "age of a token's sampling weights when it is trained, mean over tokens"),
     Metric("staleness/max", "versions", "age of a token's sampling weights when it is trained, maximum over the batch"),
+    Metric("staleness/untrained", "", "late_chains=baseline: share of the sampled tokens that are too old to train"),
     Metric("staleness/recomputed", "", "context tokens that servers recomputed for new weights, per token of the rows"),
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
     Metric("cancelled/chains", "", "chains that it cancelled, in these groups or in groups trained without them"),

@@ -129,7 +129,7 @@ async def training(
         }
     )
     async with (
-        serve_script(script) as server,
+        serve_script(script, tells_model=True) as server,
         InferenceClient(server.url) as client,
         open_toolset(recipe, folder) as toolset,
         Rewards.load(recipe.rewards, folder) as judges,
@@ -143,7 +143,10 @@ async def training(
             raise AssertionError
 
         published = Published(version, f"m{version}", f"m{version}")
-        producer = GroupProducer(recipe.rollout, runner, order, admission, published, path, unset, resumed)
+        versions = {f"m{number}": number for number in range(version)}
+        producer = GroupProducer(
+            recipe.rollout, runner, order, admission, published, path, unset, resumed, versions=versions
+        )
         trainer = Trainer(producer, server)
         trainer.running = asyncio.create_task(producer.run())
         try:
@@ -160,7 +163,7 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
     quickstart_run: Path, tmp_path: Path
 ) -> None:
     tasks = [{"name": "a", "seconds": [0.0, 0.0, 60.0]}, {"name": "b", **FAST}, {"name": "c", **FAST}]
-    async with training(quickstart_run, tmp_path, tasks, steps=3, max_staleness=1) as trainer:
+    async with training(quickstart_run, tmp_path, tasks, steps=3, max_staleness=1, late_chains="drop") as trainer:
         chains, figures = await trainer.next_batch()
         assert chains == ["g000001.0", "g000001.1", "g000001.2"], "the younger group overtakes"
         gauges = {name: value for name, value in figures.items() if name.startswith("environments/Waiting/")}
@@ -190,6 +193,58 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
     assert saved["g000000"][0].outcome is Outcome.COMPLETED
 
 
+def slow_and_fast(seconds: float) -> list[dict[str, Any]]:
+    return [{"name": "a", "seconds": [0.0, 0.0, seconds]}, *({"name": name, **FAST} for name in "bcd")]
+
+
+async def test_a_batch_waits_for_the_running_chains_of_an_old_group(quickstart_run: Path, tmp_path: Path) -> None:
+    async with training(quickstart_run, tmp_path, slow_and_fast(2.0), steps=4, max_staleness=1) as trainer:
+        assert (await trainer.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
+        trainer.publish(1)
+        chains, figures = await trainer.next_batch()
+        assert chains == ["g000000.0", "g000000.1", "g000000.2"], "and not g000002, which is complete"
+        assert figures["cancelled/chains"] == 0
+        assert [group.id for group in read_groups(tmp_path / "train.jsonl")] == ["g000001", "g000002", "g000000"]
+        for version, group in ((2, "g000002"), (3, "g000003")):
+            trainer.publish(version)
+            assert groups_of((await trainer.next_batch())[0]) == {group}
+
+
+async def test_a_late_group_is_trained_after_others_when_its_chains_have_ended(
+    quickstart_run: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_staleness": 1, "late_chains": "baseline"}
+    async with training(quickstart_run, tmp_path, slow_and_fast(2.0), 4, **options) as trainer:
+        for version, group in ((0, "g000001"), (1, "g000002"), (2, "g000003")):
+            if version:
+                trainer.publish(version)
+            assert groups_of((await trainer.next_batch())[0]) == {group}
+        trainer.publish(3)
+        chains, figures = await trainer.next_batch()
+    assert chains == ["g000000.0", "g000000.1", "g000000.2"]
+    assert figures["cancelled/chains"] == figures["cancelled/groups"] == 0
+    late = next(group for group in read_groups(tmp_path / "train.jsonl") if group.id == "g000000")
+    assert [[span.version for span in chain.rows[0].versions] for chain in late.trajectories] == [
+        ["m0", "m0"],
+        ["m0", "m0"],
+        ["m0", "m3"],
+    ], "at version 3, only the last turn of the slow chain is trained"
+
+
+async def test_a_late_group_whose_tokens_are_all_too_old_is_replaced(quickstart_run: Path, tmp_path: Path) -> None:
+    # the slow chain never gets to a second turn
+    options: dict[str, Any] = {"max_staleness": 1, "late_chains": "baseline", "timeout_seconds": 2.0}
+    async with training(quickstart_run, tmp_path, slow_and_fast(60.0), 4, **options) as trainer:
+        for version, group in ((0, "g000001"), (1, "g000002"), (2, "g000003")):
+            if version:
+                trainer.publish(version)
+            assert groups_of((await trainer.next_batch())[0]) == {group}
+        trainer.publish(3)
+        assert groups_of((await trainer.next_batch())[0]) == {"g000000-1"}
+    saved = [group.id for group in read_groups(tmp_path / "train.jsonl")]
+    assert saved == ["g000001", "g000002", "g000003", "g000000", "g000000-1"]
+
+
 class ForTeacher(RolloutRecipe):
     """The recipe of a run that only a teacher trains."""
 
@@ -204,7 +259,9 @@ async def test_equal_rewards_of_an_old_group_matter_unless_only_a_teacher_trains
 ) -> None:
     tasks = [{"name": "a", "seconds": [0.0, 0.0, 60.0]}, {"name": "b", **FAST}, {"name": "c", **FAST}]
     tasks = [{**task, "rewards": [0.0, 0.0, 0.0]} for task in tasks]
-    async with training(quickstart_run, tmp_path, tasks, steps=3, max_staleness=1, kind=kind) as trainer:
+    async with training(
+        quickstart_run, tmp_path, tasks, steps=3, max_staleness=1, kind=kind, late_chains="drop"
+    ) as trainer:
         assert (await trainer.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
         trainer.publish(1)
         chains, figures = await trainer.next_batch()
@@ -229,7 +286,7 @@ async def test_a_group_with_too_little_is_queued_again_once_and_a_hopeless_task_
 ) -> None:
     tasks = [{"name": "slow", "seconds": [0.0, 60.0, 60.0]}, *({"name": f"t{n}", **FAST} for n in range(9))]
     with caplog.at_level(logging.WARNING, "agentfactory.rollout.groups.producer"):
-        async with training(quickstart_run, tmp_path, tasks, steps=6, max_staleness=1) as trainer:
+        async with training(quickstart_run, tmp_path, tasks, steps=6, max_staleness=1, late_chains="drop") as trainer:
             taken, cancelled = [], 0.0
             for version in range(6):
                 if version:
@@ -346,7 +403,7 @@ async def test_chains_are_compared_when_their_group_is_complete(quickstart_run: 
 
 async def test_what_is_compared_is_trained_whole_or_not_at_all(quickstart_run: Path, tmp_path: Path) -> None:
     tasks = [{"name": "slow", "seconds": [0.0, 0.0, 60.0]}, *({"name": f"t{n}", **FAST} for n in range(9))]
-    async with training(quickstart_run, tmp_path, tasks, 3, max_staleness=1, **RANKED) as trainer:
+    async with training(quickstart_run, tmp_path, tasks, 3, max_staleness=1, late_chains="drop", **RANKED) as trainer:
         assert groups_of((await trainer.next_batch())[0]) == {"g000001"}
         trainer.publish(1)
         chains, figures = await trainer.next_batch()
@@ -432,7 +489,7 @@ async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_pa
     tasks[1] = task("slow", *rewards) | {"seconds": [60.0, 60.0, 60.0]}
     tasks[3] = task("easy", *EASY)
     tasks[4] = task("cut", *rewards, talks=ALWAYS)
-    options: dict[str, Any] = {"batch": 2, "max_staleness": 1, "equal_rewards": "refill"}
+    options: dict[str, Any] = {"batch": 2, "max_staleness": 1, "late_chains": "drop", "equal_rewards": "refill"}
     options["on_outcome"] = {"max_tokens": "drop"}
     async with training(quickstart_run, tmp_path, tasks, 4, **options) as trainer:
         trained = groups_of((await trainer.next_batch())[0])
@@ -446,8 +503,7 @@ async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_pa
     assert before.keys() >= untrained | {"g000001", "g000003", "g000004", "g000004-1"}
 
     saved = read_groups(tmp_path / "train.jsonl")
-    # the scripted server calls all weights "0"
-    resumed = Resumed.from_saved(saved, trained, {"0": 1}, 1, trainer.producer.config)
+    resumed = Resumed.from_saved(saved, trained, {"m0": 0, "m1": 1}, 1, trainer.producer.config)
     assert (resumed.done, resumed.again) == ({0, 2, 3, 4}, (1,)), "trained, filtered, lost; cancelled"
     assert {pending.group.id for pending in resumed.pending} >= untrained
     tasks[1] = task("slow", *rewards)
@@ -492,7 +548,9 @@ async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgo
         options["on_outcome"] = {"max_tokens": "drop"}
         if version:
             config = RolloutConfig.model_validate({name: options[name] for name in options if name != "batch"})
-            resumed = Resumed.from_saved(read_groups(path), trained, {"0": version}, version, config)
+            resumed = Resumed.from_saved(
+                read_groups(path), trained, {f"m{n}": n for n in range(version + 1)}, version, config
+            )
         async with training(
             quickstart_run, tmp_path, tasks, steps, version=version, resumed=resumed, **options
         ) as trainer:

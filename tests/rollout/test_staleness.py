@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfactory.rollout.config import EqualRewards
+from agentfactory.rollout.config import EqualRewards, LateChains
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 
 
@@ -72,7 +72,7 @@ def test_no_batch_before_enough_groups_are_complete() -> None:
 
 
 def test_an_old_group_is_closed_with_the_chains_that_have_ended() -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=1)
+    batches = BatchChoice(batch_size=2, max_staleness=1, late=LateChains.DROP)
     groups = [running("old", 0, 2), candidate("young", 1), candidate("younger", 1)]
     assert batches.choose(groups) == Choice(["young", "younger"], []), "at version 0 there is time until version 1"
     batches.publish(1)
@@ -81,7 +81,7 @@ def test_an_old_group_is_closed_with_the_chains_that_have_ended() -> None:
 
 @pytest.mark.parametrize("chains", [0, 1, 3])
 def test_an_old_group_that_would_teach_nothing_is_cancelled(chains: int) -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=0)
+    batches = BatchChoice(batch_size=2, max_staleness=0, late=LateChains.DROP)
     groups = [running("old", 0, chains, teaches=False), candidate("a"), candidate("b")]
     assert batches.choose(groups) == Choice(["a", "b"], ["old"])
 
@@ -104,7 +104,7 @@ def test_groups_of_an_earlier_run_count_as_started() -> None:
 
 
 def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
-    batches = BatchChoice(batch_size=3, max_staleness=2, version=5, chosen=5)
+    batches = BatchChoice(batch_size=3, max_staleness=2, version=5, chosen=5, late=LateChains.DROP)
     groups = [
         running("two", 3, 2),
         running("three", 3, 3),
@@ -114,38 +114,102 @@ def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
         running("unborn", None),
     ]
     assert batches.choose(groups) == Choice(["whole", "three", "two"], [])
-    batches = BatchChoice(batch_size=2, max_staleness=2, version=5, chosen=5)
+    batches = BatchChoice(batch_size=2, max_staleness=2, version=5, chosen=5, late=LateChains.DROP)
     assert batches.choose(groups) == Choice(["whole", "three"], ["two"])
-    batches = BatchChoice(batch_size=3, max_staleness=4, version=5, chosen=5)
+    batches = BatchChoice(batch_size=3, max_staleness=4, version=5, chosen=5, late=LateChains.DROP)
     assert batches.choose(groups) == Choice(["whole", "middle", "newer"], [])
+
+
+def test_a_batch_waits_for_a_group_on_its_last_chance() -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=2)
+    # four more groups have their last chance at version 2: two of them must be in this batch or the next
+    slow = [running("slow", 0), running("slower", 0)]
+    quick = [candidate("a"), candidate("b"), candidate("c"), candidate("d")]
+    assert batches.choose([*slow, *quick]) == Choice(["a", "b"], [])
+    batches.publish(1)
+    young = [candidate("e", 1), candidate("f", 1)]
+    assert batches.choose([*slow, *quick[2:], *young]) == Choice(["c", "d"], [])
+    batches.publish(2)
+    young += [candidate("g", 2), candidate("h", 2)]
+    assert batches.choose([*slow, *young]) is None
+    assert batches.choose([slow[0], candidate("slower", 0), *young]) is None
+    assert batches.choose([candidate("slow", 0), candidate("slower", 0), *young]) == Choice(["slow", "slower"], [])
+
+
+def test_a_batch_waits_if_the_groups_that_it_leaves_would_not_fit_later() -> None:
+    batches = BatchChoice(batch_size=1, max_staleness=2, version=1, chosen=1)
+    groups = [running("slow", 0), running("slower", 0), candidate("young", 1)]
+    assert batches.choose(groups) is None, "one batch is left for both"
+    groups[1] = candidate("slower", 0)
+    assert batches.choose(groups) == Choice(["slower"], [])
+
+
+def test_a_group_on_its_last_chance_gets_a_place_that_was_to_stay_empty() -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=1, version=1, chosen=1)
+    assert batches.leave_empty()
+    assert batches.choose([candidate("a", 0), candidate("b", 0), candidate("c", 1)]) == Choice(["a", "b"], [])
+    batches.publish(2)
+    assert batches.choose([candidate("c", 1), candidate("d", 2)]) == Choice(["c"], []), "the place is empty here"
+    batches.publish(3)
+    assert batches.choose([candidate("d", 2)]) is None
+
+
+def test_more_groups_than_places_on_their_last_chance_do_not_stop_a_run() -> None:
+    """They may be left by a run with another policy."""
+    batches = BatchChoice(batch_size=1, max_staleness=1, version=1, chosen=1)
+    assert batches.choose([candidate("a", 0), candidate("b", 0), running("c", 0)]) == Choice(["a"], ["b"])
+
+
+def test_a_late_group_is_trained_when_it_is_complete_unless_all_its_tokens_are_too_old() -> None:
+    batches = BatchChoice(batch_size=1, max_staleness=1, version=4, chosen=4, late=LateChains.BASELINE)
+    late, young = running("late", 2, 3), Candidate("young", 4, True, 2, True, newest=4)
+    assert batches.choose([late, young]) == Choice(["young"], [])
+    batches.publish(5)
+    young = Candidate("younger", 4, True, 2, True, newest=5)
+    assert batches.choose([Candidate("late", 2, True, 4, True, newest=4), young]) == Choice(["late"], [])
+    batches.publish(6)
+    stale = Candidate("stale", 2, True, 4, True, newest=4)
+    assert batches.choose([stale, running("c", 6)]) == Choice([], ["stale"])
+    assert batches.choose([running("c", 6)]) is None
+    assert batches.choose([stale, young]) == Choice(["younger"], ["stale"])
 
 
 class Run:
     """Rollouts and a trainer, played step by step without time: what may happen next is drawn at random. A complete
     group of equal rewards is kept, or its place stays empty or is filled again."""
 
-    def __init__(self, batch_size: int, max_staleness: int, steps: int, group_size: int, equal: EqualRewards):
+    def __init__(
+        self,
+        batch_size: int,
+        max_staleness: int,
+        steps: int,
+        group_size: int,
+        equal: EqualRewards = EqualRewards.KEEP,
+        late: LateChains = LateChains.WAIT,
+    ):
         self.admission = Admission(batch_size, max_staleness, total=steps * batch_size)
-        self.batches = BatchChoice(batch_size, max_staleness)
+        self.batches = BatchChoice(batch_size, max_staleness, late=late)
         self.steps, self.group_size, self.equal = steps, group_size, equal
         self.empty: list[int] = []
         """Places of each trained batch that stayed empty."""
         self.open: dict[str, list[Any]] = {}
         self.serial = 0
         self.trained: list[list[int]] = []
-        """The ages of each batch's groups."""
+        """The ages of each batch's groups: of their newest tokens if late groups stay open, else of their oldest."""
+        self.cut = self.cancelled = 0
+        """Numbers of groups that were trained without all their chains, and that were cancelled."""
 
     def act(self, draw: random.Random) -> None:
         """Start what may start; advance or end a chain; train a selected batch immediately or later."""
         while self.admission.may_start():
             self.admission.start()
-            self.open[str(self.serial)] = [None, 0, ()]
+            self.open[str(self.serial)] = [None, 0, (), None]
             self.serial += 1
         version = self.admission.version
         for _ in range(draw.randint(1, 8)):
             if alive := [group for group in self.open.values() if group[1] < self.group_size]:
                 group = draw.choice(alive)
-                group[0] = version if group[0] is None else group[0]
+                group[0], group[3] = version if group[0] is None else group[0], version
                 if draw.random() < 0.7:
                     group[1] += 1
                     group[2] = (*group[2], float(draw.random() < 0.5))
@@ -153,15 +217,21 @@ class Run:
         empty = self.batches.empty
         choice = self.batches.choose(
             [
-                Candidate(n, oldest, ended == self.group_size, len(r), len(set(r)) > 1)
-                for n, (oldest, ended, r) in self.open.items()
+                Candidate(n, oldest, ended == self.group_size, len(r), len(set(r)) > 1, newest)
+                for n, (oldest, ended, r, newest) in self.open.items()
             ]
         )
         if choice is not None:
-            assert len(choice.train) == self.admission.batch_size - empty > 0
-            self.empty.append(empty)
+            late = self.batches.late
             assert not set(choice.train) & set(choice.cancel)
-            self.trained.append([version - self.open.pop(name)[0] for name in choice.train])
+            if choice.train:
+                assert self.admission.batch_size - empty <= len(choice.train) <= self.admission.batch_size
+                assert len(choice.train) == self.admission.batch_size - empty or late is LateChains.WAIT
+                self.empty.append(self.admission.batch_size - len(choice.train))
+                groups = [self.open.pop(name) for name in choice.train]
+                self.trained.append([version - group[3 if late is LateChains.BASELINE else 0] for group in groups])
+                self.cut += sum(group[1] < self.group_size for group in groups)
+            self.cancelled += len(choice.cancel)
             for name in choice.cancel:
                 del self.open[name]
                 self.admission.dropped()
@@ -183,11 +253,12 @@ class Run:
     max_staleness=st.integers(0, 4),
     group_size=st.integers(2, 4),
     equal=st.sampled_from(EqualRewards),
+    late=st.sampled_from(LateChains),
 )
 def test_nothing_older_than_the_bound_is_trained_and_no_run_gets_stuck(
-    seed: int, batch_size: int, max_staleness: int, group_size: int, equal: EqualRewards
+    seed: int, batch_size: int, max_staleness: int, group_size: int, equal: EqualRewards, late: LateChains
 ) -> None:
-    run, draw = Run(batch_size, max_staleness, 8, group_size, equal), random.Random(seed)
+    run, draw = Run(batch_size, max_staleness, 8, group_size, equal, late), random.Random(seed)
     for _ in range(2000):
         run.act(draw)
         if len(run.trained) == run.steps:
@@ -196,4 +267,6 @@ def test_nothing_older_than_the_bound_is_trained_and_no_run_gets_stuck(
     assert all(0 <= age <= max_staleness for ages in run.trained for age in ages)
     assert run.open == {}, "exactly as many groups are started as are trained"
     assert sum(run.empty) == 0 or equal is EqualRewards.DROP
+    assert run.cut == 0 or late is LateChains.DROP
+    assert run.cancelled == 0 or late is not LateChains.WAIT
     assert len(run.trained) * batch_size == sum(map(len, run.trained)) + sum(run.empty)

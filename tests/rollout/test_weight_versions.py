@@ -43,3 +43,12 @@ def test_a_task_that_is_cancelled_each_time_is_found() -> None:
     assert counts.lengths[5] == [5, 7]
     assert counts.take_figures() == {"cancelled/groups": 4, "cancelled/chains": 2, "cancelled/tokens": 12}
     assert counts.take_figures()["cancelled/groups"] == 0
+
+
+def test_which_tokens_may_be_trained_follows_from_their_spans() -> None:
+    versions = WeightVersions({str(number): number for number in range(4)})
+    row = chain("0", "1", "3").rows[0]
+    row.append_context([5])
+    assert versions.fresh(row, 3, most=3).all()
+    assert versions.fresh(row, 3, most=2).tolist() == [True] * 3 + [False] * 2 + [True] * 5
+    assert versions.fresh(row, 3, most=0).tolist() == [True] * 3 + [False] * 4 + [True] * 3

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean, pstdev
 
 import numpy as np
 import pytest
 
 from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.inference.weight_versions import WeightVersions
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow
@@ -86,6 +88,61 @@ def test_what_was_put_into_a_turn_is_credited_with_nothing(make_recipe: Make) ->
     assert with_forced == plain
     assert [len(values) for values in plain] == [5, 5]
     assert plain[0][1] != plain[0][2], "turns differ"
+
+
+def of_turns(reward: float, *versions: str) -> Trajectory:
+    """Return a chain with a turn of 2 sampled tokens by each of these versions."""
+    made = chain(reward, [2] * len(versions))
+    for span, version in zip(made.rows[0].versions, versions, strict=True):
+        span.version = version
+    return made
+
+
+@pytest.mark.parametrize(
+    ("late", "trained", "total"),
+    [
+        # the mean of 0, 0 and 3 is 1
+        ("wait", {"fast": [-1.0] * 2, "slow": [-1.0] * 4, "late": [2.0] * 6}, 12.0),
+        ("baseline", {"slow": [-1.0] * 2, "late": [2.0] * 4}, 6.0),
+        # the mean of 0 and 1; the chain that would have earned 3 is not known
+        ("drop", {"fast": [-0.5] * 2, "slow": [0.5] * 4}, 6.0),
+    ],
+)
+def test_a_group_with_a_late_chain(make_recipe: Make, late: str, trained: dict[str, list[float]], total: float) -> None:
+    """Version 2 trains a group that began at version 0, and no token may be older than one update. At its last chance,
+    version 1, its late chain still ran."""
+    recipe = make_recipe(advantage={"options": {"scale": "none"}}, loss={"normaliser": "token"})
+    second = 1.0 if late == "drop" else 0.0
+    chains = {"fast": of_turns(0.0, "0"), "slow": of_turns(second, "0", "1"), "late": of_turns(3.0, "0", "1", "2")}
+    if late == "drop":
+        chains["late"].outcome, chains["late"].reward = Outcome.CANCELLED, None
+    for name, made in chains.items():
+        made.id = name
+    versions = WeightVersions({"0": 0, "1": 1, "2": 2})
+    fresh = partial(versions.fresh, version=2, most=1) if late == "baseline" else None
+    credit = Credit([group(*chains.values())], recipe, fresh)
+    done = credit.assign(credit.rows)
+    (line,) = map(json.loads, credit.lines(1, done.rows))
+    assert {name: rows[0]["advantage"] for name, rows in line["chains"].items()} == trained
+    assert done.normaliser == total
+    if late == "baseline":
+        assert [row.targets.tolist() for row in done.rows] == [[7, 8], [7, 8, 11, 12]]
+        assert [len(row.token_ids) for row in done.rows] == [9, 13], "older tokens are context"
+        recipe.train.advantage.malformed_turns = "blamed"
+        chains["late"].malformed_turns = [0, 1]
+        credit = Credit([group(*chains.values())], recipe, fresh)
+        bound = -math.sqrt((2 * 1 + 4 * 4) / 6)
+        assert advantages(credit.assign(credit.rows)) == [[-1.0] * 2, [bound] * 2 + [2.0] * 2]
+
+
+def test_rewards_of_turns_that_are_too_old_are_not_credited_to_later_ones(make_recipe: Make) -> None:
+    """Turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); the first turns are not trained."""
+    first, second = of_turns(1.0, "0", "1"), of_turns(1.0, "0", "1")
+    first.turn_rewards, second.turn_rewards = [1.0, 3.0], [2.0, 2.0]
+    fresh = partial(WeightVersions({"0": 0, "1": 1}).fresh, version=2, most=1)
+    credit = Credit([group(first, second)], make_recipe(), fresh)
+    unit = 1.0 / ((2 / 3) ** 0.5 + 1e-4)
+    assert advantages(credit.assign(credit.rows)) == [[unit] * 2, [0.0] * 2]
 
 
 def test_rows_of_a_chain_that_forked_count_once_in_the_baseline(make_recipe: Make) -> None:

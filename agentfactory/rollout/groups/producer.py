@@ -3,12 +3,12 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
+from agentfactory.rollout.config import EqualRewards, Inflight, LateChains, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.data import WHOLE, Place, Share, TaskOrder
 from agentfactory.rollout.groups.curriculum import Curriculum, successes
 from agentfactory.rollout.groups.group_files import Delivered, append_group, encode_group
@@ -17,7 +17,7 @@ from agentfactory.rollout.groups.open_group import OpenGroup, State
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.groups.teacher_context import TeacherContext
-from agentfactory.rollout.inference.weight_versions import Cancellations, Published
+from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
 from agentfactory.rollout.trajectory import Group, Outcome
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ class GroupProducer:
 
     `deliver` receives the groups of each batch, and the counts since the last batch. Every group is first appended to
     `trajectories`, including its failed and cancelled chains; `note` receives each complete group. `resumed` is the
-    state that an earlier run left in that file. Only positions of `share` are run. `context` writes the teacher's
-    prompts of groups that are complete.
+    state that an earlier run left in that file, and `versions` are its labels of spans with their versions. Only
+    positions of `share` are run. `context` writes the teacher's prompts of groups that are complete.
     """
 
     def __init__(
@@ -45,18 +45,25 @@ class GroupProducer:
         share: Share = WHOLE,
         note: Callable[[Group], None] = lambda group: None,
         context: TeacherContext | None = None,
+        versions: Mapping[str, int] | None = None,
     ):
         self.config = config
         self.runner = runner
         self.order = order
         self.admission = admission
         self.batches = BatchChoice(
-            admission.batch_size, admission.max_staleness, admission.version, chosen=admission.version
+            admission.batch_size,
+            admission.max_staleness,
+            admission.version,
+            chosen=admission.version,
+            late=config.late_chains,
         )
         self.cancellations = Cancellations()
         self.filter = GroupFilter(config, at_once=admission.batch_size * (admission.max_staleness + 1))
         self.curriculum = None if config.curriculum is None else Curriculum(config.curriculum, order.seed)
         self.published = published
+        self.versions = WeightVersions(dict(versions or {}))
+        self.versions.note(published)
         self.trajectories = trajectories
         self.deliver = deliver
         self.note = note
@@ -83,6 +90,7 @@ class GroupProducer:
     def publish(self, published: Published) -> None:
         """Switch to new weights on the servers: later turns use them, and more groups may start."""
         self.published = published
+        self.versions.note(published)
         self.admission.publish(published.version)
         self.batches.publish(published.version)
         self._wake.set()
@@ -105,7 +113,8 @@ class GroupProducer:
                 batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
                 for group_id in choice.cancel:
                     self._cancel(self._open.pop(group_id))
-                await self.deliver(batch, await self._take_figures())
+                if batch:
+                    await self.deliver(batch, await self._take_figures())
 
     def _choose(self) -> Choice | None:
         """Choose the next batch; None if it is not due."""
@@ -124,7 +133,20 @@ class GroupProducer:
             # a teacher alone grades chains of any rewards, but reads texts only in whole groups
             teaches = found is not Worth.LOST and self.context is None
         complete = group.state is State.COMPLETE
-        return Candidate(group.id, group.oldest, complete, len(counted(ended, self.config)), teaches)
+        return Candidate(
+            group.id,
+            group.oldest,
+            complete,
+            chains=len(counted(ended, self.config)),
+            teaches=teaches,
+            newest=self._newest(group) if self.config.late_chains is LateChains.BASELINE else None,
+        )
+
+    def _newest(self, group: OpenGroup) -> int | None:
+        """Return the version of the newest token that can be trained; None if there is none yet."""
+        trained = [c for c in group.ended if self.config.outcome_policy(c.outcome) is OutcomePolicy.KEEP]
+        spans = (span for chain in trained for row in chain.rows for span in row.versions)
+        return max((self.versions.number(span.version) for span in spans), default=None)
 
     def _lacks_group_rewards(self, group: OpenGroup) -> bool:
         return self.runner.rewards.has_group_rewards and group.state is State.RUNNING

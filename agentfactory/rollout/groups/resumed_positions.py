@@ -4,7 +4,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from agentfactory.rollout.config import EqualRewards, RolloutConfig
+from agentfactory.rollout.config import EqualRewards, LateChains, RolloutConfig
 from agentfactory.rollout.data import Place
 from agentfactory.rollout.groups.curriculum import successes
 from agentfactory.rollout.groups.group_filter import Worth, counted, worth
@@ -81,8 +81,10 @@ class Resumed:
             if found is Worth.EQUAL and whole and config.equal_rewards is not EqualRewards.KEEP:
                 done.add(place.position)
             elif found is Worth.TEACHES or (found is Worth.EQUAL and whole):
-                oldest = min((versions[label] for label in _labels(left)), default=None)
-                if oldest is None or version - oldest <= config.max_staleness:
+                numbers = [versions[label] for label in _labels(left)]
+                oldest = min(numbers, default=None)
+                trained = max(numbers, default=None) if config.late_chains is LateChains.BASELINE else oldest
+                if trained is None or version - trained <= config.max_staleness:
                     pending[place.position] = Pending(place, left, oldest)
         given_up = sorted(set(attempts) - done - set(pending))
         return cls(

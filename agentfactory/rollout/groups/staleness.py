@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from agentfactory.rollout.config import LateChains
+
 
 @dataclass
 class Admission:
@@ -50,7 +52,7 @@ class Candidate:
 
     `oldest` is the version of the group's oldest token (None: no token is sampled yet). `complete` is true if all its
     chains have ended. `chains` is the number of ended chains that count; `teaches` is true if these give a training
-    signal without the others.
+    signal without the others. `newest` is the version of the newest token that may be trained (baseline only).
     """
 
     id: str
@@ -58,11 +60,13 @@ class Candidate:
     complete: bool
     chains: int
     teaches: bool
+    newest: int | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups of a batch, and the groups to cancel because they are too old for any later batch."""
+    """The groups of a batch (none: no batch is due), and the groups to cancel because they are too old for any later
+    batch."""
 
     train: list[str]
     cancel: list[str]
@@ -74,10 +78,19 @@ class BatchChoice:
 
     Batch n is trained at version n, and is chosen once the servers have these weights, so tokens do not age between
     choice and training. A group that is not chosen can be trained at version + 1 at the earliest. If its oldest token
-    would be too old by then, the current batch is its last chance: complete groups come first, then running groups with
-    their ended chains (most first), if these give a training signal. Expiring groups that do not fit are cancelled. No
-    running group is closed before enough groups are complete; at staleness 0 no running group is ever closed, since
-    every group is needed whole.
+    would be too old by then, the current batch is its last chance. `late` decides on groups with running chains then
+    (LateChains):
+
+    - wait: no batch is chosen before. Of the complete groups, those that began first are taken, and the batch waits as
+      long as the groups that it leaves would not all find a place in time. Since at most `max_staleness + 1` batches of
+      groups are open, groups are then trained in the order of their versions, and none is cancelled.
+    - drop: complete groups come first, then running groups with their ended chains (most first), if these give a
+      training signal. Expiring groups that do not fit are cancelled. No running group is closed before enough groups
+      are complete.
+    - baseline: they stay open; a group is trained once it is complete, without the tokens that are too old by then. It
+      is cancelled if all its tokens are.
+
+    At staleness 0, every group is needed whole, so all three are the same.
     """
 
     batch_size: int
@@ -87,6 +100,7 @@ class BatchChoice:
     """Number of batches chosen so far, which is also the version of the next batch."""
     empty: int = 0
     """Number of places in the next batch that stay empty."""
+    late: LateChains = LateChains.WAIT
 
     def publish(self, version: int) -> None:
         """Record that the servers have new weights. Raise ValueError unless the version increases."""
@@ -111,23 +125,70 @@ class BatchChoice:
 
         `candidates` must be in the order of their starts.
         """
-        complete = [group for group in candidates if group.complete]
+        # oldest first: younger groups can wait longer
+        complete = sorted((group for group in candidates if group.complete), key=self._begun)
         if not self.is_due(len(complete)):
             return None
-        places = self.batch_size - self.empty
+        match self.late:
+            case LateChains.WAIT:
+                return self._whole(candidates, complete)
+            case LateChains.DROP:
+                return self._with_cut(candidates, complete)
+            case LateChains.BASELINE:
+                return self._without_stale(complete)
+
+    def _whole(self, candidates: list[Candidate], complete: list[Candidate]) -> Choice | None:
+        # how many groups this batch must take, for those with so many batches left to fit into them
+        needed = [
+            sum(self._batches_left(group) <= batches for group in candidates) - batches * self.batch_size
+            for batches in range(self.max_staleness + 1)
+        ]
+        # places that were to stay empty may be needed; a later batch has them empty instead
+        places = max(self.batch_size - self.empty, min(self.batch_size, max(needed)))
+        train = complete[:places]
+        if len(train) < places:
+            return None
+        for batches, least in enumerate(needed):
+            taken = sum(self._batches_left(group) <= batches for group in train)
+            if taken < min(least, places):
+                return None
+        return self._chosen(train, [group for group in complete[places:] if self._expires(group)])
+
+    def _with_cut(self, candidates: list[Candidate], complete: list[Candidate]) -> Choice:
         last_chance = [group for group in candidates if self._expires(group)]
         whole = [group for group in last_chance if group.complete]
         cut = [group for group in last_chance if not group.complete and group.teaches]
         cut.sort(key=lambda group: group.chains, reverse=True)
-        # oldest first: younger groups can wait longer
-        others = sorted((group for group in complete if not self._expires(group)), key=self._begun)
-        train = [group.id for group in [*whole, *cut, *others][:places]]
-        self.chosen, self.empty = self.version + 1, 0
-        return Choice(train, [group.id for group in last_chance if group.id not in train])
+        others = [group for group in complete if not self._expires(group)]
+        train = [*whole, *cut, *others][: self.batch_size - self.empty]
+        return self._chosen(train, [group for group in last_chance if group not in train])
+
+    def _without_stale(self, complete: list[Candidate]) -> Choice | None:
+        stale = [group for group in complete if not self._is_fresh(group)]
+        fresh = [group for group in complete if group not in stale]
+        if not self.is_due(len(fresh)):
+            return Choice([], [group.id for group in stale]) if stale else None
+        return self._chosen(fresh[: self.batch_size - self.empty], stale)
+
+    def _chosen(self, train: list[Candidate], cancel: list[Candidate]) -> Choice:
+        self.chosen = self.version + 1
+        self.empty = max(0, self.empty - (self.batch_size - len(train)))
+        return Choice([group.id for group in train], [group.id for group in cancel])
 
     def _expires(self, group: Candidate) -> bool:
         """Return whether the group would be too old for the next version's batch."""
-        return group.oldest is not None and self.version + 1 - group.oldest > self.max_staleness
+        return self._batches_left(group) == 0
+
+    def _is_fresh(self, group: Candidate) -> bool:
+        """Return whether a token of the group is young enough for the current batch."""
+        return group.newest is None or self._age(group.newest) <= self.max_staleness
+
+    def _batches_left(self, group: Candidate) -> int:
+        """Return how many batches after the current one can still take the group."""
+        return max(0, self.max_staleness - self._age(self._begun(group)))
+
+    def _age(self, version: int) -> int:
+        return self.version - version
 
     def _begun(self, group: Candidate) -> int:
         return self.version if group.oldest is None else group.oldest

@@ -3,6 +3,9 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Trajectory
 
 
@@ -44,6 +47,13 @@ class WeightVersions:
             for span in (span for row in trajectory.rows for span in row.versions):
                 ages[self.age(span.version, version)] += span.end - span.start
         return ages
+
+    def fresh(self, row: Row, version: int, most: int) -> np.ndarray:
+        """Return, per token of the row, whether it is context or at most `most` versions old at `version`."""
+        fresh = np.ones(len(row.token_ids), dtype=bool)
+        for span in row.versions:
+            fresh[span.start : span.end] = self.age(span.version, version) <= most
+        return fresh
 
 
 @dataclass

@@ -138,6 +138,7 @@ class Worker:
                     self.share,
                     self._watch(runner, first=version == 0),
                     context,
+                    self.versions,
                 )
                 tasks.create_task(producer.run())
                 if self.recipe.rollout.concurrency == "auto":

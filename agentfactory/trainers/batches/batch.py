@@ -1,7 +1,7 @@
 """Batches: training rows divided into micro-batches for every process, with one global normaliser."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -64,6 +64,19 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
         },
         images=tuple(image for image in row.images if image.offset < targets[-1]),
         in_context=None if row.teacher_prompt is None else _in_context(row, targets),
+    )
+
+
+def only_targets(row: TrainingRow, kept: np.ndarray) -> TrainingRow | None:
+    """Return the row with the targets for which `kept`, along its targets, is true; None if there are none. Its tokens
+    stay, as context."""
+    if not kept.any():
+        return None
+    return replace(
+        row,
+        targets=row.targets[kept],
+        streams={name: stream[kept] for name, stream in row.streams.items()},
+        in_context=None if row.in_context is None else only_targets(row.in_context, kept),
     )
 
 

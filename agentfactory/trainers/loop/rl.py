@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from statistics import fmean
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
+from agentfactory.rollout.config import LateChains
 from agentfactory.rollout.inference.weight_versions import WeightVersions
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.batches.batch import Batch
@@ -215,7 +217,7 @@ class _Loop:
         # groups in saved files have the versions of another run
         ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
         most = self.recipe.rollout.max_staleness
-        if max(ages, default=0) > most:
+        if max(ages, default=0) > most and self.recipe.rollout.late_chains is not LateChains.BASELINE:
             raise ValueError(
                 f"step {step}: a token is {max(ages)} versions old, and rollout.max_staleness is {most} (a bug)"
             )
@@ -223,7 +225,10 @@ class _Loop:
 
     def credit(self, step: int, groups: list[Group]) -> Credit:
         """Return the credit of the groups' chains. Raises ValueError if none of them can be trained."""
-        credit = Credit(groups, self.recipe)
+        rollout, fresh = self.recipe.rollout, None
+        if self.sync and rollout.late_chains is LateChains.BASELINE:
+            fresh = partial(self.versions.fresh, version=step - 1, most=rollout.max_staleness)
+        credit = Credit(groups, self.recipe, fresh)
         if self.accelerator.is_main_process and not credit.rows:
             outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})
             raise ValueError(f"step {step}: no chain of the batch can be trained; they ended {', '.join(outcomes)}")
@@ -290,6 +295,11 @@ class _Loop:
         """Log the step's metrics (rank 0)."""
         rows, proximal = learned.credited.rows, [streams["proximal"] for streams in learned.before]
         mismatches: dict[str, float] = {}
+        rollout = self.recipe.rollout
+        trained = Counter({age: count for age, count in ages.items() if age <= rollout.max_staleness})
+        late = {}
+        if ages and rollout.late_chains is LateChains.BASELINE:
+            late = {"staleness/untrained": 1 - trained.total() / ages.total()}
         graded = {}
         if self.recipe.teacher is not None and self.recipe.teacher.context is not None:
             graded = {"teacher/graded": fmean(row.in_context is not None for row in rows)}
@@ -300,7 +310,8 @@ class _Loop:
         self.state.metrics = {
             "step": step,
             "version": step,
-            **group_metrics(groups, ages),
+            **group_metrics(groups, trained),
+            **late,
             **(self.source.figures() if self.source else {}),
             **learned.credited.metrics,
             **update_metrics(learned.updates, learned.batch),

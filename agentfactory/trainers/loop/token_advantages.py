@@ -1,7 +1,7 @@
 """Credit assignment: an advantage and a weight per sampled token, from the rewards of a batch's chains."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -17,7 +17,7 @@ from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.batches.batch import TrainingRow, training_row
+from agentfactory.trainers.batches.batch import TrainingRow, only_targets, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty
 from agentfactory.trainers.loop.turn_anchors import step_metrics, turn_anchors
@@ -67,13 +67,16 @@ class _Chain:
 class Credit:
     """The credit of the chains of one batch of groups."""
 
-    def __init__(self, groups: Sequence[Group], recipe: TrainRecipe) -> None:
-        """Chains without a reward, or with an outcome that is dropped, are left out completely."""
+    def __init__(
+        self, groups: Sequence[Group], recipe: TrainRecipe, fresh: Callable[[Row], np.ndarray] | None = None
+    ) -> None:
+        """Chains without a reward, or with an outcome that is dropped, are left out completely. `fresh` returns, per
+        token of a row, whether it may be trained: the others are context, and their chains' rewards count."""
         self._recipe = recipe
         self._ids = [group.id for group in groups]
         self._groups = [
             [
-                _chain(t, policy is OutcomePolicy.KEEP, recipe, self._estimator.compares_turns)
+                _chain(t, policy is OutcomePolicy.KEEP, recipe, self._estimator.compares_turns, fresh)
                 for t in group.trajectories
                 if (policy := _use(t, recipe))
             ]
@@ -224,7 +227,13 @@ def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
     return policy if used and trajectory.reward is not None else None
 
 
-def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe, compares_turns: bool) -> _Chain:
+def _chain(
+    trajectory: Trajectory,
+    trained: bool,
+    recipe: TrainRecipe,
+    compares_turns: bool,
+    fresh: Callable[[Row], np.ndarray] | None,
+) -> _Chain:
     assert trajectory.reward is not None
     reward = trajectory.reward
     overlong = recipe.train.overlong
@@ -236,6 +245,12 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe, compares_
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
     if recipe.teacher is not None and recipe.teacher.url is not None:
         made = [(with_grades(row, trajectory.rows[place], recipe.teacher), place) for row, place in made]
+    counted = [np.asarray(row.mask, dtype=bool) for row in trajectory.rows]
+    if fresh is not None:
+        may = [fresh(row) for row in trajectory.rows]
+        counted = [mask & kept for mask, kept in zip(counted, may, strict=True)]
+        left = [(only_targets(row, may[place][row.targets]), place) for row, place in made]
+        made = [(row, place) for row, place in left if row]
     rows, places = [row for row, _ in made], [place for _, place in made]
     sources = [trajectory.rows[place] for place in places]
     advantage = recipe.train.advantage
@@ -244,10 +259,7 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe, compares_
     if trajectory.turn_rewards is None and not malformed and not anchors and not compares_turns:
         return _Chain(trajectory.id, reward, [], [], [], rows, places, sources, [])
     # without context to predict it from, the first token of a row is not trained: see training_row
-    lengths = [
-        int(np.count_nonzero(trajectory.rows[row].mask[max(start, 1) : end]))
-        for row, start, end in trajectory.turn_spans()
-    ]
+    lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in trajectory.turn_spans()]
     ends = list(accumulate(lengths))
     return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors)
 
