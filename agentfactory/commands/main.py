@@ -196,7 +196,7 @@ def _run(options: argparse.Namespace) -> int:
             case "rollout":
                 server_commands.roll_out(recipe, trained_in(run, recipe, options.overrides), _say)
             case "eval":
-                asked = {"model": options.model, "url": options.url, "samples": options.samples}
+                asked = {name: getattr(options, name) for name in ("model", "url", "samples", "beside")}
                 named = options.checkpoint or options.model or options.url
                 checkpoint = options.checkpoint if named else trained_in(run, recipe, options.overrides)
                 server_commands.evaluate(recipe, checkpoint, _say, **asked)

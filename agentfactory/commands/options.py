@@ -59,6 +59,7 @@ _EXAMPLES = {
         "eval runs/mine/recipe.yaml --checkpoint runs/mine/checkpoints/step-000100",
         "eval recipe.yaml --model Qwen/Qwen2.5-7B-Instruct",
         "eval recipe.yaml --url http://127.0.0.1:8000 --model served-name",
+        "eval recipe.yaml --model models/teacher --beside runs/mine/eval",
     ],
     "chat": ["chat runs/mine", "chat runs/mine --checkpoint runs/mine/checkpoints/step-000100"],
     "view": ["view runs/mine", "view runs/first runs/second --port 0", "view runs/mine --export mine.html"],
@@ -251,6 +252,8 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--url", metavar="URL", help=about)
     about = "sampled chains per task, instead of eval.samples"
     command.add_argument("--samples", type=int, metavar="K", help=about)
+    about = "also show the differences to this evaluation of the same tasks: the run folder of an earlier `eval`"
+    command.add_argument("--beside", type=Path, metavar="RUN", help=about)
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:

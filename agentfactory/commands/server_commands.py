@@ -93,8 +93,10 @@ def evaluate(
     model: str | None = None,
     url: str | None = None,
     samples: int | None = None,
+    beside: Path | None = None,
 ) -> None:
-    """Evaluate on `eval.data`, with `samples` instead of eval.samples, into `<output>/eval`, eval-2, ...
+    """Evaluate on `eval.data`, with `samples` instead of eval.samples, into `<output>/eval`, eval-2, ... Compare the
+    result with the evaluation in the run folder `beside`.
 
     The target is one of these:
 
@@ -105,22 +107,24 @@ def evaluate(
       this server has.
     """
     from agentfactory.commands import eval_target
+    from agentfactory.rollout.evaluation.side_by_side import chains_of
 
     eval_target.check(recipe, checkpoint, model, url, samples)
+    others = None if beside is None else chains_of(beside)
     if samples is not None:
         recipe = eval_target.with_samples(recipe, samples)
     if url is not None:
-        _evaluate_at(recipe, url, model, say)
+        _evaluate_at(recipe, url, model, say, others)
         return
     with acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluation.evaluate import open_runner
 
         opened = open_runner(served.recipe, folder.path, urls, images=folder.images)
         found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
-    _report(found, served.recipe, served.label, folder, say)
+    _report(found, served.recipe, served.label, folder, say, others)
 
 
-def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
+def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say, others: Path | None) -> None:
     """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
@@ -147,7 +151,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
             found = _run_eval(there.recipe, folder, opened, there.model, say)
         except (ServerUnreachableError, RolloutStoppedError, eval_target.ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
-    _report(found, there.recipe, f"{there.model} at {url}", folder, say)
+    _report(found, there.recipe, f"{there.model} at {url}", folder, say, others)
 
 
 def _run_eval(
@@ -171,11 +175,11 @@ def _run_eval(
             return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
 
 
-def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say) -> None:
-    from agentfactory.commands.eval_table import tables
+def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say, others: Path | None) -> None:
+    from agentfactory.commands.eval_table import compared, tables
 
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
-    for table in tables(found):
+    for table in [*tables(found), *([] if others is None else compared(folder.trajectories, others))]:
         say(table)
     _tell_look(found.look, recipe, found.chains, say)
     say(f"all metrics: {display(folder.summary)}; all chains: {display(folder.trajectories)}")

@@ -45,6 +45,7 @@ class Symptom(StrEnum):
     SUCCESS = "success"
     UNSTABLE = "unstable"
     FORMAT = "format"
+    LATE_CHAINS = "late_chains"
 
 
 class GrpoOptions(Section):

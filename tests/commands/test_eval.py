@@ -87,12 +87,23 @@ def test_any_chat_endpoint_is_a_baseline(
     assert sum(chain.metrics["tool_calls"] for chain in chains) > 0
     assert json.loads((whole / "eval" / "summary.json").read_text())["checkpoint"] == f"teacher at {server.url}"
     # the same model by token ids, as the server that takes them says of itself
-    result = agentfactory("eval", recipe, *small, "--url", warm_server)
+    result = agentfactory("eval", recipe, *small, "--url", warm_server, "--beside", str(whole / "eval"))
     assert result.returncode == 0, result.stderr
     assert f"querying policy at {warm_server} by token ids" in result.stdout
     assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
     by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
-    assert by_messages["eval/greedy/reward"] == by_ids["eval/greedy/reward"]
+    reward = by_ids["eval/greedy/reward"]
+    assert by_messages["eval/greedy/reward"] == reward
+    beside = result.stdout.partition("greedy, beside ")[2]
+    assert re.search(rf"reward +│ +{reward:.4f} │ +{reward:.4f} │ +\+0\.0000 │ +not known +│ +4 ", beside), (
+        result.stdout
+    )
+
+
+def test_what_is_not_an_evaluation_is_refused_before_anything_starts(agentfactory: Command, project: Path) -> None:
+    result = agentfactory("eval", "recipe.yaml", "--beside", "runs")
+    assert result.returncode == 2
+    assert "--beside: runs is not the run folder of an evaluation; fix: name the run folder that" in result.stderr
 
 
 def test_of_a_run_of_one_stage_it_is_the_last_checkpoint(project: Path) -> None:

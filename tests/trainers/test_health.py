@@ -319,3 +319,23 @@ def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameter
     assert "train.learning_rate, 0.003; see docs/choosing-hyperparameters.md (Choosing hyperparameters)" in found.text
     steady = [{**line, "entropy": 0.11} for line in lines[:9]]
     assert not [found for _, found in findings(before, *steady) if found.symptom is Symptom.UNSTABLE]
+
+
+@pytest.mark.parametrize(
+    ("figures", "text"),
+    [
+        (
+            {"cancelled/chains": 8.0, "cancelled/tokens": 800.0, "chains": 92.0},
+            "8% of the chains of the last 4 steps were cancelled at rollout.max_staleness, after 100 tokens on average",
+        ),
+        ({"staleness/untrained": 0.4}, "40% of the sampled tokens of the last 4 steps were too old to train"),
+    ],
+)
+def test_late_chains_that_are_lost_are_told(figures: dict[str, float], text: str) -> None:
+    lines = [step(number, **figures) for number in range(1, 12)]
+    ((number, finding),) = findings(*lines)
+    assert (number, finding.symptom) == (4, Symptom.LATE_CHAINS)
+    assert finding.text.startswith(f"step 4: {text}")
+    assert "fix: rollout.late_chains=wait, or a higher rollout.max_staleness; see docs/staleness.md" in finding.text
+    few = {"cancelled/chains": 4.0, "cancelled/tokens": 400.0, "chains": 96.0, "staleness/untrained": 0.1}
+    assert findings(*(step(number, **few) for number in range(1, 12))) == []

@@ -39,10 +39,14 @@ FORMAT_RISE, CALLS_FALL = 0.15, 0.5
 """Symptom: the share of turns that could not be parsed, averaged over SUCCESS_STEPS, is this much above its lowest; or
 the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best. Turns that were
 cut at rollout.max_tokens count only if the calls have fallen so far: calls that are too long are no lost format."""
+LATE_CHAINS, LATE_TOKENS = 0.05, 0.2
+"""Symptom: this share of the chains was cancelled at the staleness bound, or this share of the sampled tokens was too
+old to train, over SUCCESS_STEPS."""
 CAUSE_RISE, MOST = 0.1, 0.5
 """Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
 nothing, if they are most turns."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
+LATE_PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
 
 
@@ -108,7 +112,7 @@ class Health:
                 self._told.discard(symptom)
             elif symptom not in self._told:
                 self._told.add(symptom)
-                page = RATES_PAGE if symptom is Symptom.UNSTABLE else PAGE
+                page = {Symptom.UNSTABLE: RATES_PAGE, Symptom.LATE_CHAINS: LATE_PAGE}.get(symptom, PAGE)
                 found.append(
                     Finding(symptom, f"step {figures['step']}: {text}; {self._cause(symptom, figures)}; see {page}")
                 )
@@ -122,6 +126,7 @@ class Health:
             Symptom.SUCCESS: self._success,
             Symptom.UNSTABLE: self._unstable,
             Symptom.FORMAT: self._format,
+            Symptom.LATE_CHAINS: self._late_chains,
         }
 
     def _no_gradient(self, figures: Figures) -> str | None:
@@ -209,6 +214,19 @@ class Health:
         goal = f"{_goal(figures)} from {self._best:.2f} to {level:.2f}"
         return f"the calls of a chain fell from {self._best_calls:.1f} to {calls:.1f}, and {goal}"
 
+    def _late_chains(self, figures: Figures) -> str | None:
+        cancelled, ended = self._recent("cancelled/chains"), self._recent("chains")
+        untrained = self._recent("staleness/untrained")
+        if untrained is not None and untrained > LATE_TOKENS:
+            return f"{untrained:.0%} of the sampled tokens of the last {SUCCESS_STEPS} steps were too old to train"
+        if not cancelled or ended is None or cancelled <= LATE_CHAINS * (cancelled + ended):
+            return None
+        share, tokens = cancelled / (cancelled + ended), (self._recent("cancelled/tokens") or 0.0) / cancelled
+        return (
+            f"{share:.0%} of the chains of the last {SUCCESS_STEPS} steps were cancelled at rollout.max_staleness, "
+            f"after {tokens:.0f} tokens on average, and the trained ones are those that were faster"
+        )
+
     def _shares(self, figures: Figures) -> dict[str, float]:
         """Return the shares of the turns that were malformed, that were cut at rollout.max_tokens, and that show no
         format: the malformed ones, without those that were cut if chains still call their tools."""
@@ -223,6 +241,8 @@ class Health:
     def _cause(self, symptom: Symptom, figures: Figures) -> str:
         """Return the most likely cause, judging by the metrics."""
         turns, last = figures.get("turns", 0.0), self._steps[-1]
+        if symptom is Symptom.LATE_CHAINS:
+            return "fix: rollout.late_chains=wait, or a higher rollout.max_staleness"
         malformed, cut = (
             f"{last.get(name, 0) * turns:.1f} of {turns:.1f} turns a chain" for name in (_MALFORMED, _CUT)
         )

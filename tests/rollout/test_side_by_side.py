@@ -1,0 +1,59 @@
+"""Two evaluations of the same tasks beside each other, compared with values by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.evaluation.side_by_side import chains_of, differences
+from agentfactory.rollout.groups.group_files import append_group
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+
+T_QUANTILE = 4.302652729911275
+"""Student's t for 97.5 % with 2 degrees of freedom, from a table."""
+
+
+def evaluation(folder: Path, tasks: dict[str, list[float | None]], mode: str = "sampled") -> Path:
+    """Write an evaluation with a chain per reward (None: it failed); the last task ends first."""
+    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+    for number, (question, rewards) in reversed(list(enumerate(tasks.items()))):
+        chains = [
+            Trajectory("c", [], [], Outcome.COMPLETED, reward, {} if reward is None else {"success": float(reward > 1)})
+            for reward in rewards
+        ]
+        task = {"question": question.partition("#")[0]}
+        append_group(folder / "trajectories" / f"final-{mode}.jsonl", Group(f"{mode}-{number:05d}", task, chains))
+    return folder
+
+
+def test_differences_are_means_over_the_tasks_that_both_have(tmp_path: Path) -> None:
+    this = evaluation(tmp_path / "a", {"x": [1.0, 3.0], "y": [2.0, None], "z": [4.0, 4.0], "w": [9.0], "v": [None]})
+    other = evaluation(tmp_path / "b", {"z": [1.0], "y": [2.0, 2.0], "x": [1.0], "u": [0.0], "v": [1.0]})
+    found = differences(chains_of(this), chains_of(other))["sampled"]["reward"]
+    # x, y, z: 2 - 1, 2 - 2, 4 - 1
+    assert found.difference.tasks == 3
+    assert found.this == pytest.approx(8 / 3)
+    assert found.other == pytest.approx(4 / 3)
+    assert found.difference.value == pytest.approx(4 / 3)
+    deviation = (((1 - 4 / 3) ** 2 + (0 - 4 / 3) ** 2 + (3 - 4 / 3) ** 2) / 2) ** 0.5
+    half = T_QUANTILE * deviation / 3**0.5
+    assert found.difference.low == pytest.approx(4 / 3 - half)
+    assert found.difference.high == pytest.approx(4 / 3 + half)
+    success = differences(chains_of(this), chains_of(other))["sampled"]["success"]
+    assert (success.this, success.other) == (pytest.approx(2.5 / 3), pytest.approx(1 / 3))
+
+
+def test_equal_tasks_are_paired_in_their_order(tmp_path: Path) -> None:
+    this = evaluation(tmp_path / "a", {"x": [5.0], "x#2": [1.0]})
+    other = evaluation(tmp_path / "b", {"x": [3.0], "x#2": [0.0], "x#3": [7.0]})
+    found = differences(chains_of(this), chains_of(other))["sampled"]["reward"]
+    assert (found.this, found.other, found.difference.tasks) == (3.0, 1.5, 2)
+
+
+def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
+    this = evaluation(tmp_path / "a", {"x": [5.0]})
+    evaluation(this, {"x": [1.0]}, "greedy")
+    other = evaluation(tmp_path / "b", {"y": [3.0]})
+    evaluation(other, {"x": [1.0]}, "greedy")
+    found = differences(chains_of(this), chains_of(other))
+    assert list(found) == ["greedy"]
+    assert found["greedy"]["reward"].difference.low is None, "one task has no interval"
