@@ -109,6 +109,8 @@ class _Group:
     oldest: int
     rewards: tuple[float, ...] = ()
     complete: bool = False
+    newest: int = 0
+    """Version when a chain ended last."""
 
 
 @dataclass
@@ -141,7 +143,7 @@ class Simulation:
                 self._start_group()
             choice = self._batches.choose(
                 [
-                    Candidate(name, g.oldest, g.complete, len(g.rewards), len(set(g.rewards)) > 1)
+                    Candidate(name, g.oldest, g.complete, len(g.rewards), len(set(g.rewards)) > 1, g.newest)
                     for name, g in self._open.items()
                 ]
             )
@@ -163,7 +165,7 @@ class Simulation:
             elif name in self._open:
                 group = self._open[name]
                 group.rewards = (*group.rewards, reward)
-                group.complete = len(group.rewards) == GROUP
+                group.complete, group.newest = len(group.rewards) == GROUP, self._admission.version
 
     def _start_group(self) -> None:
         name = str(self._admission.started + self._serial)
