@@ -78,11 +78,19 @@ def prepare(folder: Path, threads: int, steps: int, tasks: list[str]) -> dict[st
 def frozen(mode: Mode, seed: int, folder: Path, recipe: Path, threads: int) -> dict[str, float]:
     """Run without learning; return means over the steps."""
     output = folder / f"frozen-{mode.name.replace('/', '-')}-{seed}"
-    settings = [f"train.steps={FROZEN_STEPS}", "train.learning_rate=1e-12", "train.warmup_steps=0", "eval.data=null"]
+    settings = [
+        f"train.steps={FROZEN_STEPS}",
+        "train.learning_rate=1e-12",
+        "train.warmup_steps=0",
+        "eval.data=null",
+        "eval.every=0",
+    ]
     train_once(threads, output, recipe, *settings, *_settings(mode, seed))
     steps = read_steps(output)[WARM_UP:]
     figures = {short: fmean(step[name] for step in steps) for short, name in LENGTHS.items()}
-    figures["cancelled"] = sum(step["cancelled/chains"] for step in steps) / sum(step["chains"] for step in steps)
+    figures["cancelled"] = sum(step["cancelled/chains"] for step in steps) / sum(
+        step.get("chains", 0.0) for step in steps
+    )
     figures["untrained"] = fmean(step.get("staleness/untrained", 0.0) for step in steps)
     figures["seconds"] = fmean(step["seconds/step"] for step in steps)
     return figures

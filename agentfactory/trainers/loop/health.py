@@ -215,16 +215,19 @@ class Health:
         return f"the calls of a chain fell from {self._best_calls:.1f} to {calls:.1f}, and {goal}"
 
     def _late_chains(self, figures: Figures) -> str | None:
-        cancelled, ended = self._recent("cancelled/chains"), self._recent("chains")
+        # a step in which no chain ended has no count of them
+        last = list(self._steps)[-SUCCESS_STEPS:]
+        cancelled, ended, tokens = (
+            sum(step.get(name, 0.0) for step in last) for name in ("cancelled/chains", "chains", "cancelled/tokens")
+        )
         untrained = self._recent("staleness/untrained")
         if untrained is not None and untrained > LATE_TOKENS:
             return f"{untrained:.0%} of the sampled tokens of the last {SUCCESS_STEPS} steps were too old to train"
-        if not cancelled or ended is None or cancelled <= LATE_CHAINS * (cancelled + ended):
+        if len(last) < SUCCESS_STEPS or cancelled <= LATE_CHAINS * (cancelled + ended):
             return None
-        share, tokens = cancelled / (cancelled + ended), (self._recent("cancelled/tokens") or 0.0) / cancelled
         return (
-            f"{share:.0%} of the chains of the last {SUCCESS_STEPS} steps were cancelled at rollout.max_staleness, "
-            f"after {tokens:.0f} tokens on average, and the trained ones are those that were faster"
+            f"{cancelled / (cancelled + ended):.0%} of the chains of the last {SUCCESS_STEPS} steps were cancelled at rollout.max_staleness, "
+            f"after {tokens / cancelled:.0f} tokens on average, and the trained ones are those that were faster"
         )
 
     def _shares(self, figures: Figures) -> dict[str, float]:
