@@ -225,8 +225,9 @@ class Health:
             return f"{untrained:.0%} of the sampled tokens of the last {SUCCESS_STEPS} steps were too old to train"
         if len(last) < SUCCESS_STEPS or cancelled <= LATE_CHAINS * (cancelled + ended):
             return None
+        share = cancelled / (cancelled + ended)
         return (
-            f"{cancelled / (cancelled + ended):.0%} of the chains of the last {SUCCESS_STEPS} steps were cancelled at rollout.max_staleness, "
+            f"{share:.0%} of the chains of the last {SUCCESS_STEPS} steps were cancelled at rollout.max_staleness, "
             f"after {tokens / cancelled:.0f} tokens on average, and the trained ones are those that were faster"
         )
 
