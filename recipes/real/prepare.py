@@ -9,6 +9,11 @@ from tasks import rows
 from transcripts import with_calculator, with_python
 
 TRAINING, HELD_OUT = 480, 100
+KNOWN = {
+    *("human", "chicken", "bird", "duck", "dog", "cat", "cow", "horse", "lion", "elephant", "giraffe", "tiger", "deer"),
+    *("sheep", "spider", "snake"),
+}
+"""Animals whose legs Qwen2.5-Coder-1.5B can count; of insects and crabs it cannot."""
 THINK = "Think in a sentence or two, and compute with the tool. End with the result alone, as <answer>result</answer>."
 PROGRAM = (
     "Solve the task with a short Python program that prints the result. End with the result alone, as "
@@ -22,6 +27,13 @@ def gsm_symbolic(folder: Path, seed: int) -> None:
     tasks = rows("gsm_symbolic", TRAINING + HELD_OUT, seed)
     train = sorted(tasks[HELD_OUT:], key=lambda row: len(row["question"]))
     _write(folder, train, tasks[:HELD_OUT], asyncio.run(with_calculator(THINK, seed)))
+
+
+def leg_counting(folder: Path, seed: int) -> None:
+    """Write the inputs for counting the legs of up to three kinds of animals with the calculator."""
+    tasks = rows("leg_counting", 8000, seed, max_animals=3)
+    known = [row for row in tasks if set(row["entry"]["metadata"]["animals"]) <= KNOWN]
+    _write(folder, known[HELD_OUT:], known[:HELD_OUT], asyncio.run(with_calculator(THINK, seed)))
 
 
 def letter_counting(folder: Path, seed: int) -> None:
