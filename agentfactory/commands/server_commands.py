@@ -125,7 +125,9 @@ def evaluate(
     _report(found, served.recipe, served.label, folder, say, other)
 
 
-def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say, other: "OtherEvaluation | None") -> None:
+def _evaluate_at(
+    recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say, other: "OtherEvaluation | None"
+) -> None:
     """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
@@ -176,7 +178,9 @@ def _run_eval(
             return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
 
 
-def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say, other: "OtherEvaluation | None") -> None:
+def _report(
+    found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say, other: "OtherEvaluation | None"
+) -> None:
     from agentfactory.commands.eval_table import compared, tables
 
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})

@@ -68,7 +68,7 @@ def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
 def test_an_evaluation_that_has_not_finished_is_refused(tmp_path: Path) -> None:
     folder = evaluation(tmp_path / "a", {"x": [5.0]})
     (folder / "summary.json").unlink()
-    with pytest.raises(SettingError, match="--beside: the evaluation in .* has not finished"):
+    with pytest.raises(SettingError, match=r"--beside: the evaluation in .* has not finished"):
         read_other(folder)
 
 
@@ -76,5 +76,7 @@ def test_a_damaged_evaluation_is_refused(tmp_path: Path) -> None:
     folder = evaluation(tmp_path / "a", {"x": [5.0]})
     chains = folder / "trajectories" / "final-sampled.jsonl"
     chains.write_bytes(chains.read_bytes()[:-20])
-    with pytest.raises(SettingError, match=r"--beside: .* cannot be read: .*final-sampled.jsonl:1 is not a saved group"):
+    with pytest.raises(
+        SettingError, match=r"--beside: .* cannot be read: .*final-sampled.jsonl:1 is not a saved group"
+    ):
         read_other(folder)

@@ -58,7 +58,7 @@ class WeightVersions:
 
 @dataclass
 class Cancellations:
-    """Counts of the chains that are lost to the staleness bound, by task (a position in the data) and length (tokens)."""
+    """Counts of chains that are lost to the staleness bound, by task (a position in the data) and length in tokens."""
 
     groups: int = 0
     chains: int = 0
