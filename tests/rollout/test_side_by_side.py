@@ -6,6 +6,8 @@ import pytest
 
 from agentfactory.rollout.evaluation.side_by_side import Difference, differences, read_other
 from agentfactory.rollout.groups.group_files import append_group
+from agentfactory.rollout.images.parts import image_part
+from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 
@@ -63,6 +65,25 @@ def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
     found = compared(this, other)
     assert list(found) == ["greedy"]
     assert found["greedy"]["reward"].difference.low is None, "one task has no interval"
+
+
+def test_images_are_the_same_in_all_runs_and_sizes(tmp_path: Path) -> None:
+    def with_image(run: str, image: str, resized: str, reward: float) -> Path:
+        chains = tmp_path / run / "trajectories" / "final-sampled.jsonl"
+        chains.parent.mkdir(parents=True, exist_ok=True)
+        content = [image_part(url_of(resized * 32)), {"type": "text", "text": "?"}]
+        task = {"images": [f"/{run}/images/{image}.png"], "messages": [{"role": "user", "content": content}]}
+        number = len(chains.read_text().splitlines()) if chains.exists() else 0
+        chain = Trajectory("c", [], [], Outcome.COMPLETED, reward)
+        append_group(chains, Group(f"sampled-{number:05d}", task, [chain]))
+        (tmp_path / run / "summary.json").write_text("{}")
+        return tmp_path / run
+
+    with_image("a", "car", "0", 1.0)
+    this = with_image("a", "dog", "1", 5.0)
+    other = with_image("b", "dog", "2", 2.0)
+    found = compared(this, other)["sampled"]["reward"]
+    assert (found.difference.value, found.difference.tasks) == (3.0, 1)
 
 
 def test_an_evaluation_that_has_not_finished_is_refused(tmp_path: Path) -> None:

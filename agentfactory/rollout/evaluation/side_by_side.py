@@ -1,20 +1,24 @@
 """Two evaluations of the same tasks beside each other: means, and the mean difference over tasks."""
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluation.intervals import Share, of_mean
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
 from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 
 OPTION = "--beside"
 MODES = ("sampled", "greedy")
 METRICS = ("success", "reward")
+_RESIZED = re.compile(re.escape(url_of("")) + "[0-9a-f]{32}")
 
 TaskMeans = dict[tuple[str, int], dict[str, float]]
 """Task, with its number among equal tasks -> metric -> mean over the task's chains that did not fail."""
@@ -74,7 +78,7 @@ def differences(these: dict[str, TaskMeans], those: dict[str, TaskMeans]) -> dic
 
 
 def _means(path: Path) -> TaskMeans:
-    groups = [(g.id, json.dumps(g.task, sort_keys=True), _mean(g.trajectories)) for g in read_groups(path)]
+    groups = [(g.id, _as_text(g.task), _mean(g.trajectories)) for g in read_groups(path)]
     seen: dict[str, int] = defaultdict(int)
     found = {}
     # in the order of the tasks, and not of their ends
@@ -82,6 +86,13 @@ def _means(path: Path) -> TaskMeans:
         found[task, seen[task]] = means
         seen[task] += 1
     return found
+
+
+def _as_text(task: Task) -> str:
+    """Return a task as text that does not depend on the run: images by name, without their sizes for its model."""
+    if "images" in task:
+        task = task | {"images": [Path(path).name for path in task["images"]]}
+    return _RESIZED.sub("", json.dumps(task, sort_keys=True))
 
 
 def _mean(chains: list[Trajectory]) -> dict[str, float]:
