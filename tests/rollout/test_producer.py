@@ -207,7 +207,7 @@ async def test_a_batch_waits_for_the_running_chains_of_an_old_group(
         assert "late chains" not in caplog.text
         trainer.publish(1)
         chains, figures = await trainer.next_batch()
-        told = "a batch has waited 0.5 s for late chains, the oldest of group g000000 (row 1 of data), of which 1 of 3"
+        told = "waited 0.5 s for late chains: 1 of 3 chains of group g000000 (row 1 of data) still run; fix: "
         assert caplog.text.count(told) == 1
         assert chains == ["g000000.0", "g000000.1", "g000000.2"], "and not g000002, which is complete"
         assert figures["cancelled/chains"] == 0

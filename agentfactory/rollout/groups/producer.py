@@ -142,9 +142,9 @@ class GroupProducer:
         if not running:
             return
         group = min(running, key=lambda group: group.oldest or 0)
-        text = f"a batch has waited {LATE_SECONDS:g} s for late chains, the oldest of group {group.id} (row "
-        text += f"{self.order.row(group.place.position) + 1} of data), of which {len(group.left)} of "
-        text += f"{len(group.chains)} still run; fix: limit the time of chains, or set rollout.late_chains"
+        chains, row = f"{len(group.left)} of {len(group.chains)} chains", self.order.row(group.place.position) + 1
+        text = f"a batch has waited {LATE_SECONDS:g} s for late chains: {chains} of group {group.id} (row {row} of "
+        text += "data) still run; fix: lower rollout.timeout_seconds, or set rollout.late_chains"
         notify(logger, "batches that wait for late chains", text, see=_PAGE)
 
     def _candidate(self, group: OpenGroup) -> Candidate:
