@@ -195,7 +195,7 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
 
 
 def slow_and_fast(seconds: float) -> list[dict[str, Any]]:
-    return [{"name": "a", "seconds": [0.0, 0.0, seconds]}, *({"name": name, **FAST} for name in "bcd")]
+    return [{"name": "a", "seconds": [0.0, 0.0, seconds, *[0.0] * 3]}, *({"name": name, **FAST} for name in "bcd")]
 
 
 async def test_a_batch_waits_for_the_running_chains_of_an_old_group(
