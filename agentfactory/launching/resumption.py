@@ -81,7 +81,8 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
     new = _leaves(recipe.model_dump(mode="json"))
     if not old.get("rollout.max_staleness"):
         # no chain was late
-        del old["rollout.late_chains"], new["rollout.late_chains"]
+        for leaves in (old, new):
+            leaves.pop("rollout.late_chains", None)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not _may_differ(name):
             now = f"got {short(new[name])}" if name in new else "missing"
