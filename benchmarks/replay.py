@@ -1,6 +1,7 @@
 """Train a run's saved groups again, in the order in which the run trained them, and measure the drift of the format.
 
-Nothing is sampled: as long as the weights are those of the run, all metrics equal the run's. Overrides with `key=value`
+Nothing is sampled: as long as the weights are those of the run, all metrics equal the run's (unless it had
+rollout.late_chains=baseline: here, tokens that were too old are trained). Overrides with `key=value`
 (another loss, another optimiser) change only the training on the same data. After each step the script prints the lost
 certainty: the decrease in probability of the tokens in the first two batches of which the first weights were certain (p
 above 0.999: tags, names, ends of turns). This shows the drift of the format long before other tokens are sampled in

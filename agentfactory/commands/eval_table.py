@@ -9,7 +9,7 @@ from rich.table import Table
 from agentfactory.recipe.composition import display
 from agentfactory.rollout.evaluation.evaluate import Evaluation
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
-from agentfactory.rollout.evaluation.side_by_side import Difference, differences
+from agentfactory.rollout.evaluation.side_by_side import Difference, OtherEvaluation, differences, read_means
 
 _BESIDE = ("failed", "tool_calls", "sampled_tokens")
 """Means over all tasks that are shown below the estimates."""
@@ -28,11 +28,12 @@ def tables(found: Evaluation) -> list[str]:
     return told
 
 
-def compared(chains: Path, others: Path) -> list[str]:
-    """Return the tables of two evaluations beside each other, from the folders of their chains."""
-    found, where = differences(chains, others), display(others.parent)
+def compared(chains: Path, other: OtherEvaluation) -> list[str]:
+    """Return the tables of an evaluation, from the folder of its chains, beside another one."""
+    found, where = differences(read_means(chains), other.means), display(other.folder)
     if not found:
-        return [f"warning: nothing to compare: no task of this evaluation is in {where}; evaluate the same eval.data"]
+        problem = f"no task has a reward in both this evaluation and {where}"
+        return [f"warning: nothing to compare: {problem}; fix: evaluate the same eval.data"]
     return [_beside(mode, where, metrics) for mode, metrics in found.items()]
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from agentfactory.rollout.evaluation.evaluate import Evaluation
     from agentfactory.rollout.evaluation.first_look import Look
     from agentfactory.rollout.evaluation.look_text import Schedule
+    from agentfactory.rollout.evaluation.side_by_side import OtherEvaluation
 
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
@@ -107,24 +108,26 @@ def evaluate(
       this server has.
     """
     from agentfactory.commands import eval_target
-    from agentfactory.rollout.evaluation.side_by_side import chains_of
+    from agentfactory.rollout.evaluation.side_by_side import read_other
 
     eval_target.check(recipe, checkpoint, model, url, samples)
-    others = None if beside is None else chains_of(beside)
+    other = None if beside is None else read_other(beside)
     if samples is not None:
         recipe = eval_target.with_samples(recipe, samples)
     if url is not None:
-        _evaluate_at(recipe, url, model, say, others)
+        _evaluate_at(recipe, url, model, say, other)
         return
     with acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluation.evaluate import open_runner
 
         opened = open_runner(served.recipe, folder.path, urls, images=folder.images)
         found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
-    _report(found, served.recipe, served.label, folder, say, others)
+    _report(found, served.recipe, served.label, folder, say, other)
 
 
-def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say, others: Path | None) -> None:
+def _evaluate_at(
+    recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say, other: "OtherEvaluation | None"
+) -> None:
     """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
@@ -151,7 +154,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
             found = _run_eval(there.recipe, folder, opened, there.model, say)
         except (ServerUnreachableError, RolloutStoppedError, eval_target.ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
-    _report(found, there.recipe, f"{there.model} at {url}", folder, say, others)
+    _report(found, there.recipe, f"{there.model} at {url}", folder, say, other)
 
 
 def _run_eval(
@@ -175,11 +178,13 @@ def _run_eval(
             return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
 
 
-def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say, others: Path | None) -> None:
+def _report(
+    found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say, other: "OtherEvaluation | None"
+) -> None:
     from agentfactory.commands.eval_table import compared, tables
 
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
-    for table in [*tables(found), *([] if others is None else compared(folder.trajectories, others))]:
+    for table in [*tables(found), *([] if other is None else compared(folder.trajectories, other))]:
         say(table)
     _tell_look(found.look, recipe, found.chains, say)
     say(f"all metrics: {display(folder.summary)}; all chains: {display(folder.trajectories)}")

@@ -37,7 +37,10 @@ _MAY_DIFFER = (
     # the worker checks that the weights there are the same
     *("teacher.url", "teacher.api_key_env"),
 )
-_BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
+_BEFORE = {
+    **{"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"},
+    **{"rollout.late_chains": "drop", "train.precision": "auto"},
+}
 """Field that older recipes lack -> the value that their runs were trained with."""
 
 
@@ -76,6 +79,10 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
         ) from None
     old = _BEFORE | _leaves(resolve_saved(before, folder.path))
     new = _leaves(recipe.model_dump(mode="json"))
+    if not old.get("rollout.max_staleness"):
+        # no chain was late
+        for leaves in (old, new):
+            leaves.pop("rollout.late_chains", None)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not _may_differ(name):
             now = f"got {short(new[name])}" if name in new else "missing"

@@ -44,10 +44,12 @@ METRICS = [
     Metric("staleness/untrained", "", "late_chains=baseline: share of the sampled tokens that are too old to train"),
     Metric("staleness/recomputed", "", "context tokens that servers recomputed for new weights, per token of the rows"),
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
-    Metric("cancelled/chains", "", "chains that it cancelled, in these groups or in groups trained without them"),
+    Metric(
+        "cancelled/chains", "", "chains of these groups, and chains that it cancelled in groups trained without them"
+    ),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
     Metric(
-        "cancelled/length_bias", "", "mean length of started chains, cancelled ones so far, over that of trained ones"
+        "cancelled/length_bias", "", "lower bound of the mean length of all started chains over that of trained ones"
     ),
     Metric("chains", "", "chains that ended while the batch was created, including chains dropped or run again"),
     Metric("filtered/groups", "", "groups that rollout.equal_rewards left out while the batch was created"),

@@ -71,8 +71,8 @@ def test_equal_rewards_are_left_out_and_counted_where_the_recipe_says_so(policy:
     groups = GroupFilter(RolloutConfig.model_validate({"equal_rewards": policy}), at_once=4)
     found = [groups.judge(chains) for chains in ([WON, WON], [WON, LOST], [LOST, LOST], [BROKEN, WON])]
     assert found == [Worth.EQUAL, Worth.TEACHES, Worth.EQUAL, Worth.LOST]
-    assert groups.take_figures() == {"filtered/groups": 2}
-    assert groups.take_figures() == {"filtered/groups": 0}
+    assert groups.take_figures() == {"chains": 0, "filtered/groups": 2}
+    assert groups.take_figures() == {"chains": 0, "filtered/groups": 0}, "symptoms compare each step's"
 
 
 def test_chains_that_do_not_count_are_counted_by_outcome() -> None:

@@ -16,6 +16,7 @@ import pytest
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
+from agentfactory.rollout.groups import producer
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.groups.producer import GroupProducer
@@ -194,14 +195,20 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
 
 
 def slow_and_fast(seconds: float) -> list[dict[str, Any]]:
-    return [{"name": "a", "seconds": [0.0, 0.0, seconds]}, *({"name": name, **FAST} for name in "bcd")]
+    return [{"name": "a", "seconds": [0.0, 0.0, seconds, *[0.0] * 3]}, *({"name": name, **FAST} for name in "bcd")]
 
 
-async def test_a_batch_waits_for_the_running_chains_of_an_old_group(quickstart_run: Path, tmp_path: Path) -> None:
+async def test_a_batch_waits_for_the_running_chains_of_an_old_group(
+    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(producer, "LATE_SECONDS", 0.5)
     async with training(quickstart_run, tmp_path, slow_and_fast(2.0), steps=4, max_staleness=1) as trainer:
         assert (await trainer.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
+        assert "late chains" not in caplog.text
         trainer.publish(1)
         chains, figures = await trainer.next_batch()
+        told = "waited 0.5 s for late chains: 1 of 3 chains of group g000000 (row 1 of data) still run; fix: "
+        assert caplog.text.count(told) == 1
         assert chains == ["g000000.0", "g000000.1", "g000000.2"], "and not g000002, which is complete"
         assert figures["cancelled/chains"] == 0
         assert [group.id for group in read_groups(tmp_path / "train.jsonl")] == ["g000001", "g000002", "g000000"]
@@ -240,7 +247,10 @@ async def test_a_late_group_whose_tokens_are_all_too_old_is_replaced(quickstart_
                 trainer.publish(version)
             assert groups_of((await trainer.next_batch())[0]) == {group}
         trainer.publish(3)
-        assert groups_of((await trainer.next_batch())[0]) == {"g000000-1"}
+        chains, figures = await trainer.next_batch()
+        assert groups_of(chains) == {"g000000-1"}
+    assert (figures["cancelled/groups"], figures["cancelled/chains"]) == (1, 3), "the alarm needs to see them"
+    assert figures["cancelled/tokens"] > 0
     saved = [group.id for group in read_groups(tmp_path / "train.jsonl")]
     assert saved == ["g000001", "g000002", "g000003", "g000000", "g000000-1"]
 

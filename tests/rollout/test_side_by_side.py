@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.evaluation.side_by_side import chains_of, differences
+from agentfactory.rollout.evaluation.side_by_side import Difference, differences, read_other
 from agentfactory.rollout.groups.group_files import append_group
+from agentfactory.rollout.images.parts import image_part
+from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.tools.errors import SettingError
 
 T_QUANTILE = 4.302652729911275
 """Student's t for 97.5 % with 2 degrees of freedom, from a table."""
@@ -22,13 +25,18 @@ def evaluation(folder: Path, tasks: dict[str, list[float | None]], mode: str = "
         ]
         task = {"question": question.partition("#")[0]}
         append_group(folder / "trajectories" / f"final-{mode}.jsonl", Group(f"{mode}-{number:05d}", task, chains))
+    (folder / "summary.json").write_text("{}")
     return folder
+
+
+def compared(this: Path, other: Path) -> dict[str, dict[str, Difference]]:
+    return differences(read_other(this).means, read_other(other).means)
 
 
 def test_differences_are_means_over_the_tasks_that_both_have(tmp_path: Path) -> None:
     this = evaluation(tmp_path / "a", {"x": [1.0, 3.0], "y": [2.0, None], "z": [4.0, 4.0], "w": [9.0], "v": [None]})
     other = evaluation(tmp_path / "b", {"z": [1.0], "y": [2.0, 2.0], "x": [1.0], "u": [0.0], "v": [1.0]})
-    found = differences(chains_of(this), chains_of(other))["sampled"]["reward"]
+    found = compared(this, other)["sampled"]["reward"]
     # x, y, z: 2 - 1, 2 - 2, 4 - 1
     assert found.difference.tasks == 3
     assert found.this == pytest.approx(8 / 3)
@@ -38,14 +46,14 @@ def test_differences_are_means_over_the_tasks_that_both_have(tmp_path: Path) -> 
     half = T_QUANTILE * deviation / 3**0.5
     assert found.difference.low == pytest.approx(4 / 3 - half)
     assert found.difference.high == pytest.approx(4 / 3 + half)
-    success = differences(chains_of(this), chains_of(other))["sampled"]["success"]
+    success = compared(this, other)["sampled"]["success"]
     assert (success.this, success.other) == (pytest.approx(2.5 / 3), pytest.approx(1 / 3))
 
 
 def test_equal_tasks_are_paired_in_their_order(tmp_path: Path) -> None:
     this = evaluation(tmp_path / "a", {"x": [5.0], "x#2": [1.0]})
     other = evaluation(tmp_path / "b", {"x": [3.0], "x#2": [0.0], "x#3": [7.0]})
-    found = differences(chains_of(this), chains_of(other))["sampled"]["reward"]
+    found = compared(this, other)["sampled"]["reward"]
     assert (found.this, found.other, found.difference.tasks) == (3.0, 1.5, 2)
 
 
@@ -54,6 +62,42 @@ def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
     evaluation(this, {"x": [1.0]}, "greedy")
     other = evaluation(tmp_path / "b", {"y": [3.0]})
     evaluation(other, {"x": [1.0]}, "greedy")
-    found = differences(chains_of(this), chains_of(other))
+    found = compared(this, other)
     assert list(found) == ["greedy"]
     assert found["greedy"]["reward"].difference.low is None, "one task has no interval"
+
+
+def test_images_are_the_same_in_all_runs_and_sizes(tmp_path: Path) -> None:
+    def with_image(run: str, image: str, resized: str, reward: float) -> Path:
+        chains = tmp_path / run / "trajectories" / "final-sampled.jsonl"
+        chains.parent.mkdir(parents=True, exist_ok=True)
+        content = [image_part(url_of(resized * 32)), {"type": "text", "text": "?"}]
+        task = {"images": [f"/{run}/images/{image}.png"], "messages": [{"role": "user", "content": content}]}
+        number = len(chains.read_text().splitlines()) if chains.exists() else 0
+        chain = Trajectory("c", [], [], Outcome.COMPLETED, reward)
+        append_group(chains, Group(f"sampled-{number:05d}", task, [chain]))
+        (tmp_path / run / "summary.json").write_text("{}")
+        return tmp_path / run
+
+    with_image("a", "car", "0", 1.0)
+    this = with_image("a", "dog", "1", 5.0)
+    other = with_image("b", "dog", "2", 2.0)
+    found = compared(this, other)["sampled"]["reward"]
+    assert (found.difference.value, found.difference.tasks) == (3.0, 1)
+
+
+def test_an_evaluation_that_has_not_finished_is_refused(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path / "a", {"x": [5.0]})
+    (folder / "summary.json").unlink()
+    with pytest.raises(SettingError, match=r"--beside: the evaluation in .* has not finished"):
+        read_other(folder)
+
+
+def test_a_damaged_evaluation_is_refused(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path / "a", {"x": [5.0]})
+    chains = folder / "trajectories" / "final-sampled.jsonl"
+    chains.write_bytes(chains.read_bytes()[:-20])
+    with pytest.raises(
+        SettingError, match=r"--beside: .* cannot be read: .*final-sampled.jsonl:1 is not a saved group"
+    ):
+        read_other(folder)

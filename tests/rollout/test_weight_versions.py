@@ -34,7 +34,7 @@ def test_adapters_are_known_by_name() -> None:
 
 def test_a_task_that_is_cancelled_each_time_is_found() -> None:
     counts = Cancellations()
-    assert counts.ended(5, [chain("0"), chain("0", "0")]) == [5, 7]
+    assert counts.lost(5, [chain("0"), chain("0", "0")]) == [5, 7]
     assert not counts.cancelled(5), "once may be chance"
     assert counts.cancelled(5)
     counts.trained(6)

@@ -10,8 +10,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from agentfactory.rollout.token_row import Row, Span
-from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches, scatter, training_row
+from agentfactory.rollout.token_row import ImageSpan, Row, Span
+from agentfactory.trainers.batches.batch import (
+    Batching,
+    TrainingRow,
+    make_batches,
+    only_targets,
+    scatter,
+    training_row,
+)
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
@@ -136,3 +143,27 @@ def test_cutting_and_order_change_no_gradient(
     assert other.maxima == pytest.approx(one.maxima, rel=1e-5)
     for name, weight in parts.policy.gather().items():
         torch.testing.assert_close(weight, whole.policy.gather()[name], atol=1e-7, rtol=1e-5)
+
+
+def test_a_row_with_fewer_targets_is_the_row_that_was_made_for_them() -> None:
+    """Two turns with an image between them. Of several servers, one may sample the later turn with older weights."""
+    row = Row(
+        token_ids=list(range(8)),
+        mask=[0, 0, 1, 1, 0, 0, 1, 1],
+        logprobs=[0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3, -0.4],
+        images=[ImageSpan(4, 1, "digest", (1, 2, 2))],
+    )
+    both = training_row(row)
+    first = training_row(Row(row.token_ids, [0, 0, 1, 1, 0, 0, 0, 0], row.logprobs, images=row.images))
+    assert both is not None
+    assert first is not None
+    early, late = (
+        only_targets(both, np.array(kept)) for kept in ([True, True, False, False], [False, False, True, True])
+    )
+    assert early is not None
+    assert late is not None
+    for name, value in vars(first).items():
+        np.testing.assert_equal(vars(early)[name], value, err_msg=name)
+    assert (late.token_ids.tolist(), late.targets.tolist()) == (list(range(8)), [6, 7])
+    assert late.images == both.images == tuple(row.images)
+    assert only_targets(both, np.zeros(4, dtype=bool)) is None

@@ -1,20 +1,27 @@
 """Two evaluations of the same tasks beside each other: means, and the mean difference over tasks."""
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluation.intervals import Share, of_mean
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
 from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 
 OPTION = "--beside"
 MODES = ("sampled", "greedy")
+METRICS = ("success", "reward")
+_RESIZED = re.compile(re.escape(url_of("")) + "[0-9a-f]{32}")
+
+TaskMeans = dict[tuple[str, int], dict[str, float]]
+"""Task, with its number among equal tasks -> metric -> mean over the task's chains that did not fail."""
 
 
 @dataclass(frozen=True)
@@ -26,61 +33,81 @@ class Difference:
     difference: Estimate
 
 
-def chains_of(evaluation: Path) -> Path:
-    """Return the folder with the chains of an evaluation's run folder. Raise SettingError if it has none."""
-    folder = evaluation.expanduser() / "trajectories"
-    if not any(_file(folder, mode).is_file() for mode in MODES):
+@dataclass(frozen=True)
+class OtherEvaluation:
+    """An earlier evaluation: its run folder, and its means by mode."""
+
+    folder: Path
+    means: dict[str, TaskMeans]
+
+
+def read_other(evaluation: Path) -> OtherEvaluation:
+    """Return the evaluation in a run folder. Raise SettingError unless it is one that has finished."""
+    folder = evaluation.expanduser()
+    if not (folder / "trajectories" / "final-sampled.jsonl").is_file():
         fix = "name the run folder that `agentfactory eval` has written, such as runs/NAME/eval"
         raise SettingError(OPTION, f"{evaluation} is not the run folder of an evaluation", fix)
-    return folder
+    # the tasks that ended first are no fair part of all
+    if not (folder / "summary.json").is_file():
+        problem = f"the evaluation in {evaluation} has not finished: it has no summary.json"
+        raise SettingError(OPTION, problem, "wait for its end, or evaluate again")
+    try:
+        return OtherEvaluation(folder, read_means(folder / "trajectories"))
+    except (OSError, ValueError) as error:
+        raise SettingError(OPTION, f"{evaluation} cannot be read: {error}", "name another evaluation") from error
 
 
-def differences(chains: Path, others: Path) -> dict[str, dict[str, Difference]]:
-    """Compare the chains of two evaluations, from the folders of `chains_of`. Return mode -> metric -> difference, for
-    `reward` and `success`; a mode without a common task is left out.
+def read_means(chains: Path) -> dict[str, TaskMeans]:
+    """Return the means of an evaluation by mode, from the folder of its chains."""
+    files = {mode: chains / f"final-{mode}.jsonl" for mode in MODES}
+    return {mode: _means(path) for mode, path in files.items() if path.is_file()}
 
-    A task's value is the mean over its chains. Intervals are Student's t intervals of the mean difference over tasks.
+
+def differences(these: dict[str, TaskMeans], those: dict[str, TaskMeans]) -> dict[str, dict[str, Difference]]:
+    """Compare two evaluations. Return mode -> metric -> difference; a mode without a common task is left out.
+
+    Intervals are Student's t intervals of the mean difference over tasks.
     """
     found = {}
-    for mode in MODES:
-        if not (_file(chains, mode).is_file() and _file(others, mode).is_file()):
-            continue
-        these, those = _by_task(_file(chains, mode)), _by_task(_file(others, mode))
-        pairs = [(these[task], those[task]) for task in these if task in those]
-        compared = {name: _difference(pairs, name) for name in ("success", "reward")}
+    for mode in (mode for mode in MODES if mode in these and mode in those):
+        pairs = [(means, those[mode][task]) for task, means in these[mode].items() if task in those[mode]]
+        compared = {name: _difference(pairs, name) for name in METRICS}
         if known := {name: difference for name, difference in compared.items() if difference}:
             found[mode] = known
     return found
 
 
-def _file(folder: Path, mode: str) -> Path:
-    return folder / f"final-{mode}.jsonl"
-
-
-def _by_task(path: Path) -> dict[tuple[str, int], list[Trajectory]]:
-    """Return the chains that did not fail, by task; equal tasks are numbered."""
+def _means(path: Path) -> TaskMeans:
+    groups = [(g.id, _as_text(g.task), _mean(g.trajectories)) for g in read_groups(path)]
     seen: dict[str, int] = defaultdict(int)
     found = {}
     # in the order of the tasks, and not of their ends
-    for group in sorted(read_groups(path), key=lambda group: group.id):
-        task = json.dumps(group.task, sort_keys=True)
-        found[task, seen[task]] = [chain for chain in group.trajectories if chain.reward is not None]
+    for _, task, means in sorted(groups, key=lambda group: group[0]):
+        found[task, seen[task]] = means
         seen[task] += 1
     return found
 
 
-def _difference(pairs: list[tuple[list[Trajectory], list[Trajectory]]], name: str) -> Difference | None:
-    values = [(_value(these, name), _value(those, name)) for these, those in pairs]
-    both = [(this, other) for this, other in values if this is not None and other is not None]
+def _as_text(task: Task) -> str:
+    """Return a task as text that does not depend on the run: images by name, without their sizes for its model."""
+    if "images" in task:
+        task = task | {"images": [Path(path).name for path in task["images"]]}
+    return _RESIZED.sub("", json.dumps(task, sort_keys=True))
+
+
+def _mean(chains: list[Trajectory]) -> dict[str, float]:
+    scored = [chain for chain in chains if chain.reward is not None]
+    values = {
+        "reward": [chain.reward for chain in scored if chain.reward is not None],
+        "success": [chain.metrics["success"] for chain in scored if "success" in chain.metrics],
+    }
+    return {name: fmean(of_chains) for name, of_chains in values.items() if of_chains}
+
+
+def _difference(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str) -> Difference | None:
+    both = [(these[name], those[name]) for these, those in pairs if name in these and name in those]
     if not both:
         return None
-    shares = [Share(this - other, 1) for this, other in both]
-    low, high = of_mean(shares) or (None, None)
+    low, high = of_mean([Share(this - other, 1) for this, other in both]) or (None, None)
     this, other = (fmean(side) for side in zip(*both, strict=True))
     return Difference(this, other, Estimate(this - other, low, high, len(both)))
-
-
-def _value(chains: list[Trajectory], name: str) -> float | None:
-    values: list[Any] = [chain.reward if name == "reward" else chain.metrics.get(name) for chain in chains]
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

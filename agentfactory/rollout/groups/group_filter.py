@@ -121,6 +121,10 @@ class GroupFilter:
 
     def take_figures(self) -> dict[str, float]:
         """Return the counts since the last call, by metric name."""
-        metrics = {"filtered/groups": 0.0, **{name: float(count) for name, count in sorted(self._figures.items())}}
+        metrics = {
+            "chains": 0.0,
+            "filtered/groups": 0.0,
+            **{name: float(count) for name, count in sorted(self._figures.items())},
+        }
         self._figures.clear()
         return metrics

@@ -19,8 +19,13 @@ from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candid
 from agentfactory.rollout.groups.teacher_context import TeacherContext
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
 from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 60.0
+"""Seconds that a batch waits for late chains before the user is told."""
+_PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 
 
 class GroupProducer:
@@ -75,6 +80,8 @@ class GroupProducer:
         """Positions that an earlier run started, whose state is known."""
         self._again: deque[Place] = deque()
         self._open: dict[str, OpenGroup] = {}
+        self._late: asyncio.TimerHandle | None = None
+        """Set while a batch waits for late chains."""
         if resumed is not None:
             self._resume(resumed)
 
@@ -110,6 +117,9 @@ class GroupProducer:
                     await self._wake.wait()
                     self._wake.clear()
                     continue
+                if self._late is not None:
+                    self._late.cancel()
+                    self._late = None
                 batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
                 for group_id in choice.cancel:
                     self._cancel(self._open.pop(group_id))
@@ -121,7 +131,21 @@ class GroupProducer:
         # evaluating hundreds of groups each time that one ends would block the event loop
         if not self.batches.is_due(sum(group.state is State.COMPLETE for group in self._open.values())):
             return None
-        return self.batches.choose([self._candidate(group) for group in self._open.values()])
+        choice = self.batches.choose([self._candidate(group) for group in self._open.values()])
+        if choice is None and self._late is None:
+            self._late = asyncio.get_running_loop().call_later(LATE_SECONDS, self._tell_late)
+        return choice
+
+    def _tell_late(self) -> None:
+        """Tell the user for which group the next batch waits: the oldest one that still runs."""
+        running = [group for group in self._open.values() if group.state is State.RUNNING and group.oldest is not None]
+        if not running:
+            return
+        group = min(running, key=lambda group: group.oldest or 0)
+        chains, row = f"{len(group.left)} of {len(group.chains)} chains", self.order.row(group.place.position) + 1
+        text = f"a batch has waited {LATE_SECONDS:g} s for late chains: {chains} of group {group.id} (row {row} of "
+        text += "data) still run; fix: lower rollout.timeout_seconds, or set rollout.late_chains"
+        notify(logger, "batches that wait for late chains", text, see=_PAGE)
 
     def _candidate(self, group: OpenGroup) -> Candidate:
         # group rewards exist only once the group is complete
@@ -259,10 +283,11 @@ class GroupProducer:
         return Delivered(saved, [chain.id for chain in taken])
 
     def _cancel(self, group: OpenGroup) -> None:
-        """Cancel and replace a group that is too old for any later batch and has too few ended chains for this one."""
+        """Cancel and replace a group that is too old for any later batch and is not in this one."""
+        row = self.order.row(group.place.position)
+        self.cancellations.lost(row, group.ended)
         self._end_running(group)
         group.move(State.CANCELLED)
-        row = self.order.row(group.place.position)
         if self.cancellations.cancelled(row):
             logger.warning(
                 "task %d was cancelled each time, with chains of %s tokens: they take longer than "
@@ -278,7 +303,7 @@ class GroupProducer:
             return
         chains = group.left
         row = self.order.row(group.place.position)
-        lengths = self.cancellations.ended(row, chains)
+        lengths = self.cancellations.lost(row, chains)
         logger.info(
             "group %s (task %d) is too old to wait for %d running chains, of %s tokens",
             group.id,

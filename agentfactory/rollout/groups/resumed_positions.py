@@ -83,8 +83,8 @@ class Resumed:
             elif found is Worth.TEACHES or (found is Worth.EQUAL and whole):
                 numbers = [versions[label] for label in _labels(left)]
                 oldest = min(numbers, default=None)
-                trained = max(numbers, default=None) if config.late_chains is LateChains.BASELINE else oldest
-                if trained is None or version - trained <= config.max_staleness:
+                decides = max(numbers, default=None) if config.late_chains is LateChains.BASELINE else oldest
+                if decides is None or version - decides <= config.max_staleness:
                     pending[place.position] = Pending(place, left, oldest)
         given_up = sorted(set(attempts) - done - set(pending))
         return cls(

@@ -58,13 +58,13 @@ class WeightVersions:
 
 @dataclass
 class Cancellations:
-    """Counts of the chains that the staleness bound has ended, by task (a position in the data) and length (tokens)."""
+    """Counts of chains that are lost to the staleness bound, by task (a position in the data) and length in tokens."""
 
     groups: int = 0
     chains: int = 0
     tokens: int = 0
     lengths: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Task -> lengths of the chains ended so far."""
+    """Task -> lengths of the chains lost so far."""
     _cancelled: Counter[int] = field(default_factory=Counter)
     _trained: set[int] = field(default_factory=set)
 
@@ -72,8 +72,8 @@ class Cancellations:
         """Note that a group of `task` went into a batch."""
         self._trained.add(task)
 
-    def ended(self, task: int, chains: list[Trajectory]) -> list[int]:
-        """Note that the running `chains` of `task` were ended, and return their lengths in tokens."""
+    def lost(self, task: int, chains: list[Trajectory]) -> list[int]:
+        """Note that `chains` of `task` will not be trained, and return their lengths in tokens."""
         lengths = [sum(len(row.token_ids) for row in chain.rows) for chain in chains]
         self.chains += len(lengths)
         self.tokens += sum(lengths)

@@ -69,13 +69,16 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
 
 def only_targets(row: TrainingRow, kept: np.ndarray) -> TrainingRow | None:
     """Return the row with the targets for which `kept`, along its targets, is true; None if there are none. Its tokens
-    stay, as context."""
+    stay, as context, up to the last target."""
     if not kept.any():
         return None
+    targets = row.targets[kept]
     return replace(
         row,
-        targets=row.targets[kept],
+        token_ids=row.token_ids[: targets[-1] + 1],
+        targets=targets,
         streams={name: stream[kept] for name, stream in row.streams.items()},
+        images=tuple(image for image in row.images if image.offset < targets[-1]),
         in_context=None if row.in_context is None else only_targets(row.in_context, kept),
     )
 
