@@ -31,7 +31,8 @@ class LoraSync:
         """Adapters are called {prefix}{version}; a repeated push of a version appends -2, -3 and so on.
 
         Every server must be able to read `folder` under the same path. The `keep` newest adapters stay loaded:
-        rollout.max_staleness + 2, so that no turn loses its adapter. A server must have room for all of them.
+        rollout.max_staleness + 2, because no older one samples a token that is trained. A server must have room for all
+        of them.
         """
         self._servers = servers
         self._folder = folder
