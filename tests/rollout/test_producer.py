@@ -532,9 +532,9 @@ async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_pa
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize(("max_staleness", "late"), [(0, "wait"), (2, "wait"), (2, "baseline"), (2, "drop")])
 async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgotten(
-    quickstart_run: Path, tmp_path: Path, seed: int, max_staleness: int
+    quickstart_run: Path, tmp_path: Path, seed: int, max_staleness: int, late: str
 ) -> None:
     """Runs are stopped at random moments, and each resumes from the last checkpoint, with the trajectories as they
     were then."""
@@ -555,7 +555,7 @@ async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgo
         trained = [name for batch in train_state for name in batch]
         resumed = None
         options: dict[str, Any] = {"batch": 2, "max_staleness": max_staleness, "equal_rewards": "drop"}
-        options["on_outcome"] = {"max_tokens": "drop"}
+        options |= {"on_outcome": {"max_tokens": "drop"}, "late_chains": late}
         if version:
             config = RolloutConfig.model_validate({name: options[name] for name in options if name != "batch"})
             resumed = Resumed.from_saved(
