@@ -124,7 +124,7 @@ class Simulation:
     max_staleness: int
     steps: int
     seed: int = 0
-    late: LateChains = LateChains.WAIT
+    late: LateChains = LateChains.DROP
     _now: float = 0.0
     _events: list[tuple[float, int, str, float]] = field(default_factory=list)
     _open: dict[str, _Group] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Compare what becomes of late chains (rollout.late_chains) under a staleness bound: lengths, learning and speed.
 
-Two tasks, both hunts of the quickstart with slow moves: `any`, where each move takes a log-normal time (median 0.1 s,
-sigma 0.5, 5 % of them ten times as long), and `right`, where only a move towards the treasure does, so that the chains
+Two tasks, both hunts of the quickstart with slow moves: `any`, where each move takes a log-normal time (median 0.05 s,
+sigma 0.5, 3 % of them 120 times as long), and `right`, where only a move towards the treasure does, so that the chains
 that take long are the right ones. All runs begin with the warm start of the quickstart's first stage.
 
 - Frozen: 24 steps with a learning rate of 1e-12, so that all runs sample the same distribution of chains. The trained
@@ -34,7 +34,7 @@ import yaml
 from async_training import NO_LATENCY, QUICKSTART, write_recipe, write_tasks
 from training_runs import only_checkpoint, read_steps, train_once
 
-LATENCY = {"median": 0.1, "sigma": 0.5, "tail": 0.05, "factor": 10.0}
+LATENCY = {"median": 0.05, "sigma": 0.5, "tail": 0.03, "factor": 120.0}
 STEPS, FROZEN_STEPS, EVERY = 50, 24, 10
 WARM_UP = 4
 """Number of initial steps of a frozen run that are left out: a run begins with empty queues."""

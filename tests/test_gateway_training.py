@@ -183,7 +183,6 @@ def test_a_program_elsewhere_trains_and_a_chain_that_it_keeps_too_long_is_droppe
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     recipe = recipe_of(warm_start, quickstart_run)
     recipe["rollout"] |= {"agent": {"name": "outside", "options": {"port": port}}, "group_size": 4, "max_staleness": 1}
-    recipe["rollout"]["late_chains"] = "drop"
     recipe["train"]["steps"] = 5
     command = [sys.executable, str(tmp_path / "elsewhere.py"), f"http://127.0.0.1:{port}", str(QUICKSTART)]
     with subprocess.Popen(command) as program:

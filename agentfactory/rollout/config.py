@@ -443,7 +443,7 @@ class RolloutConfig(Section):
     worker saturates a core, from about 1,000 chains on."""
     max_staleness: int = Field(default=0, ge=0)
     """Maximum age of a trained token, in updates; 0 alternates generation and training."""
-    late_chains: LateChains = LateChains.WAIT
+    late_chains: LateChains = LateChains.DROP
     """Treatment of a group with running chains when its first tokens reach max_staleness: wait | baseline | drop. wait:
     the next batch waits for it. baseline: other groups are trained meanwhile; when its chains have ended, all rewards
     count in its baseline, and tokens that are too old are not trained. drop: it is trained without these chains, so

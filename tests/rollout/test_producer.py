@@ -202,7 +202,9 @@ async def test_a_batch_waits_for_the_running_chains_of_an_old_group(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(producer, "LATE_SECONDS", 0.5)
-    async with training(quickstart_run, tmp_path, slow_and_fast(2.0), steps=4, max_staleness=1) as trainer:
+    async with training(
+        quickstart_run, tmp_path, slow_and_fast(2.0), 4, max_staleness=1, late_chains="wait"
+    ) as trainer:
         assert (await trainer.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
         assert "late chains" not in caplog.text
         trainer.publish(1)

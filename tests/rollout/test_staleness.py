@@ -121,7 +121,7 @@ def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
 
 
 def test_a_batch_waits_for_a_group_on_its_last_chance() -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=2)
+    batches = BatchChoice(batch_size=2, max_staleness=2, late=LateChains.WAIT)
     # four more groups have their last chance at version 2: two of them must be in this batch or the next
     slow = [running("slow", 0), running("slower", 0)]
     quick = [candidate("a"), candidate("b"), candidate("c"), candidate("d")]
@@ -137,7 +137,7 @@ def test_a_batch_waits_for_a_group_on_its_last_chance() -> None:
 
 
 def test_a_batch_waits_if_the_groups_that_it_leaves_would_not_fit_later() -> None:
-    batches = BatchChoice(batch_size=1, max_staleness=2, version=1, chosen=1)
+    batches = BatchChoice(batch_size=1, max_staleness=2, version=1, chosen=1, late=LateChains.WAIT)
     groups = [running("slow", 0), running("slower", 0), candidate("young", 1)]
     assert batches.choose(groups) is None, "one batch is left for both"
     groups[1] = candidate("slower", 0)
@@ -145,7 +145,7 @@ def test_a_batch_waits_if_the_groups_that_it_leaves_would_not_fit_later() -> Non
 
 
 def test_a_group_on_its_last_chance_gets_a_place_that_was_to_stay_empty() -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=1, version=1, chosen=1)
+    batches = BatchChoice(batch_size=2, max_staleness=1, version=1, chosen=1, late=LateChains.WAIT)
     assert batches.leave_empty()
     assert batches.choose([candidate("a", 0), candidate("b", 0), candidate("c", 1)]) == Choice(["a", "b"], [])
     batches.publish(2)
@@ -156,7 +156,7 @@ def test_a_group_on_its_last_chance_gets_a_place_that_was_to_stay_empty() -> Non
 
 def test_more_groups_than_places_on_their_last_chance_do_not_stop_a_run() -> None:
     """They may be left by a run with another policy."""
-    batches = BatchChoice(batch_size=1, max_staleness=1, version=1, chosen=1)
+    batches = BatchChoice(batch_size=1, max_staleness=1, version=1, chosen=1, late=LateChains.WAIT)
     assert batches.choose([candidate("a", 0), candidate("b", 0), running("c", 0)]) == Choice(["a"], ["b"])
 
 

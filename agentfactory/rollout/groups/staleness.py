@@ -100,7 +100,7 @@ class BatchChoice:
     """Number of batches chosen so far, which is also the version of the next batch."""
     empty: int = 0
     """Number of places in the next batch that stay empty."""
-    late: LateChains = LateChains.WAIT
+    late: LateChains = LateChains.DROP
 
     def publish(self, version: int) -> None:
         """Record that the servers have new weights. Raise ValueError unless the version increases."""
