@@ -88,15 +88,15 @@ def measure(policy: Path, teacher: Path, groups: int, rounds: int) -> dict[str, 
         update_policy(learner, learner.deal(scored), recipe)
 
     found = {}
-    plain = learner_of(None)
+    plain, scoring = learner_of(None), learner_of(KINDS["sampled"])
     for kind, grading in KINDS.items():
-        graded, scorer = learner_of(grading), learner_of(KINDS["sampled"])[1]
+        graded = scoring if kind == "sampled" else learner_of(grading)
         seconds: dict[str, list[float]] = {"with": [], "without": [], "alone": []}
         for round_ in range(rounds + 1):
             took = {
                 "with": cpu(update, *graded),
                 "without": cpu(update, *plain),
-                "alone": cpu(scorer.score, rows, ["teacher"]),
+                "alone": cpu(scoring[1].score, rows, ["teacher"]),
             }
             if round_:
                 for name, value in took.items():
@@ -104,7 +104,7 @@ def measure(policy: Path, teacher: Path, groups: int, rounds: int) -> dict[str, 
         middle = {name: statistics.median(values) for name, values in seconds.items()}
         found[kind] = (middle["with"] - middle["without"]) / middle["alone"]
         print(f"  {kind:10} " + ", ".join(f"{name} {value:.2f}" for name, value in middle.items()), flush=True)
-        del graded, scorer
+        del graded
     return found
 
 
@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("models", nargs="*", type=Path, metavar="POLICY TEACHER")
     parser.add_argument("--quick", action="store_true", help="1 group and 1 round in place of 2 and 3")
     options = parser.parse_args()
+    # threads that wait must not count
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     if len(options.models) not in (0, 2):
         parser.error("name both folders, or none")
     with tempfile.TemporaryDirectory() as folder:

@@ -63,8 +63,8 @@ def top_k_divergence(
 def top_k(logits: Logits, k: int) -> Float[Tensor, "tokens 2 k"]:
     """Return the k most likely tokens of each line, as floats, and their log-probabilities; -1 and 0 where the
     vocabulary has fewer tokens."""
-    found = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
-    pair = torch.stack([found.indices.to(logits.dtype), found.values], -2)
+    found = logits.topk(min(k, logits.shape[-1]))
+    pair = torch.stack([found.indices.to(logits.dtype), found.values - logits.logsumexp(-1, keepdim=True)], -2)
     missing = k - pair.shape[-1]
     filled: Tensor = torch.cat([pair, pair.new_tensor([[-1.0], [0.0]]).expand(len(pair), 2, missing)], -1)
     return filled
