@@ -1,9 +1,10 @@
-"""Compare what becomes of late chains (rollout.late_chains) under a staleness bound: lengths, learning and speed.
+"""Compare the policies for late chains (rollout.late_chains) under a staleness bound: bias, learning and speed.
 
 Two tasks, both hunts of the quickstart with slow moves: `any`, where each move takes a log-normal time (median 0.05 s,
 sigma 0.5, 3 % of them 120 times as long), and `right`, where only a move towards the treasure does, so that the chains
 that take long are the right ones. All runs begin with the warm start of the quickstart's first stage.
 
+- Simulated: steps per minute of the scheduler alone, by async_training.py's simulation, with chains of 3 to 6 calls.
 - Frozen: 24 steps with a learning rate of 1e-12, so that all runs sample the same distribution of chains. The trained
   chains are compared with those of staleness 0, where all chains are trained.
 - Learning: 50 steps, with held-out success (200 tasks, sampled, without latency) every 10 steps, and its mean over the
@@ -21,6 +22,7 @@ Runs that already exist in `--output` are not repeated.
 import argparse
 import json
 import os
+import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,8 +33,10 @@ from typing import Any
 
 import numpy as np
 import yaml
-from async_training import NO_LATENCY, QUICKSTART, write_recipe, write_tasks
+from async_training import NO_LATENCY, QUICKSTART, Simulation, write_recipe, write_tasks
 from training_runs import only_checkpoint, read_steps, train_once
+
+from agentfactory.rollout.config import LateChains
 
 LATENCY = {"median": 0.05, "sigma": 0.5, "tail": 0.03, "factor": 120.0}
 STEPS, FROZEN_STEPS, EVERY = 50, 24, 10
@@ -54,6 +58,16 @@ class Mode:
         return f"{self.task}/{self.staleness}" + (f"/{self.late}" if self.staleness else "")
 
 
+def simulate() -> None:
+    """Print the steps per minute that the scheduler allows, by seconds of an update and policy, at staleness 2."""
+    draws = random.Random(0)
+    chains = [(calls, draws.random()) for calls in (3, 4, 4, 5, 5, 6, 6) for _ in range(9)]
+    for update in (1.0, 3.0):
+        rates = {late: 60 / Simulation(chains, 0.05, update, 2, 200, late=late).step_seconds() for late in LateChains}
+        told = ", ".join(f"{late} {rate:.1f}" for late, rate in rates.items())
+        print(f"simulated steps a minute, updates of {update:g} s: {told}", flush=True)
+
+
 def prepare(folder: Path, threads: int, steps: int, tasks: list[str]) -> dict[str, Path]:
     """Create the warm start and a recipe per task."""
     warm = folder / "warm"
@@ -72,24 +86,22 @@ def prepare(folder: Path, threads: int, steps: int, tasks: list[str]) -> dict[st
     return recipes
 
 
-def frozen(mode: Mode, seed: int, folder: Path, recipe: Path, threads: int) -> dict[str, float]:
+def frozen(mode: Mode, seed: int, folder: Path, recipe: Path, threads: int, steps: int) -> dict[str, float]:
     """Run without learning; return means over the steps."""
     output = folder / f"frozen-{mode.name.replace('/', '-')}-{seed}"
     settings = [
-        f"train.steps={FROZEN_STEPS}",
+        f"train.steps={steps}",
         "train.learning_rate=1e-12",
         "train.warmup_steps=0",
         "eval.data=null",
         "eval.every=0",
     ]
     train_once(threads, output, recipe, *settings, *_settings(mode, seed))
-    steps = read_steps(output)[WARM_UP:]
-    figures = {short: fmean(step[name] for step in steps) for short, name in LENGTHS.items()}
-    figures["cancelled"] = sum(step["cancelled/chains"] for step in steps) / sum(
-        step.get("chains", 0.0) for step in steps
-    )
-    figures["untrained"] = fmean(step.get("staleness/untrained", 0.0) for step in steps)
-    figures["seconds"] = fmean(step["seconds/step"] for step in steps)
+    made = read_steps(output)[WARM_UP:]
+    figures = {short: fmean(step[name] for step in made) for short, name in LENGTHS.items()}
+    figures["cancelled"] = sum(step["cancelled/chains"] for step in made) / sum(step["chains"] for step in made)
+    figures["untrained"] = fmean(step.get("staleness/untrained", 0.0) for step in made)
+    figures["seconds"] = fmean(step["seconds/step"] for step in made)
     return figures
 
 
@@ -154,7 +166,7 @@ def tell(
 def main() -> None:
     """Run the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed of 10 steps of `right` at staleness 2")
+    parser.add_argument("--quick", action="store_true", help="one seed of `right` at staleness 2, with 8 and 10 steps")
     parser.add_argument("--tasks", nargs="+", default=["any", "right"])
     parser.add_argument("--late", nargs="+", default=["wait", "baseline", "drop"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[2, 4])
@@ -164,18 +176,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.tasks, options.staleness, options.seeds = ["right"], [2], [0]
-    steps = 10 if options.quick else STEPS
+    steps, frozen_steps = (10, 8) if options.quick else (STEPS, FROZEN_STEPS)
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
     modes = [
         *(Mode(task, 0, "wait") for task in options.tasks),
         *(Mode(*chosen) for chosen in product(options.tasks, options.staleness, options.late)),
     ]
     runs = list(product(modes, options.seeds))
+    simulate()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         recipes = prepare(folder, threads * options.jobs, steps, options.tasks)
-        still = list(pool.map(lambda run: frozen(*run, folder, recipes[run[0].task], threads), runs))
+        still = list(pool.map(lambda run: frozen(*run, folder, recipes[run[0].task], threads, frozen_steps), runs))
         curves = list(pool.map(lambda run: learning(*run, folder, recipes[run[0].task], threads), runs))
     by_mode = [(mode, [number for number, (other, _) in enumerate(runs) if other == mode]) for mode in modes]
     ratios = tell(

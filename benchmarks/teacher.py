@@ -1,4 +1,4 @@
-"""What a teacher adds to an update: CPU seconds with it minus without it, over those of its forward passes alone.
+"""Measure the cost of a teacher: CPU seconds that it adds to an update, divided by those of its forward passes alone.
 
 POLICY and TEACHER are folders of causal language models with the same tokens. The policy trains a LoRA adapter of rank
 16 on groups of 8 chains as in real.py; the teacher's forward passes run on the same trees of rows, with the

@@ -48,9 +48,6 @@ METRICS = [
         "cancelled/chains", "", "chains of these groups, and chains that it cancelled in groups trained without them"
     ),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
-    Metric(
-        "cancelled/length_bias", "", "lower bound of the mean length of all started chains over that of trained ones"
-    ),
     Metric("chains", "", "chains that ended while the batch was created, including chains dropped or run again"),
     Metric("filtered/groups", "", "groups that rollout.equal_rewards left out while the batch was created"),
     Metric("filtered/<outcome>", "", "chains with this outcome that were dropped or run again (rollout.on_outcome)"),
@@ -109,14 +106,6 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
             "staleness/recomputed": sum(map(_recomputed, rows)) / max(1, sum(len(row.token_ids) for row in rows)),
         }
     return metrics
-
-
-def length_bias(groups: list[Group], cancelled: float, tokens: float) -> float:
-    """Return the mean length of the started chains over that of the trained chains, which are those of `groups`. The
-    `cancelled` chains have `tokens` in all, so far, so that the value is a lower bound."""
-    lengths = [sum(len(row.token_ids) for row in chain.rows) for group in groups for chain in group.trajectories]
-    started = (sum(lengths) + tokens) / (len(lengths) + cancelled)
-    return started / fmean(lengths) if any(lengths) else 1.0
 
 
 def _recomputed(row: Row) -> int:

@@ -219,17 +219,20 @@ async def test_a_batch_waits_for_the_running_chains_of_an_old_group(
             assert groups_of((await trainer.next_batch())[0]) == {group}
 
 
+async def batch_after_the_fast_groups(trainer: Trainer) -> tuple[list[str], dict[str, float]]:
+    """Train the three fast groups of `slow_and_fast`, and return the batch after them."""
+    for version, group in enumerate(("g000001", "g000002", "g000003")):
+        assert groups_of((await trainer.next_batch())[0]) == {group}
+        trainer.publish(version + 1)
+    return await trainer.next_batch()
+
+
 async def test_a_late_group_is_trained_after_others_when_its_chains_have_ended(
     quickstart_run: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"max_staleness": 1, "late_chains": "baseline"}
     async with training(quickstart_run, tmp_path, slow_and_fast(2.0), 4, **options) as trainer:
-        for version, group in ((0, "g000001"), (1, "g000002"), (2, "g000003")):
-            if version:
-                trainer.publish(version)
-            assert groups_of((await trainer.next_batch())[0]) == {group}
-        trainer.publish(3)
-        chains, figures = await trainer.next_batch()
+        chains, figures = await batch_after_the_fast_groups(trainer)
     assert chains == ["g000000.0", "g000000.1", "g000000.2"]
     assert figures["cancelled/chains"] == figures["cancelled/groups"] == 0
     late = next(group for group in read_groups(tmp_path / "train.jsonl") if group.id == "g000000")
@@ -244,12 +247,7 @@ async def test_a_late_group_whose_tokens_are_all_too_old_is_replaced(quickstart_
     # the slow chain never gets to a second turn
     options: dict[str, Any] = {"max_staleness": 1, "late_chains": "baseline", "timeout_seconds": 2.0}
     async with training(quickstart_run, tmp_path, slow_and_fast(60.0), 4, **options) as trainer:
-        for version, group in ((0, "g000001"), (1, "g000002"), (2, "g000003")):
-            if version:
-                trainer.publish(version)
-            assert groups_of((await trainer.next_batch())[0]) == {group}
-        trainer.publish(3)
-        chains, figures = await trainer.next_batch()
+        chains, figures = await batch_after_the_fast_groups(trainer)
         assert groups_of(chains) == {"g000000-1"}
     assert (figures["cancelled/groups"], figures["cancelled/chains"]) == (1, 3), "the alarm needs to see them"
     assert figures["cancelled/tokens"] > 0

@@ -7,7 +7,7 @@ import pytest
 
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome
-from agentfactory.trainers.metrics import group_metrics, length_bias
+from agentfactory.trainers.metrics import group_metrics
 
 
 def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
@@ -44,12 +44,3 @@ def test_what_new_weights_make_servers_compute_again(make_groups: Callable[..., 
     changed[:] = [Row(token_ids=[1] * 50, versions=[*within, *between])]
     kept[:] = [Row(token_ids=[1] * 50, versions=[Span("v0", 10, 20), Span("v1", 20, 30, mixed=True)])]
     assert group_metrics([group], Counter({0: 1}))["staleness/recomputed"] == (14 + 30) / 100
-
-
-def test_the_lengths_of_started_and_trained_chains(make_groups: Callable[..., list[Group]]) -> None:
-    """Trained chains of 10, 20, 30 and 40 tokens, and two that were cancelled after 100 and 200."""
-    groups = make_groups(2, 2)
-    for length, chain in zip((10, 20, 30, 40), (c for group in groups for c in group.trajectories), strict=True):
-        chain.rows = [Row([1] * length, [1] * length, [-1.0] * length)]
-    assert length_bias(groups, 2, 300) == pytest.approx((400 / 6) / 25)
-    assert length_bias(groups, 0, 0) == 1.0

@@ -24,7 +24,7 @@ from agentfactory.tools.calls.run_notices import notify
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 60.0
-"""Seconds that a batch waits for late chains before the user is told."""
+"""Seconds after which a batch that waits for late chains gives a notice."""
 _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 
 

@@ -37,7 +37,7 @@ from agentfactory.trainers.loop.group_source import GroupSource
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import Turns
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
-from agentfactory.trainers.metrics import group_metrics, length_bias
+from agentfactory.trainers.metrics import group_metrics
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.proven_push import push_proven
@@ -297,12 +297,9 @@ class _Loop:
         mismatches: dict[str, float] = {}
         rollout = self.recipe.rollout
         trained = Counter({age: count for age, count in ages.items() if age <= rollout.max_staleness})
-        figures = self.source.figures() if self.source else {}
         late = {}
         if ages and rollout.late_chains is LateChains.BASELINE:
-            late["staleness/untrained"] = 1 - trained.total() / ages.total()
-        if cancelled := figures.get("cancelled/chains"):
-            late["cancelled/length_bias"] = length_bias(groups, cancelled, figures["cancelled/tokens"])
+            late = {"staleness/untrained": 1 - trained.total() / ages.total()}
         graded = {}
         if self.recipe.teacher is not None and self.recipe.teacher.context is not None:
             graded = {"teacher/graded": fmean(row.in_context is not None for row in rows)}
@@ -315,7 +312,7 @@ class _Loop:
             "version": step,
             **group_metrics(groups, trained),
             **late,
-            **figures,
+            **(self.source.figures() if self.source else {}),
             **learned.credited.metrics,
             **update_metrics(learned.updates, learned.batch),
             **graded,
