@@ -1,17 +1,18 @@
 """Compare the policies for late chains (rollout.late_chains) under a staleness bound: bias, learning and speed.
 
 Two tasks, both hunts of the quickstart with slow moves: `any`, where each move takes a log-normal time (median 0.05 s,
-sigma 0.5, 3 % of them 120 times as long), and `right`, where only a move towards the treasure does, so that the chains
-that take long are the right ones. All runs begin with the warm start of the quickstart's first stage.
+sigma 0.5, 3 % of them 120 times as long), and `right`, where only the move that finds the treasure is slow (median 3 s,
+sigma 0.7), so that the chains that take long are the right ones. All runs begin with the warm start of the quickstart's
+first stage. At staleness 0 all chains are trained, whatever their latency, and the runs have none.
 
 - Simulated: steps per minute of the scheduler alone, by async_training.py's simulation, with chains of 3 to 6 calls.
-- Frozen: 24 steps with a learning rate of 1e-12, so that all runs sample the same distribution of chains. The trained
-  chains are compared with those of staleness 0, where all chains are trained.
-- Learning: 50 steps, with held-out success (200 tasks, sampled, without latency) every 10 steps, and its mean over the
+- Frozen: 20 steps with a learning rate of 1e-12, so that all runs sample the same distribution of chains. The trained
+  chains are compared with those of staleness 0.
+- Learning: 30 steps, with held-out success (200 tasks, sampled, without latency) every 10 steps, and its mean over the
   wall time that the fastest of the compared runs took. Evaluations are not part of that time.
 
 The last line is JSON: by task, staleness and policy, `bias/...`, the success of the trained chains of the frozen runs
-divided by that of staleness 0, `success/...`, the mean after 50 steps, and `at_equal_time/...`.
+divided by that of staleness 0, `success/...`, the mean after 30 steps, and `at_equal_time/...`.
 
     python benchmarks/late_chains.py [--quick] [--tasks any right] [--late wait baseline drop] [--staleness 2 4]
         [--seeds 0 1 ...] [--jobs 2] [--output FOLDER]
@@ -38,8 +39,11 @@ from training_runs import only_checkpoint, read_steps, train_once
 
 from agentfactory.rollout.config import LateChains
 
-LATENCY = {"median": 0.05, "sigma": 0.5, "tail": 0.03, "factor": 120.0}
-STEPS, FROZEN_STEPS, EVERY = 50, 24, 10
+LATENCIES = {
+    "any": {"median": 0.05, "sigma": 0.5, "tail": 0.03, "factor": 120.0},
+    "right": {"median": 3.0, "sigma": 0.7, "tail": 0.0, "factor": 1.0},
+}
+STEPS, FROZEN_STEPS, EVERY = 30, 20, 10
 WARM_UP = 4
 """Number of initial steps of a frozen run that are left out: a run begins with empty queues."""
 LENGTHS = {"success": "success", "turns": "turns", "tokens": "trajectory/sampled_tokens"}
@@ -68,21 +72,23 @@ def simulate() -> None:
         print(f"simulated steps a minute, updates of {update:g} s: {told}", flush=True)
 
 
-def prepare(folder: Path, threads: int, steps: int, tasks: list[str]) -> dict[str, Path]:
-    """Create the warm start and a recipe per task."""
+def prepare(folder: Path, threads: int, steps: int, tasks: list[str]) -> dict[tuple[str, bool], Path]:
+    """Create the warm start and two recipes per task: without latency and with it."""
     warm = folder / "warm"
     train_once(threads, warm, QUICKSTART / "sft.yaml")
     heldout = write_tasks(warm / "prepared" / "heldout.jsonl", folder / "heldout.jsonl", NO_LATENCY)
     recipes = {}
-    for task in tasks:
-        rows = write_tasks(warm / "prepared" / "train.jsonl", folder / f"{task}.jsonl", LATENCY)
+    for task, slow in product(tasks, (False, True)):
+        latency = LATENCIES[task] if slow else NO_LATENCY
+        rows = folder / f"{task}{'' if slow else '-fast'}.jsonl"
+        write_tasks(warm / "prepared" / "train.jsonl", rows, latency)
         path = write_recipe(folder, only_checkpoint(warm), rows, heldout, steps)
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
         recipe["eval"] |= {"every": EVERY, "greedy": False}
         if task == "right":
-            recipe["tools"] = [str(Path(__file__).parent / "slow_treasure_hunt.py:SlowWayHunt")]
+            recipe["tools"] = [str(Path(__file__).parent / "slow_treasure_hunt.py:SlowFindHunt")]
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        recipes[task] = path
+        recipes[task, slow] = path
     return recipes
 
 
@@ -148,7 +154,7 @@ def tell(
         in_step = fmean(run["success"] for run in still[Mode(mode.task, 0, "wait")])
         if mode.staleness:
             ratios[f"bias/{mode.name}"] = round(mean["success"] / in_step, 3)
-    print("\n| task, staleness, policy | success after 50 steps, mean | worst | seconds | mean success at equal time |")
+    print("\n| task, staleness, policy | success after 30 steps, mean | worst | seconds | mean success at equal time |")
     print("|---|---|---|---|---|")
     for mode in modes:
         rivals = [other for other in modes if other.task == mode.task and other.staleness == mode.staleness]
@@ -182,14 +188,14 @@ def main() -> None:
         *(Mode(task, 0, "wait") for task in options.tasks),
         *(Mode(*chosen) for chosen in product(options.tasks, options.staleness, options.late)),
     ]
-    runs = list(product(modes, options.seeds))
+    runs = [(mode, seed) for seed in options.seeds for mode in modes]
     simulate()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         recipes = prepare(folder, threads * options.jobs, steps, options.tasks)
-        still = list(pool.map(lambda run: frozen(*run, folder, recipes[run[0].task], threads, frozen_steps), runs))
-        curves = list(pool.map(lambda run: learning(*run, folder, recipes[run[0].task], threads), runs))
+        still = list(pool.map(lambda run: frozen(*run, folder, recipes[run[0].task, run[0].staleness > 0], threads, frozen_steps), runs))
+        curves = list(pool.map(lambda run: learning(*run, folder, recipes[run[0].task, run[0].staleness > 0], threads), runs))
     by_mode = [(mode, [number for number, (other, _) in enumerate(runs) if other == mode]) for mode in modes]
     ratios = tell(
         modes,

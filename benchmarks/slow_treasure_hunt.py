@@ -10,7 +10,6 @@ from agentfactory.tools.user_code.loading import load_object
 
 _QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart"
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", _QUICKSTART)
-distance = load_object("treasure_hunt.py:distance", _QUICKSTART)
 
 _draws = random.Random(0)
 
@@ -36,14 +35,13 @@ class SlowTreasureHunt(TreasureHunt):
         return super().move(direction)
 
 
-class SlowWayHunt(SlowTreasureHunt):
-    """A hunt in which only the way to the treasure is slow: chains that take long are the right ones."""
+class SlowFindHunt(SlowTreasureHunt):
+    """A hunt in which only the move that finds the treasure is slow: chains that take long are the right ones."""
 
     @tool
     async def move(self, direction: Literal["north", "east", "south", "west"]) -> str:
         """Take one step."""
-        before = distance(self.here, self.treasure)
         observation = TreasureHunt.move(self, direction)
-        if distance(self.here, self.treasure) < before:
+        if self.here == self.treasure:
             await asyncio.sleep(draw_latency(_draws, **self.latency))
         return observation
