@@ -61,6 +61,11 @@ class Mode:
     def name(self) -> str:
         return f"{self.task}/{self.staleness}" + (f"/{self.late}" if self.staleness else "")
 
+    @property
+    def recipe(self) -> str:
+        """The name of its recipe: one with latency or, at staleness 0, without."""
+        return f"{self.task}{'' if self.staleness else '-fast'}"
+
 
 def simulate() -> None:
     """Print the steps per minute that the scheduler allows, by seconds of an update and policy, at staleness 2."""
@@ -72,23 +77,22 @@ def simulate() -> None:
         print(f"simulated steps a minute, updates of {update:g} s: {told}", flush=True)
 
 
-def prepare(folder: Path, threads: int, steps: int, tasks: list[str]) -> dict[tuple[str, bool], Path]:
-    """Create the warm start and two recipes per task: without latency and with it."""
+def prepare(folder: Path, threads: int, steps: int, tasks: list[str]) -> dict[str, Path]:
+    """Create the warm start and two recipes per task, by name: with latency and without."""
     warm = folder / "warm"
     train_once(threads, warm, QUICKSTART / "sft.yaml")
     heldout = write_tasks(warm / "prepared" / "heldout.jsonl", folder / "heldout.jsonl", NO_LATENCY)
     recipes = {}
-    for task, slow in product(tasks, (False, True)):
-        latency = LATENCIES[task] if slow else NO_LATENCY
-        rows = folder / f"{task}{'' if slow else '-fast'}.jsonl"
-        write_tasks(warm / "prepared" / "train.jsonl", rows, latency)
-        path = write_recipe(folder, only_checkpoint(warm), rows, heldout, steps)
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-        recipe["eval"] |= {"every": EVERY, "greedy": False}
-        if task == "right":
-            recipe["tools"] = [str(Path(__file__).parent / "slow_treasure_hunt.py:SlowFindHunt")]
-        path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        recipes[task, slow] = path
+    for task in tasks:
+        for name, latency in ((task, LATENCIES[task]), (f"{task}-fast", NO_LATENCY)):
+            rows = write_tasks(warm / "prepared" / "train.jsonl", folder / f"{name}.jsonl", latency)
+            path = write_recipe(folder, only_checkpoint(warm), rows, heldout, steps)
+            recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+            recipe["eval"] |= {"every": EVERY, "greedy": False}
+            if task == "right":
+                recipe["tools"] = [str(Path(__file__).parent / "slow_treasure_hunt.py:SlowFindHunt")]
+            path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+            recipes[name] = path
     return recipes
 
 
@@ -194,8 +198,8 @@ def main() -> None:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         recipes = prepare(folder, threads * options.jobs, steps, options.tasks)
-        still = list(pool.map(lambda run: frozen(*run, folder, recipes[run[0].task, run[0].staleness > 0], threads, frozen_steps), runs))
-        curves = list(pool.map(lambda run: learning(*run, folder, recipes[run[0].task, run[0].staleness > 0], threads), runs))
+        still = list(pool.map(lambda run: frozen(*run, folder, recipes[run[0].recipe], threads, frozen_steps), runs))
+        curves = list(pool.map(lambda run: learning(*run, folder, recipes[run[0].recipe], threads), runs))
     by_mode = [(mode, [number for number, (other, _) in enumerate(runs) if other == mode]) for mode in modes]
     ratios = tell(
         modes,
