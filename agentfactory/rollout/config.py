@@ -88,6 +88,8 @@ class TaskSource(Section):
     paths: ClassVar[tuple[str, ...]] = ()
     """Fields that contain paths, which a recipe gives relative to its own file: dotted names; `*` stands for each
     entry, "" for a value given in place of the section."""
+    world: ClassVar[str | None] = None
+    """Name of the world that plays the tasks. Recipes that use the source have it among their tools."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
@@ -139,6 +141,11 @@ class DataConfig(Section):
     def registered(self) -> tuple[str, TaskSource] | None:
         """The name and section of the registered source; None if path or source gives the rows."""
         return next(iter((self.model_extra or {}).items()), None)
+
+    @property
+    def world(self) -> str | None:
+        """The name of the world that plays the tasks; None if the recipe's tools do."""
+        return None if self.registered is None else self.registered[1].world
 
     @model_validator(mode="before")
     @classmethod
@@ -541,6 +548,14 @@ class RolloutRecipe(ToolsRecipe):
         if not isinstance(rewards, list):
             return rewards
         return [{"reward": entry} if isinstance(entry, str) else entry for entry in rewards]
+
+    @model_validator(mode="after")
+    def _add_worlds(self) -> Self:
+        modules = {server.module for server in self.mcp_servers.values()}
+        for data in (self.data, self.eval.data):
+            if data is not None and data.world is not None and data.world not in {*self.tools, *modules}:
+                self.tools = [*self.tools, data.world]
+        return self
 
     def longest_call(self) -> tuple[float, str]:
         """See ToolsRecipe: a reset may take as long as its chain."""

@@ -38,6 +38,7 @@ class Garden(Environment):
 class Plots(TaskSource):
     """Gardens that grow."""
 
+    world = "garden"
     paths: ClassVar[tuple[str, ...]] = ("file",)
 
     file: str
@@ -108,6 +109,7 @@ def test_a_recipe_names_a_world_of_another_package(
     assert "0 are dry" in agentfactory("tools", "call", str(recipe), "water").stdout
     assert agentfactory("beds", str(tmp_path / "task" / "plots.txt")).stdout == "3\n"
     assert "count the beds of a garden" in agentfactory("--help").stdout
+
     # the message gives any error that its rows raise
     (tmp_path / "task" / "plots.txt").write_text("one")
     told = agentfactory("tools", "check", str(recipe)).stderr
@@ -122,6 +124,20 @@ def test_a_recipe_names_a_world_of_another_package(
         "'gardn' is not prebuilt (alfworld, browse, calculator, code_interpreter, garden, "
         in agentfactory("tools", "check", str(recipe)).stderr
     )
+
+
+def test_tasks_bring_the_world_that_plays_them(
+    installed: Path, tmp_path: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
+) -> None:
+    (tmp_path / "plots.txt").write_text("1\n2\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: {plots: {file: plots.txt}}\n")
+    checked = agentfactory("tools", "check", str(recipe))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "There are 1 dry beds." in checked.stdout
+    recipe.write_text("data: {plots: {file: plots.txt}}\nmcp_servers: {beds: {module: garden}}\n")
+    listed = agentfactory("tools", "list", str(recipe), "--json")
+    assert [each["function"]["name"] for each in json.loads(listed.stdout)] == ["water"]
 
 
 @pytest.mark.parametrize(

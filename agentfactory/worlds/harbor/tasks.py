@@ -302,8 +302,9 @@ class HarborImage(Section):
 
 
 class HarborSource(TaskSource):
-    """Tasks in Harbor's format, for `tools: [harbor]` (docs/harbor.md). A path alone means {folder: PATH}."""
+    """Tasks in Harbor's format (docs/harbor.md). A path alone means {folder: PATH}."""
 
+    world = "harbor"
     paths: ClassVar[tuple[str, ...]] = ("", "folder", "images.*", "images.*.root")
 
     folder: str
