@@ -23,6 +23,7 @@ from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
+from agentfactory.rollout.config import Part
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row, text_part
@@ -89,9 +90,11 @@ async def _chat(served: Served) -> None:
     recipe = served.recipe
     async with serve(recipe, served.adapters) as (child, url):
         try:
-            async with open_runner(recipe, Path.cwd(), url, rewards=Rewards([], Path.cwd())) as runner:
+            # that of the first task that the run was evaluated or trained on
+            part = next(iter([*recipe.held_out_parts(), *recipe.parts()]), Part("data", recipe))
+            async with open_runner(part.recipe, Path.cwd(), url, rewards=Rewards([], Path.cwd())) as runner:
                 # load data only if environments need it: it may be large, or on the hub
-                row = _first_row(recipe) if runner.toolset.environments else {}
+                row = _first_row(part) if runner.toolset.environments else {}
                 await _converse(runner, Sampling(served.name, recipe.rollout.temperature, "chat"), row)
         except ServerUnreachableError:
             if child.process.poll() is not None:
@@ -99,10 +102,9 @@ async def _chat(served: Served) -> None:
             raise
 
 
-def _first_row(recipe: Recipe) -> Task:
-    """Return the task that environments are reset with: the first one that the run was evaluated or trained on."""
-    data = recipe.eval.data or recipe.data
-    return load_tasks(data)[0] if data is not None else {}
+def _first_row(part: Part[Recipe]) -> Task:
+    """Return the task that environments are reset with."""
+    return load_tasks(part.recipe.data, part.section)[0] if part.recipe.data is not None else {}
 
 
 async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:

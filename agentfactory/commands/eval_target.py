@@ -1,5 +1,6 @@
 """The target of `agentfactory eval`, from its options: a model, or the server at an address."""
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +9,17 @@ from typing import Any
 from agentfactory.commands.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chains.chat_endpoint import look_at as ask_what_it_is
-from agentfactory.rollout.chains.endpoint_chain import check_recipe, open_chat_runner
-from agentfactory.rollout.evaluation.evaluate import open_runner
+from agentfactory.rollout.chains.endpoint_chain import ChatRunner, check_recipe, open_chat_runner
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.evaluation.evaluate import open_sources
+from agentfactory.rollout.sources import Loaded, Source, open_all
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.proxies import proxy_for
 
-__all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runner_at", "with_samples"]
+__all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_sources_at", "with_samples"]
 
 
 def check(
@@ -79,7 +81,8 @@ def look_at(recipe: Recipe, url: str, model: str | None) -> There:
     """
     cards = ask_what_it_is(url, model, recipe.server.api_key_env)
     if isinstance(cards, str):
-        check_recipe(recipe)
+        for part in recipe.held_out_parts():
+            check_recipe(part.recipe)
         return There(recipe, url, cards, by_token_ids=False)
     names = [str(card["id"]) for card in cards]
     base = next(card for card in cards if not card.get("parent"))
@@ -104,8 +107,15 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
     return recipe.with_model(path)
 
 
-def open_runner_at(there: There, base: Path, images: Path) -> AbstractAsyncContextManager[Runner]:
-    """Open a runner for chains against this server; `images` is the folder for the images in the chains."""
+def open_sources_at(
+    there: There, base: Path, images: Path, loaded: Sequence[Loaded]
+) -> AbstractAsyncContextManager[Sequence[Source[Any]]]:
+    """Open the runners of the chains of each part against this server; `images` is the folder for the images in the
+    chains."""
     if there.by_token_ids:
-        return open_runner(there.recipe, base, there.url, images=images, proxy=proxy_for(there.url))
-    return open_chat_runner(there.recipe, base, there.url, there.model, images)
+        return open_sources(there.recipe, loaded, base, there.url, images=images, proxy=proxy_for(there.url))
+
+    def opener(recipe: RolloutRecipe) -> AbstractAsyncContextManager[ChatRunner]:
+        return open_chat_runner(recipe, base, there.url, there.model, images)
+
+    return open_all(loaded, opener)

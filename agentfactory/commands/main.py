@@ -225,7 +225,15 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
-    from agentfactory.recipe.checks import doubts, runs_chains, try_sources, try_template
+    from agentfactory.recipe.checks import (
+        distinct,
+        doubts,
+        part_named,
+        parts_of,
+        runs_chains,
+        try_sources,
+        try_template,
+    )
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.model_hub import has_tokenizer
     from agentfactory.tools.errors import SettingError
@@ -242,8 +250,11 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
             for unchecked in try_sources(stage, options.command):
                 comment(f"not checked here: {unchecked}")
             if runs_chains(stage, options.command) and has_tokenizer(stage.model.path):
-                found = try_template(stage)
-                comment(f"tool calls in {stage.name}: {found['parser']}; rows: {found['choice']}")
+                for part in distinct(parts_of(stage)):
+                    of = f", source {part.name}" if part.name else ""
+                    with part_named(part):
+                        found = try_template(part.recipe)
+                    comment(f"tool calls in {stage.name}{of}: {found['parser']}; rows: {found['choice']}")
         if options.command == "train":
             for stage in stages_of(recipe):
                 for doubt in doubts(stage):

@@ -58,26 +58,25 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         stage = stage.with_model(stages[0].model.path)
     with acting("look", stage, checkpoint, say) as (served, folder, urls):
         # these import transformers
-        from agentfactory.rollout.data import TaskOrder, load_tasks
         from agentfactory.rollout.evaluation.advice import advise
-        from agentfactory.rollout.evaluation.evaluate import run_rollout
+        from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.evaluation.first_look import plural
         from agentfactory.rollout.evaluation.look_text import describe
+        from agentfactory.rollout.sources import load_all
 
         used = served.recipe
-        assert used.data is not None
-        order = TaskOrder(load_tasks(used.data), used.seed, used.data.shuffle)
         size = used.rollout.group_size
         sizes = [min(size, chains - first) for first in range(0, chains, size)]
-        tasks = [order[position] for position in range(len(sizes))]
-        say(f"sampling {plural(chains, 'chain')} in {plural(len(tasks), 'group')} with {served.label}")
-        with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
-            _, look = run_rollout(
-                used, tasks, folder.path, urls, folder.trajectories, folder.log, served.name, folder.images, sizes
-            )
-    first, *lines = describe(look, schedule_of(used, chains))
-    yield ok(_SUBJECT, "\n".join([f"{first} with {served.label}", *(indent(line, " " * 9) for line in lines)]))
-    if (lost := look.chains - len(look.rewards)) > look.chains / 2:
-        yield problem(_SUBJECT, f"{lost} of {plural(look.chains, 'chain')} have no reward", "correct the cause above")
-    for advice in advise(look):
-        yield warning(advice.topic, advice.text, advice.fix)
+        say(f"sampling {plural(chains, 'chain')} in {plural(len(sizes), 'group')} with {served.label}")
+        opened = open_sources(used, load_all(used.parts()), folder.path, urls, images=folder.images)
+        with tell_warnings(say), follow_groups(folder.trajectories, len(sizes), say):
+            _, looks = run_rollout(used, folder.trajectories, folder.log, opened, served.name, sizes)
+    for name, look in looks.items():
+        of, schedule = (f" on source {name}", None) if name else ("", schedule_of(used, chains))
+        first, *lines = describe(look, schedule)
+        yield ok(_SUBJECT, "\n".join([f"{first}{of} with {served.label}", *(indent(line, " " * 9) for line in lines)]))
+        if (lost := look.chains - len(look.rewards)) > look.chains / 2:
+            text = f"{lost} of {plural(look.chains, 'chain')}{of} have no reward"
+            yield problem(_SUBJECT, text, "correct the cause above")
+        for advice in advise(look):
+            yield warning(advice.topic, advice.text, advice.fix)

@@ -30,11 +30,11 @@ from agentfactory.tools.processes.interruption import run_interruptibly
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from agentfactory.rollout.chains.chain_runner import Runner
     from agentfactory.rollout.evaluation.evaluate import Evaluation
     from agentfactory.rollout.evaluation.first_look import Look
     from agentfactory.rollout.evaluation.look_text import Schedule
     from agentfactory.rollout.evaluation.side_by_side import OtherEvaluation
+    from agentfactory.rollout.sources import Loaded, Source
 
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
@@ -118,10 +118,12 @@ def evaluate(
         _evaluate_at(recipe, url, model, say, other)
         return
     with acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
-        from agentfactory.rollout.evaluation.evaluate import open_runner
+        from agentfactory.rollout.evaluation.evaluate import open_sources
 
-        opened = open_runner(served.recipe, folder.path, urls, images=folder.images)
-        found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
+        def open_on(loaded: "Sequence[Loaded]") -> "AbstractAsyncContextManager[Sequence[Source[Any]]]":
+            return open_sources(served.recipe, loaded, folder.path, urls, images=folder.images)
+
+        found = _run_eval(served.recipe, folder, open_on, served.name, say, served.step)
     _report(found, served.recipe, served.label, folder, say, other)
 
 
@@ -150,8 +152,8 @@ def _evaluate_at(
         _log_to(folder, "eval")
         say(f"querying {there.model} at {url} by {there.how}")
         try:
-            opened = eval_target.open_runner_at(there, folder.path, folder.images)
-            found = _run_eval(there.recipe, folder, opened, there.model, say)
+            open_there = partial(eval_target.open_sources_at, there, folder.path, folder.images)
+            found = _run_eval(there.recipe, folder, open_there, there.model, say)
         except (ServerUnreachableError, RolloutStoppedError, eval_target.ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
     _report(found, there.recipe, f"{there.model} at {url}", folder, say, other)
@@ -160,22 +162,23 @@ def _evaluate_at(
 def _run_eval(
     recipe: Recipe,
     folder: RunFolder,
-    opened: "AbstractAsyncContextManager[Runner]",
+    opener: "Callable[[Sequence[Loaded]], AbstractAsyncContextManager[Sequence[Source[Any]]]]",
     model: str,
     say: Say,
     step: int | None = None,
 ) -> "Evaluation":
     from agentfactory.launching.progress import follow_groups, tell_warnings
-    from agentfactory.rollout.data import load_tasks
     from agentfactory.rollout.evaluation.evaluate import run_eval
+    from agentfactory.rollout.sources import load_all
 
-    assert recipe.eval.data is not None  # load_recipe has checked it
     samples, greedy = recipe.eval.samples, recipe.eval.greedy
     with tell_warnings(say):
-        tasks = load_tasks(recipe.eval.data, "eval.data", tell=True)
-        say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
-        with follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
-            return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
+        loaded = load_all(recipe.held_out_parts(), tell=True)
+        tasks = sum(len(one.tasks) for one in loaded)
+        say(f"evaluating {tasks} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
+        with follow_groups(folder.trajectories, tasks * (1 + greedy), say):
+            log = partial(_log_figures, folder, step)
+            return run_eval(recipe, folder.trajectories, log, opener(loaded), model)
 
 
 def _report(
@@ -186,20 +189,23 @@ def _report(
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
     for table in [*tables(found), *([] if other is None else compared(folder.trajectories, other))]:
         say(table)
-    _tell_look(found.look, recipe, found.chains, say)
+    _tell_looks(found.looks, recipe, found.chains, say)
     say(f"all metrics: {display(folder.summary)}; all chains: {display(folder.trajectories)}")
     say(f"{recipe.name}: evaluated {label}; run folder {display(folder.path)}")
     _check_failed(sum(found.failures.values()), found.chains)
 
 
-def _tell_look(look: "Look", recipe: Recipe, running: int, say: Say) -> None:
-    """Print the look of chains, `running` of which were to run at a time."""
+def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say) -> None:
+    """Print the looks of the chains of each source, `running` of which were to run at a time."""
     from agentfactory.rollout.evaluation.advice import advise
     from agentfactory.rollout.evaluation.look_text import describe
 
-    say("\n  ".join(["what the sampled chains did:", *describe(look, schedule_of(recipe, running))]))
-    for advice in advise(look):
-        say(f"warning: {advice}")
+    for name, look in looks.items():
+        of = f" of source {name}" if name else ""
+        schedule = None if name else schedule_of(recipe, running)
+        say("\n  ".join([f"what the sampled chains{of} did:", *describe(look, schedule)]))
+        for advice in advise(look):
+            say(f"warning: {advice}")
 
 
 def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
@@ -219,27 +225,26 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
     `<output>/rollout`, rollout-2, ..."""
     with acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
         from agentfactory.launching.progress import follow_groups, tell_warnings
-        from agentfactory.rollout.data import load_tasks
-        from agentfactory.rollout.evaluation.evaluate import run_rollout
+        from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
+        from agentfactory.rollout.sources import load_all
 
         stage = served.recipe
-        assert stage.data is not None  # load_recipe has checked it
         with tell_warnings(say):
-            tasks = load_tasks(stage.data, tell=True)
-            say(f"running {len(tasks)} tasks, each by {stage.rollout.group_size} chains")
-            with follow_groups(folder.trajectories, len(tasks), say):
+            loaded = load_all(stage.parts(), tell=True)
+            groups = [one.part.recipe.rollout.group_size for one in loaded for _ in one.tasks]
+            sizes = " or ".join(map(str, sorted(set(groups))))
+            say(f"running {len(groups)} tasks, each by {sizes} chains")
+            with follow_groups(folder.trajectories, len(groups), say):
                 log = partial(_log_figures, folder, served.step)
-                metrics, look = run_rollout(
-                    stage, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
-                )
+                opened = open_sources(stage, loaded, folder.path, urls, images=folder.images)
+                metrics, looks = run_rollout(stage, folder.trajectories, log, opened, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
-    _tell_look(look, stage, look.chains, say)
+    _tell_looks(looks, stage, sum(look.chains for look in looks.values()), say)
     told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
     say(f"means over chains: {', '.join(told)}; all metrics: {display(folder.summary)}")
     saved = display(folder.trajectories)
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
-    chains = len(tasks) * stage.rollout.group_size
-    _check_failed(round(metrics["failed"] * chains), chains)
+    _check_failed(round(metrics["failed"] * sum(groups)), sum(groups))
 
 
 def _check_failed(failed: int, chains: int) -> None:

@@ -8,8 +8,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +17,11 @@ from typing import Any
 
 from agentfactory.commands.isolation_check import seen_of_another_chain
 from agentfactory.commands.options import json_object
+from agentfactory.recipe.checks import distinct, parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import NO_MODEL, load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.rollout.config import Part
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.images.files import with_files
@@ -80,16 +82,40 @@ def run(options: argparse.Namespace) -> None:
     """
     whole = load_recipe(options.recipe, options.overrides, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
+    parts = parts_of(recipe) if any(part.name for part in parts_of(recipe)) else [Part("data", recipe)]
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
-        match options.action:
-            case "list" if options.prompt:
-                run_interruptibly(_prompt(recipe, Path(images)))
-            case "list":
-                run_interruptibly(_list(recipe, options.json))
-            case "call":
-                run_interruptibly(_call(recipe, options, Path(images)))
-            case "check":
-                run_interruptibly(_check(recipe, prepared, options.task, Path(images)))
+        if options.action == "call":
+            run_interruptibly(_call(distinct(parts), options, Path(images)))
+            return
+        faults: list[Exception] = []
+        listed: dict[str, list[Any]] = {}
+        for part in parts if options.action == "check" else distinct(parts):
+            if part.name and not options.json:
+                print(f"{part.section}, {part.name}:", flush=True)
+            with _kept(faults, part):
+                match options.action:
+                    case "list" if options.prompt:
+                        run_interruptibly(_prompt(part.recipe, Path(images)))
+                    case "list":
+                        specs = listed[part.name] = []
+                        run_interruptibly(_list(part.recipe, specs if options.json else None))
+                    case "check":
+                        run_interruptibly(_check(part.recipe, prepared, options.task, Path(images)))
+        if options.json:
+            print(json.dumps(listed.get("", listed), indent=2, ensure_ascii=False))
+        for kind in (ToolsFailed, ToolsUnchecked):
+            if found := [str(fault) for fault in faults if isinstance(fault, kind)]:
+                raise kind("\n".join(found))
+
+
+@contextmanager
+def _kept(faults: list[Exception], part: Part[Recipe]) -> Iterator[None]:
+    """Keep the faults of one source for later, so that the others are tried; they name the source."""
+    try:
+        yield
+    except (ToolsFailed, ToolsUnchecked) as error:
+        of = f"{part.name}: " if part.name else ""
+        faults.append(type(error)("\n".join(f"{of}{line}" for line in str(error).splitlines())))
 
 
 @dataclass
@@ -251,12 +277,12 @@ def _figures(verdict: EnvironmentReward) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in {"reward": verdict.reward, **verdict.metrics}.items())
 
 
-async def _list(recipe: Recipe, as_json: bool) -> None:
+async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
+    """Print the tools of a recipe, or add them to `specs` in OpenAI's form."""
     servers = await _open_each(recipe)
-    if as_json:
+    if specs is not None:
         view, _ = _view(recipe)
-        specs = [(spec if view is None else stating(spec, view)).to_openai() for s in servers for spec in s.specs]
-        print(json.dumps(specs, indent=2, ensure_ascii=False))
+        specs += [(spec if view is None else stating(spec, view)).to_openai() for s in servers for spec in s.specs]
     else:
         for server in servers:
             for spec in server.specs:
@@ -413,20 +439,26 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
     return [{}], "an empty row, for the recipe has no data"
 
 
-async def _call(recipe: Recipe, options: argparse.Namespace, images: Path) -> None:
+async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, images: Path) -> None:
+    """Call a tool of the first part that has it."""
     given = None if options.task is None else _given_row(options.task, images)
-    # there is no chain, and so only the limit of a call
-    only_tools = ToolsRecipe(tools=recipe.tools, mcp_servers=recipe.mcp_servers, limits=recipe.limits)
     try:
-        async with open_toolset(only_tools, Path.cwd()) as toolset:
-            spec = next((spec for spec in toolset.specs if spec.name == options.tool), None)
-            call = ToolCall("call_0", options.tool, _parse_arguments(options.arguments, spec))
-            task = given
-            if task is None:
-                task = next(iter(_first_rows(recipe, images)[0] if toolset.environments else []), {})
-            task = _for_tools(task, toolset, recipe)
-            async with toolset.chain("call", task) as session:
-                result = await session.call(call)
+        for number, part in enumerate(parts, 1):
+            recipe = part.recipe
+            # there is no chain, and so only the limit of a call
+            only_tools = ToolsRecipe(tools=recipe.tools, mcp_servers=recipe.mcp_servers, limits=recipe.limits)
+            async with open_toolset(only_tools, Path.cwd()) as toolset:
+                spec = next((spec for spec in toolset.specs if spec.name == options.tool), None)
+                if spec is None and number < len(parts):
+                    continue
+                call = ToolCall("call_0", options.tool, _parse_arguments(options.arguments, spec))
+                task = given
+                if task is None:
+                    task = next(iter(_first_rows(recipe, images)[0] if toolset.environments else []), {})
+                task = _for_tools(task, toolset, recipe)
+                async with toolset.chain("call", task) as session:
+                    result = await session.call(call)
+                break
     except (ToolInfrastructureError, ValueError, TypeError) as error:
         raise ToolsFailed(str(error)) from None
     print(text_of(result.content))

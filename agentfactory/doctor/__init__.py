@@ -31,10 +31,11 @@ from agentfactory.doctor.recipe_checks import (
     runs_code,
     starts_server,
 )
-from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.checks import distinct, parts_of, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.rollout.config import Part
 from agentfactory.rollout.model_hub import has_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.processes.memory import memory_room
@@ -112,7 +113,10 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     yield from _safely("disk", partial(check_disk, stages[0].output if stages else Path.cwd()))
     most = max(map(open_files, stages), default=None)
     yield from _safely("open files", check_open_files if most is None else partial(check_open_files, most))
-    yield from _safely("sandbox", partial(check_sandbox, any(map(runs_code, stages))))
+    yield from _safely(
+        "sandbox",
+        partial(check_sandbox, any(runs_code(part.recipe) for stage in stages for part in parts_of(stage))),
+    )
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
             yield from _safely(subject, check)
@@ -128,14 +132,8 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)
-    if runs_chains(recipe, "train") and (Path(recipe.model.path).is_dir() or has_tokenizer(recipe.model.path)):
-        yield "format", partial(check_format, recipe)
-    if recipe.rewards and has_tasks(recipe):
-        yield "rewards", partial(check_rewards, recipe)
-    elif recipe.data is not None and recipe.data.file is not None and not recipe.data.file.exists():
-        text = f"not checked with rewards and format: {display(recipe.data.file)} does not exist yet"
-        fix = "run `agentfactory doctor` again once `agentfactory train` has created it"
-        yield "data", partial(iter, [warning("data", text, fix)])
+    for part in distinct(parts_of(recipe)):
+        yield from _checks_of_part(recipe, part)
     if starts_server(recipe):
         yield "port", partial(check_address, recipe)
         if recipe.server.engine == "vllm":
@@ -151,3 +149,16 @@ def _safely(subject: str, check: Check) -> Iterator[Finding]:
     except Exception as error:  # boundary: a machine can have any fault
         text = f"the check failed: {type(error).__name__}: {error}"
         yield problem(subject, text, "fix the cause, or report a bug of `agentfactory doctor`")
+
+
+def _checks_of_part(whole: Recipe, part: Part[Recipe]) -> Iterator[tuple[str, Check]]:
+    """Yield the checks of the chains of one source of tasks."""
+    recipe, of = part.recipe, f" of source {part.name}" if part.name else ""
+    if runs_chains(whole, "train") and (Path(recipe.model.path).is_dir() or has_tokenizer(recipe.model.path)):
+        yield f"format{of}", partial(check_format, recipe)
+    if recipe.rewards and has_tasks(recipe):
+        yield f"rewards{of}", partial(check_rewards, recipe)
+    elif recipe.data is not None and recipe.data.file is not None and not recipe.data.file.exists():
+        text = f"not checked with rewards and format: {display(recipe.data.file)} does not exist yet"
+        fix = "run `agentfactory doctor` again once `agentfactory train` has created it"
+        yield part.section, partial(iter, [warning(part.section, text, fix)])

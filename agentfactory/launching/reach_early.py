@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from agentfactory.recipe.checks import Purpose, hub_names, runs_chains
+from agentfactory.recipe.checks import Purpose, distinct, hub_names, part_named, parts_of, runs_chains
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.concurrency import check_open_files
@@ -80,11 +80,17 @@ def check_teacher_answers(recipe: Recipe) -> None:
         raise SettingError("teacher.url", str(error), "restart the server") from error
 
 
-def check_tools_open(recipe: RolloutRecipe) -> None:
-    """Open the recipe's tools, and close them. Raises SettingError if that fails, names clash, a limit is for a tool
-    that there is not, or a process may not open enough files."""
+def check_tools_open(recipe: Recipe) -> None:
+    """Open the recipe's tools, those of each source, and close them. Raises SettingError if that fails, names clash, a
+    limit is for a tool that there is not, or a process may not open enough files."""
     if recipe.rollout.concurrency != "auto":
         check_open_files(-(-recipe.rollout.concurrency // recipe.rollout.workers))
+    for part in distinct(parts_of(recipe)):
+        with part_named(part):
+            _open_tools(part.recipe)
+
+
+def _open_tools(recipe: RolloutRecipe) -> None:
     if not recipe.tools and not recipe.mcp_servers:
         return
     # imported here, because the MCP SDK is slow to import

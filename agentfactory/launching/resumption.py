@@ -99,11 +99,11 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
 def content_digests(recipe: Recipe) -> dict[str, str]:
     """Return the SHA-256 of the content of each file or folder that decides what a run learns from, by the field that
     names it. Absent files are left out."""
-    data = recipe.data.file if recipe.data is not None else None
     saved, template = recipe.train.from_trajectories, recipe.model.chat_template
     lora = recipe.model.lora
     adapter = Path(lora.from_) / WEIGHTS if lora is not None and lora.from_ is not None else None
-    named = {"data.path": data, "train.from_trajectories": saved, "model.chat_template": template}
+    files = {f"{part.section}.path": data.file for part in recipe.parts() if (data := part.recipe.data) is not None}
+    named = {**files, "train.from_trajectories": saved, "model.chat_template": template}
     named["model.lora.from"] = adapter
     found = {}
     for name, place in named.items():
@@ -180,10 +180,16 @@ def rewind(recipe: Recipe, folder: RunFolder, checkpoint: Path | None, say: Call
 
 def _may_differ(name: str) -> bool:
     patterns = (re.escape(field).replace(r"\*", r"[^.]+") for field in _MAY_DIFFER)
-    return any(re.match(rf"{pattern}(\.|$)", name) for pattern in patterns)
+    own = re.fullmatch(r"data\.sources\.\d+\.((?!name).+)", name)
+    # a source's settings are those of the recipe's top, or of rollout
+    names = [name, *([own[1], f"rollout.{own[1]}"] if own else [])]
+    return any(re.match(rf"{pattern}(\.|$)", each) for pattern in patterns for each in names)
 
 
 def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    if prefix == ".data.sources":
+        # by number, so that messages name what differs in an entry
+        data = {str(number): source for number, source in enumerate(data)}
     if isinstance(data, dict):
         return {name: leaf for key, value in data.items() for name, leaf in _leaves(value, f"{prefix}.{key}").items()}
     return {prefix.removeprefix("."): data}

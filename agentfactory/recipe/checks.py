@@ -3,7 +3,9 @@
 import ast
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ from agentfactory.recipe.sglang_checks import check_sglang, check_sglang_is_inst
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening import check_lengths, check_texts
-from agentfactory.rollout.config import DataConfig, Inflight
+from agentfactory.rollout.config import DataConfig, Inflight, Part
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
@@ -71,42 +73,93 @@ def check(
 
     try:
         _check(recipe, purpose, prepared, after, lack)
+        for part in parts_of(recipe):
+            if purpose != "tools":
+                with part_named(part):
+                    _check_data_file(part.recipe, prepared)
+        for part in distinct(parts_of(recipe)):
+            with part_named(part):
+                _check_acting(part.recipe, purpose, prepared, lack)
+        if runs_chains(recipe, purpose):
+            _check_tasks_exist(recipe, purpose)
+            for part in parts_of(recipe):
+                with part_named(part):
+                    _check_chains(part.recipe, purpose, is_held_out(part))
+        if runs_chains(recipe, purpose) or purpose == "serve":
+            _check_server(recipe, lack)
+            if purpose in ("train", "serve"):
+                check_placement(recipe)
+        for part in _used_parts(recipe, purpose):
+            with part_named(part):
+                _check_rows(part, purpose, prepared)
     except SettingError as error:
         raise error.at(source=error.source or composed.origin(error.field)) from error.__cause__
 
 
+def parts_of(recipe: Recipe) -> list[Part[Recipe]]:
+    """Return the parts of a recipe, one for each source of tasks and of held-out tasks; the recipe itself if it has no
+    tasks."""
+    return [*recipe.parts(), *recipe.held_out_parts()] or [Part("data", recipe)]
+
+
+def distinct(parts: list[Part[Recipe]]) -> list[Part[Recipe]]:
+    """Return the parts whose chains have other settings than those of the parts before."""
+    return [part for number, part in enumerate(parts) if not any(map(part.acts_like, parts[:number]))]
+
+
+def is_held_out(part: Part[Recipe]) -> bool:
+    """Return whether a part has held-out tasks."""
+    return part.section.startswith("eval.")
+
+
+@contextmanager
+def part_named(part: Part[Recipe]) -> Iterator[None]:
+    """Give the errors about a part the names of its fields in the whole recipe."""
+    try:
+        yield
+    except SettingError as error:
+        raise error.at(part.field(error.field)) from error.__cause__
+
+
 def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lack: Lack) -> None:
+    """Check what does not depend on the sources of tasks."""
     if purpose != "tools":
         _check_files(recipe, prepared, after)
-    check_programs(recipe, lack, prepared)
-    check_user_code(recipe, lack, tools_only=purpose == "tools")
-    if runs_chains(recipe, purpose) or purpose == "tools":
-        check_servers(recipe, prepared)
+    if recipe.train.algorithm == "sft" and purpose == "train" and recipe.data is not None and recipe.data.sources:
+        fix = "join the files, or train a stage on each"
+        raise SettingError("data.sources", "set, but sft reads the conversations of one file", fix)
     uses_server = runs_chains(recipe, purpose) or purpose == "serve"
     if uses_server and recipe.server.engine == "sglang":
         check_sglang(recipe)
     if purpose == "train":
         check_training(recipe, lack, runs_chains(recipe, purpose))
-    if runs_chains(recipe, purpose):
-        _check_chains(recipe, purpose)
     if purpose == "serve" and recipe.server.url is not None:
         raise SettingError(
             "server.url", f"got {short(recipe.server.url)}, which is already running", "set null to start one here"
         )
-    if uses_server:
-        _check_server(recipe, lack)
-        if purpose in ("train", "serve"):
-            check_placement(recipe)
-    _check_rows(recipe, purpose, prepared)
+
+
+def _check_acting(recipe: Recipe, purpose: Purpose, prepared: Path | None, lack: Lack) -> None:
+    """Check the tools, rewards and agent of a part."""
+    check_programs(recipe, lack, prepared)
+    check_user_code(recipe, lack, tools_only=purpose == "tools")
+    if runs_chains(recipe, purpose) or purpose == "tools":
+        check_servers(recipe, prepared)
 
 
 def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
     """Check the files and tasks of a stage that `prepare` has created since `check`. Raises SettingError."""
     try:
         _check_files(recipe, None, None if is_first else "the stage before")
-        _check_rows(recipe, "train", None)
-        if runs_chains(recipe, "train"):
-            check_servers(recipe, None)
+        for part in parts_of(recipe):
+            with part_named(part):
+                _check_data_file(part.recipe, None)
+        for part in _used_parts(recipe, "train"):
+            with part_named(part):
+                _check_rows(part, "train", None)
+        for part in distinct(parts_of(recipe)) if runs_chains(recipe, "train") else ():
+            with part_named(part):
+                check_servers(part.recipe, None)
     except SettingError as error:
         fix = f"correct the prepare function, and delete {display(prepared)} so that it runs again"
         raise SettingError(error.field, error.problem, fix, source=error.source or recipe.name) from error.__cause__
@@ -135,17 +188,7 @@ def check_prepare(reference: str | None, composed: Composed) -> None:
 
 
 def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
-    def require(name: str, value: str, is_right: Callable[[Path], bool], kind: str) -> None:
-        path = Path(value)
-        if prepared is not None and path.is_relative_to(prepared):
-            return
-        if not path.exists():
-            in_prepared = path.is_relative_to(recipe.output / "prepared")
-            fix = "set prepare: FILE.py:NAME to create it" if in_prepared else f"name an existing {kind}"
-            raise SettingError(name, f"{display(path)}: no such file", fix)
-        if not is_right(path):
-            raise SettingError(name, f"{display(path)} is not a {kind}", f"name a {kind}")
-
+    require = partial(_require, recipe=recipe, made=prepared)
     # a path that is not absolute is a hub name
     if after is None and os.path.isabs(recipe.model.path):
         require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
@@ -156,34 +199,53 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
         require("teacher.model", teacher, Path.is_dir, "folder with a model, or a hub name")
     if recipe.model.chat_template:
         require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
-    for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
-        if data is not None and data.file is not None:
-            require(name, str(data.file), Path.exists, f"{FORMATS} file, or a hub name")
-            if data.file.exists() and not is_data_file(data.file):
-                raise unreadable(data.file).at(name)
     check_adapter(recipe, prepared, after)
     if recipe.train.from_trajectories:
         require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
 
 
-def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None:
-    """Check that the rows of used data files are tasks with all fields that rewards and resets need.
+def _check_data_file(recipe: Recipe, prepared: Path | None) -> None:
+    data = recipe.data
+    if data is not None and data.file is not None:
+        _require("data.path", str(data.file), Path.exists, f"{FORMATS} file, or a hub name", recipe, prepared)
+        if data.file.exists() and not is_data_file(data.file):
+            raise unreadable(data.file).at("data.path")
+
+
+def _require(
+    name: str, value: str, is_right: Callable[[Path], bool], kind: str, recipe: Recipe, made: Path | None
+) -> None:
+    """Raise SettingError unless the field `name` names a path of this kind, or one in the folder `made`, which
+    `prepare` will fill."""
+    path = Path(value)
+    if made is not None and path.is_relative_to(made):
+        return
+    if not path.exists():
+        in_prepared = path.is_relative_to(recipe.output / "prepared")
+        fix = "set prepare: FILE.py:NAME to create it" if in_prepared else f"name an existing {kind}"
+        raise SettingError(name, f"{display(path)}: no such file", fix)
+    if not is_right(path):
+        raise SettingError(name, f"{display(path)} is not a {kind}", f"name a {kind}")
+
+
+def _check_rows(part: Part[Recipe], purpose: Purpose, prepared: Path | None) -> None:
+    """Check that the rows of a data file are tasks with all fields that rewards and resets need.
 
     Rows from the hub, in parquet and in huge files are checked before the first chain: reading them here, in every
     process, would take too long.
     """
+    recipe, section, data = part.recipe, part.section, part.recipe.data
+    assert data is not None
     acts = runs_chains(recipe, purpose)
-    for section, data in _used_data(recipe, purpose).items():
-        check_source(data, section)
-        if data.registered is not None:
-            tasks = load_tasks(data, section)
-            if acts:
-                check_resets(recipe, tasks, section)
-        if (path := data.file) is None:
-            continue
-        is_made = prepared is not None and path.is_relative_to(prepared)
-        if is_made or not is_quick(path):
-            continue
+    check_source(data, section)
+    if data.registered is not None:
+        tasks = load_tasks(data, section)
+        if acts:
+            check_resets(recipe, tasks, section)
+    if (path := data.file) is None:
+        return
+    is_made = prepared is not None and path.is_relative_to(prepared)
+    if not is_made and is_quick(path):
         _check_tasks(recipe, load_tasks(data, section), section, acts)
 
 
@@ -198,7 +260,7 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         if not recipe.rollout.system_prompt and not may_open_chains(recipe):
             check_texts(tasks, section)
     Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
-    if recipe.teacher is not None and recipe.teacher.context == "answer" and section == "data":
+    if recipe.teacher is not None and recipe.teacher.context == "answer" and not section.startswith("eval."):
         # imported here, because it imports transformers
         from agentfactory.rollout.groups.teacher_context import check_answers
 
@@ -218,8 +280,9 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
     """Load the first rows of the recipe's task sources, and check them. Return the errors that only concern this
     machine, because the recipe may be for another one. Raises SettingError for all other errors."""
     lacks = []
-    for section, data in _used_data(recipe, purpose).items():
-        if data.source is None:
+    for part in _used_parts(recipe, purpose):
+        data, section = part.recipe.data, part.section
+        if data is None or data.source is None:
             continue
         use_hub_if_it_answers()
         try:
@@ -231,7 +294,8 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
                 raise
             lacks.append(error)
         else:
-            _check_tasks(recipe, tasks, section, runs_chains(recipe, purpose))
+            with part_named(part):
+                _check_tasks(part.recipe, tasks, section, runs_chains(recipe, purpose))
     return lacks
 
 
@@ -277,14 +341,11 @@ def _is_quick(data: DataConfig) -> bool:
     return file is not None and file.is_file() and is_quick(file)
 
 
-def _used_data(recipe: Recipe, purpose: Purpose) -> dict[str, DataConfig]:
-    """Return the sections of data that this command reads."""
-    is_used = {
-        "data": (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout",
-        "eval.data": runs_chains(recipe, purpose) and purpose != "rollout",
-    }
-    found = {"data": recipe.data, "eval.data": recipe.eval.data}
-    return {section: data for section, data in found.items() if is_used[section] and data is not None}
+def _used_parts(recipe: Recipe, purpose: Purpose) -> list[Part[Recipe]]:
+    """Return the parts whose tasks this command reads."""
+    trains = (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout"
+    evaluates = runs_chains(recipe, purpose) and purpose != "rollout"
+    return [*(recipe.parts() if trains else []), *(recipe.held_out_parts() if evaluates else [])]
 
 
 def hub_names(recipe: Recipe, purpose: Purpose) -> list[HubName]:
@@ -294,7 +355,8 @@ def hub_names(recipe: Recipe, purpose: Purpose) -> list[HubName]:
     teacher = recipe.teacher.model if recipe.teacher is not None else None
     if purpose == "train" and teacher is not None and is_hub_name(teacher):
         models.append(HubName("teacher.model", teacher, "model"))
-    data = {f"{section}.path": data.path for section, data in _used_data(recipe, purpose).items()}
+    named = ((f"{part.section}.path", part.recipe.data) for part in _used_parts(recipe, purpose))
+    data = {field: data.path for field, data in named if data is not None}
     return models + [HubName(field, name, "dataset") for field, name in data.items() if name and is_hub_name(name)]
 
 
@@ -307,8 +369,7 @@ def _check_images(tasks: list[Task], section: str) -> None:
                 raise SettingError(section, problem, "correct it, or leave the row out")
 
 
-def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
-    rollout, server = recipe.rollout, recipe.server
+def _check_tasks_exist(recipe: Recipe, purpose: Purpose) -> None:
     if purpose == "eval" and recipe.eval.data is None:
         raise SettingError("eval.data", "missing: there is nothing to evaluate on", "set eval.data.path")
     if purpose != "eval" and recipe.data is None:
@@ -319,13 +380,17 @@ def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
         )
     if recipe.eval.every and recipe.eval.data is None:
         raise SettingError("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
+
+
+def _check_chains(recipe: Recipe, purpose: Purpose, held_out: bool) -> None:
+    rollout, server = recipe.rollout, recipe.server
     if not gives_reward(recipe):
         fix = "name FILE.py:NAME of a @reward, or an Environment"
         if recipe.needs_rewards or purpose != "train":
             raise SettingError("rewards", "empty, and no environment gives a reward", fix)
-        if recipe.eval.data is not None:
+        if held_out:
             problem = "set, but there are no rewards by which held-out chains could be judged"
-            raise SettingError("eval.data", problem, f"set null; or rewards: {fix}")
+            raise SettingError("data", problem, f"set null; or rewards: {fix}")
     if purpose == "train":
         check_anchors(recipe)
     check_context(rollout)

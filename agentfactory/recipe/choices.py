@@ -1,9 +1,10 @@
 """Recipe sections that choose a component by name, and their choices before validation."""
 
+import re
 from typing import Any
 
 from agentfactory.rollout.config import AgentConfig, ContextConfig
-from agentfactory.rollout.server_config import ServerConfig
+from agentfactory.rollout.config.server import ServerConfig
 from agentfactory.tools.config import Choice
 from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig, TeacherConfig
 
@@ -19,9 +20,12 @@ CHOICES: dict[str, type[Choice]] = {
 """Dotted path -> section."""
 
 
+_OF_A_SOURCE = re.compile(r"(eval\.)?data\.sources\.\d+\.")
+
+
 def chosen(data: Any, path: str) -> str:
     """Return the choice of the section `path`: the recipe's own, else its algorithm's, else the default."""
-    section = CHOICES[path]
+    section = CHOICES[_OF_A_SOURCE.sub("rollout.", path)]
     given, train = value_at(data, path), value_at(data, "train")
     found = section.choice(given) if isinstance(given, dict) else None
     algorithm = train.get("algorithm") if isinstance(train, dict) else None
@@ -37,7 +41,10 @@ def has_option(data: Any, path: str, name: str) -> bool:
 
 
 def value_at(data: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested mappings; None if there is none."""
+    """Return the value at a dotted path of nested mappings and lists; None if there is none."""
     for key in path.split("."):
-        data = data.get(key) if isinstance(data, dict) else None
+        if isinstance(data, list):
+            data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
+        else:
+            data = data.get(key) if isinstance(data, dict) else None
     return data

@@ -196,23 +196,33 @@ def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
         rollout["agent"] = {"name": rollout["agent"]}
     for name, convert in _PATH_FIELDS.items():
         _convert(data, name.split("."), partial(convert, base=base))
+    _anchor_servers(data, base)
     for section in (["data"], ["eval", "data"]):
-        for name in sorted(_keys_of(data, section)):
-            source = source_of(name)
-            for path in source.paths if source else ():
-                _convert(data, [*section, name, *filter(None, path.split("."))], partial(_absolute, base=base))
-    servers = data.get("mcp_servers")
-    for server in servers.values() if isinstance(servers, dict) else ():
-        if isinstance(server, dict) and server.get("command") and not server.get("cwd"):
-            server["cwd"] = str(base)
+        rows = value_at(data, ".".join(section))
+        _anchor_registered(rows, base)
+        entries = rows.get("sources") if isinstance(rows, dict) else None
+        for entry in entries if isinstance(entries, list) else ():
+            for name, convert in _OF_A_SOURCE.items():
+                _convert(entry, name.split("."), partial(convert, base=base))
+            _anchor_servers(entry, base)
+            _anchor_registered(entry, base)
     return data
 
 
-def _keys_of(data: Any, section: list[str]) -> set[str]:
-    """Return the keys of a section; none if it is missing."""
-    for key in section:
-        data = data.get(key) if isinstance(data, dict) else None
-    return set(data) if isinstance(data, dict) else set()
+def _anchor_servers(data: Any, base: Path) -> None:
+    """Run the programs of a section's `mcp_servers` in `base`, unless they have a folder."""
+    servers = data.get("mcp_servers") if isinstance(data, dict) else None
+    for server in servers.values() if isinstance(servers, dict) else ():
+        if isinstance(server, dict) and server.get("command") and not server.get("cwd"):
+            server["cwd"] = str(base)
+
+
+def _anchor_registered(rows: Any, base: Path) -> None:
+    """Make the paths of registered sources in a section of data absolute."""
+    for name in sorted(rows) if isinstance(rows, dict) else ():
+        source = source_of(name)
+        for path in source.paths if source else ():
+            _convert(rows, [name, *filter(None, path.split("."))], partial(_absolute, base=base))
 
 
 def _absolute(value: str, base: Path) -> str:
@@ -278,6 +288,15 @@ _PATH_FIELDS |= {
     if name.removesuffix(".*") == new
 }
 _PATH_FIELDS["rollout.agent.readable.*"] = _absolute
+_OF_A_SOURCE = {
+    "agent": _reference,
+    **{
+        name.removeprefix("data.").removeprefix("rollout."): convert
+        for name, convert in _PATH_FIELDS.items()
+        if name.startswith(("data.", "rollout.", "tools.", "rewards.", "mcp_servers."))
+    },
+}
+"""The same for an entry of `data.sources`."""
 
 
 def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:

@@ -45,9 +45,10 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def sections(model: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
     """Return `model`'s sections, outermost first, each with its keys, such as `train.loss`; entries of a mapping or a
-    list are `<name>` or `<n>`. The options of a choice are sections too."""
+    list are `<name>` or `<n>`. The options of a choice are sections too. The settings of a source of tasks come last,
+    since they are the recipe's."""
     found: dict[type[BaseModel], list[str]] = {}
-    for section, path in _sections(model, ""):
+    for section, path in sorted(_sections(model, ""), key=lambda item: ".sources." in item[1]):
         found.setdefault(section, []).append(path)
     return found
 

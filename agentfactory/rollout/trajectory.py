@@ -165,9 +165,11 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The chains of one task. `version` is the policy version when the group was started."""
+    """The chains of one task. `version` is the policy version when the group was started. `source` is the name of the
+    task's source; empty in a recipe without sources."""
 
     id: str
     task: dict[str, Any]
     trajectories: list[Trajectory]
     version: int = 0
+    source: str = ""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
-from agentfactory.rollout.server_config import TeacherServer
+from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.tools.config import Choice, Options, PositiveFloat, Section, TypedOptions
 from agentfactory.tools.errors import SettingError
 

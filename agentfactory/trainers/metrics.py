@@ -54,6 +54,11 @@ METRICS = [
     Metric("environments/<server>/<gauge>", "", "state of the pool at delivery of the batch: in_use, idle, waiting"),
     Metric("environments/<server>/<count>", "", "instances since the start: made, recycled, broken"),
     Metric("environments/<server>/<name>", "", "a value from its gauges(), such as cache_hits and cache_misses"),
+    Metric("source/<name>/<metric>", "", "data.sources: a metric of the batch's chains, over those of a source"),
+    Metric("source/<name>/groups", "", "data.sources: share of the batch's groups that a source has"),
+    Metric("sources/passed_over", "", "places of sources that data.curriculum skipped while the batch was created"),
+    Metric("sources/solved", "", "sources that are now solved"),
+    Metric("sources/hopeless", "", "sources that are now hopeless"),
     Metric("curriculum/passed_over", "", "tasks that rollout.curriculum skipped while the batch was created"),
     Metric("curriculum/solved", "", "tasks that are now solved"),
     Metric("curriculum/hopeless", "", "tasks that are now hopeless"),
@@ -83,8 +88,24 @@ METRICS = [
 
 
 def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
-    """Return means over the chains of a batch. `ages` counts tokens by age in versions; if empty, staleness is left
-    out."""
+    """Return means over the chains of a batch, and over those of each source. `ages` counts tokens by age in versions;
+    if empty, staleness is left out."""
+    metrics = _means(groups)
+    if ages:
+        rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
+        metrics |= {
+            "staleness/mean": fmean(ages, weights=ages.values()),
+            "staleness/max": max(ages),
+            "staleness/recomputed": sum(map(_recomputed, rows)) / max(1, sum(len(row.token_ids) for row in rows)),
+        }
+    for name in sorted({group.source for group in groups} - {""}):
+        own = [group for group in groups if group.source == name]
+        of_source = {"groups": len(own) / len(groups), **_means(own)}
+        metrics |= {f"source/{name}/{key}": value for key, value in of_source.items()}
+    return metrics
+
+
+def _means(groups: list[Group]) -> dict[str, float]:
     chains = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [chain.reward for chain in chains if chain.reward is not None]
     metrics = {
@@ -98,13 +119,6 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
         metrics["success" if name == "success" else f"trajectory/{name}"] = mean
     for outcome in sorted({chain.outcome for chain in chains}):
         metrics[f"outcome/{outcome}"] = fmean(chain.outcome == outcome for chain in chains)
-    if ages:
-        rows = [row for chain in chains for row in chain.rows]
-        metrics |= {
-            "staleness/mean": fmean(ages, weights=ages.values()),
-            "staleness/max": max(ages),
-            "staleness/recomputed": sum(map(_recomputed, rows)) / max(1, sum(len(row.token_ids) for row in rows)),
-        }
     return metrics
 
 

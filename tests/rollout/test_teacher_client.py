@@ -17,13 +17,13 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.launching.reach_early import check_teacher_answers
+from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE, NEEDED_ROUTES
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.inference.teacher_client import CANARY_FILE, TeacherClient
-from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError

@@ -80,12 +80,13 @@ class RolloutStoppedError(Exception):
 @dataclass
 class FirstVerdicts:
     """A detector of rewards, or agents, that always fail: no chain got a reward, and at least `group_size` chains of
-    several tasks ended as `failure`. `tasks` is the number of tasks."""
+    several tasks ended as `failure`. `tasks` is the number of tasks, those of `source` if the recipe has several."""
 
     group_size: int
     tasks: int
     failure: Outcome = Outcome.REWARD_ERROR
     fix: str = "correct the reward, and try it with `agentfactory tools check RECIPE`"
+    source: str = ""
     _works: bool = False
     _group_works: bool = False
     _failed: int = 0
@@ -110,21 +111,22 @@ class FirstVerdicts:
             self._failed_tasks.append(task)
         enough = len(self._failed_tasks) >= min(LEAST_TASKS, self.tasks)
         if enough and self._failed >= max(LEAST_FAILURES, self.group_size):
+            of = f" of source {self.source}" if self.source else ""
             raise RolloutStoppedError(
-                f"no chain got a reward so far, and {self._failed} ended as {self.failure}: {chain.error}; fix: "
+                f"no chain{of} got a reward so far, and {self._failed} ended as {self.failure}: {chain.error}; fix: "
                 f"{self.fix}"
             )
 
 
 class ChainWatch:
-    """A watch over the chains of a run on `tasks` tasks. It warns about frequent bad outcomes, and stops the run if its
-    first rewards all fail."""
+    """A watch over the chains of a run on `tasks` tasks, those of `source` if the recipe has several. It warns about
+    frequent bad outcomes, and stops the run if its first rewards all fail."""
 
-    def __init__(self, config: RolloutConfig, tasks: int) -> None:
-        self._outcomes = ChainOutcomes(config)
-        self._verdicts = FirstVerdicts(config.group_size, tasks)
+    def __init__(self, config: RolloutConfig, tasks: int, source: str = "") -> None:
+        self._outcomes = ChainOutcomes(config, source)
+        self._verdicts = FirstVerdicts(config.group_size, tasks, source=source)
         fix = "correct the agent (rollout.agent); its own output is in the log"
-        self._agents = FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix)
+        self._agents = FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix, source)
 
     def note(self, chain: Trajectory, task: Task) -> None:
         """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards, or the agent, always fail."""
@@ -194,11 +196,11 @@ class Runner(ABC):
         chain's resources other than tools until it has been scored."""
         return nullcontext()
 
-    def watched(self, tasks: int) -> Self:
-        """Return a copy of this runner whose chains, on `tasks` tasks, are watched by a ChainWatch; it shares the
-        concurrency limit and call rates."""
+    def watched(self, tasks: int, source: str = "") -> Self:
+        """Return a copy of this runner whose chains, on `tasks` tasks of `source`, are watched by a ChainWatch; it
+        shares the concurrency limit and call rates."""
         runner = copy(self)
-        runner._watch = ChainWatch(self.setup.config, tasks)
+        runner._watch = ChainWatch(self.setup.config, tasks, source)
         return runner
 
     def graded_by(self, grade: Grade) -> Self:
@@ -261,11 +263,13 @@ class Runner(ABC):
         finally:
             slow.cancel()
 
-    async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
-        """Run `chains` on one task concurrently, and add the group rewards."""
+    async def run_group(
+        self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]], source: str = ""
+    ) -> Group:
+        """Run `chains` on one task concurrently, and add the group rewards. For `source` see Group."""
         trajectories = list(await asyncio.gather(*chains))
         await self.score_group(trajectories, task)
-        return Group(group_id, task, trajectories)
+        return Group(group_id, task, trajectories, source=source)
 
     async def score_group(self, chains: Sequence[Trajectory], task: Task) -> None:
         """Add the group rewards, which compare `chains`; all must have ended. Raise RolloutStoppedError; see `play`."""

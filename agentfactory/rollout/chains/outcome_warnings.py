@@ -23,9 +23,11 @@ _FIXES = {
 
 @dataclass
 class ChainOutcomes:
-    """The outcomes of a run's chains; `note` takes each chain that ended."""
+    """The outcomes of a run's chains, those of `source` if the recipe has several; `note` takes each chain that
+    ended."""
 
     config: RolloutConfig
+    source: str = ""
     _ended: int = 0
     _counts: Counter[Outcome] = field(default_factory=Counter)
     _errors: dict[Outcome, Counter[tuple[str, str]]] = field(default_factory=lambda: defaultdict(Counter))
@@ -49,7 +51,8 @@ class ChainOutcomes:
             text = commonest_ending(self._errors[outcome], self._ended)
             fate = "" if not lost else "; they are not trained"
             fix = f"; fix: {_FIXES[outcome]}" if outcome in _FIXES else ""
-            notify(logger, f"chains that end as {outcome}", f"{text}{fate}{fix}", times=0)
+            of = f"source {self.source}: " if self.source else ""
+            notify(logger, f"{of}chains that end as {outcome}", f"{of}{text}{fate}{fix}", times=0)
 
 
 def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:

@@ -2,6 +2,8 @@
 
 import random
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentfactory.rollout.data.load import Task
@@ -70,3 +72,51 @@ class TaskOrder:
             random.Random(f"tasks/{self.seed}/{epoch}").shuffle(self._order)
             self._epoch = epoch
         return self._order[index]
+
+
+class TaskMix:
+    """A reproducible mixture of the tasks of several sources, in proportion to their weights.
+
+    The source at a position depends only on (seed, weights, position), so a resumed run needs only the position. Each
+    source's tasks come in its own order; one source is a mixture of its own order.
+    """
+
+    _BLOCK = 1024
+    """Number of positions that are drawn at a time."""
+
+    def __init__(self, orders: Sequence[TaskOrder], weights: Sequence[float], seed: int):
+        self.orders = orders
+        self.weights = weights
+        self.seed = seed
+        self._blocks: list[tuple[list[int], list[int]]] = []
+        """Per block, the source at each position, and the position in this source's own order."""
+        self._drawn: Counter[int] = Counter()
+        starts = [0]
+        for order in orders:
+            starts.append(starts[-1] + len(order.tasks))
+        self._starts = starts
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the source at `position`, and the row of its tasks; both count from 0."""
+        if len(self.orders) == 1:
+            return 0, self.orders[0].row(position)
+        block, index = divmod(position, self._BLOCK)
+        while len(self._blocks) <= block:
+            self._draw()
+        sources, positions = self._blocks[block]
+        source = sources[index]
+        return source, self.orders[source].row(positions[index])
+
+    def number(self, position: int) -> int:
+        """Return the row at `position`, counted over the tasks of all sources."""
+        source, row = self.place(position)
+        return self._starts[source] + row
+
+    def _draw(self) -> None:
+        draws = random.Random(f"sources/{self.seed}/{len(self._blocks)}")
+        sources = draws.choices(range(len(self.orders)), self.weights, k=self._BLOCK)
+        positions = []
+        for source in sources:
+            positions.append(self._drawn[source])
+            self._drawn[source] += 1
+        self._blocks.append((sources, positions))

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -25,6 +25,7 @@ from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.groups.group_files import append_group, delete_groups
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sources import Loaded, Source, mix_of, open_all
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
 from agentfactory.tools.http.proxies import Proxy
@@ -53,14 +54,60 @@ async def open_runner(
     number of processes like this one that share the machine's memory. `images` is the folder for the chains' images;
     None: a temporary one. `proxy`: see InferenceClient.
     """
+    async with _folder_of(images) as seen, _open_client(recipe, urls, proxy) as client, _open_chains(
+        recipe, base, client, seen, objects=objects, rewards=rewards, agent=agent, processes=processes
+    ) as runner:
+        yield runner
+
+
+@asynccontextmanager
+async def open_sources(
+    recipe: RolloutRecipe,
+    loaded: Sequence[Loaded],
+    base: Path,
+    urls: str | Sequence[str],
+    *,
+    processes: int = 1,
+    images: Path | None = None,
+    proxy: Proxy | None = None,
+) -> AsyncIterator[list[Source[ChainRunner]]]:
+    """Open the runners of the parts of `recipe` in `loaded`, with common connections to the servers at `urls`: see
+    open_runner and open_all."""
+    async with _folder_of(images) as seen, _open_client(recipe, urls, proxy) as client:
+
+        def opener(part: RolloutRecipe) -> AbstractAsyncContextManager[ChainRunner]:
+            return _open_chains(part, base, client, seen, processes=processes)
+
+        async with open_all(loaded, opener) as sources:
+            yield sources
+
+
+@asynccontextmanager
+async def _open_client(
+    recipe: RolloutRecipe, urls: str | Sequence[str], proxy: Proxy | None
+) -> AsyncIterator[InferenceClient]:
+    async with InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds, proxy) as client:
+        await client.check_routes()
+        yield client
+
+
+@asynccontextmanager
+async def _open_chains(
+    recipe: RolloutRecipe,
+    base: Path,
+    client: InferenceClient,
+    images: Path,
+    *,
+    objects: Sequence[Any] = (),
+    rewards: Rewards | None = None,
+    agent: AgentHooks | None = None,
+    processes: int = 1,
+) -> AsyncIterator[ChainRunner]:
     acting = agent or load_agent(recipe.rollout.agent, base)
     async with (
-        _folder_of(images) as seen,
         rewards or Rewards.load(recipe.rewards, base) as used,
-        InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds, proxy) as client,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
-        await client.check_routes()
         # chains with tools need more template probes; an agent may bring its own tools
         tools = bool(toolset.specs) or isinstance(acting, ClientAgent)
         renderer = load_renderer(
@@ -70,7 +117,7 @@ async def open_runner(
             reasoning=recipe.rollout.reasoning,
             tools=tools,
             base=base,
-            images=seen,
+            images=images,
         )
         if isinstance(acting, ClientAgent):
             async with acting, acting.gateway() as gateway:
@@ -89,27 +136,34 @@ async def _folder_of(images: Path | None) -> AsyncIterator[Path]:
 
 
 async def evaluate(
-    runner: Runner,
+    sources: Sequence[Source[Any]],
     recipe: RolloutRecipe,
-    tasks: list[Task],
     model: str,
     folder: Path,
     name: str,
     cache_salt: str | None = None,
-) -> tuple[dict[str, float], dict[str, str], Look]:
-    """Run `recipe.eval` on `tasks` with the weights called `model`, and save trajectories to `folder`. For `cache_salt`
-    see Sampling.
+) -> tuple[dict[str, float], dict[str, str], dict[str, Look]]:
+    """Run `recipe.eval` on the tasks of `sources` with the weights called `model`, and save trajectories to `folder`.
+    For `cache_salt` see Sampling.
 
     Return three values. The first has means over the chains that did not fail, under `sampled/...` and `greedy/...`:
     `reward`, every metric of the trajectories, `failed` (the share of failed chains), and with several samples per task
-    also avg@k and pass@k. The second has a description of the failures for each mode in which no chain has a reward.
-    The third is the look of the sampled chains.
+    also avg@k and pass@k; those of a named source also under `sampled/source/<source>/...`. The second has a
+    description of the failures for each mode in which no chain has a reward. The third are the looks of the sampled
+    chains.
     """
-    played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
+    played = await _play(sources, recipe, model, folder, name, cache_salt)
     failures = {
         mode: _failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0
     }
-    return _means(recipe, played), failures, look_at(played["sampled"], offer_of(runner))
+    return _means(recipe, played), failures, looks_at(played["sampled"], sources)
+
+
+def looks_at(groups: Sequence[Group], sources: Sequence[Source[Any]]) -> dict[str, Look]:
+    """Return the look of the chains of each source, by its name."""
+    runners = {source.name: source.runner for source in sources}
+    parts = {name: [group for group in groups if group.source == name] for name in runners}
+    return {name: look_at(part, offer_of(runners[name])) for name, part in parts.items() if part}
 
 
 def offer_of(runner: Runner) -> Offer:
@@ -128,9 +182,8 @@ def _failure(mode: str, groups: list[Group]) -> str:
 
 
 async def _play(
-    runner: Runner,
+    sources: Sequence[Source[Any]],
     recipe: RolloutRecipe,
-    tasks: list[Task],
     model: str,
     folder: Path,
     name: str,
@@ -144,25 +197,27 @@ async def _play(
     folder.mkdir(parents=True, exist_ok=True)
     for mode in modes:
         delete_groups(folder / f"{name}-{mode}.jsonl")
+    rows = [(source, row) for source in sources for row in range(len(source.tasks))]
 
     async def run_group(mode: str, number: int) -> Group:
         temperature, samples = modes[mode]
-        task = await runner.take(tasks[number], "eval.data", number + 1)
+        source, row = rows[number]
+        task = await source.take(row)
         # the seed does not depend on `name`, so the same weights give the same metrics in every evaluation
         chains = [
-            runner.run(
+            source.runner.run(
                 chain_id(f"{name}-{mode}-{number:05d}", sample),
                 task,
                 Sampling(model, temperature, f"eval/{mode}/{number}/{sample}", cache_salt),
             )
             for sample in range(samples)
         ]
-        group = await runner.run_group(f"{mode}-{number:05d}", task, chains)
+        group = await source.runner.run_group(f"{mode}-{number:05d}", task, chains, source.name)
         append_group(folder / f"{name}-{mode}.jsonl", group)
         return group
 
     by_mode = await asyncio.gather(
-        *(asyncio.gather(*(run_group(mode, number) for number in range(len(tasks)))) for mode in modes)
+        *(asyncio.gather(*(run_group(mode, number) for number in range(len(rows)))) for mode in modes)
     )
     return {mode: list(groups) for mode, groups in zip(modes, by_mode, strict=True)}
 
@@ -170,10 +225,13 @@ async def _play(
 def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for mode, groups in played.items():
-        means = mean_figures(groups)
-        if mode == "sampled":
-            means |= sample_figures(groups, recipe.eval.samples)
-        metrics |= {f"{mode}/{key}": value for key, value in means.items()}
+        named = sorted({group.source for group in groups} - {""})
+        parts = {f"source/{name}/": [group for group in groups if group.source == name] for name in named}
+        for prefix, part in {"": groups, **parts}.items():
+            means = mean_figures(part)
+            if mode == "sampled":
+                means |= sample_figures(part, recipe.eval.samples)
+            metrics |= {f"{mode}/{prefix}{key}": value for key, value in means.items()}
     return metrics
 
 
@@ -189,8 +247,8 @@ class Evaluation:
     """Cause of failure -> number of chains."""
     chains: int
     """Number of chains in both modes."""
-    look: Look
-    """The look of the sampled chains."""
+    looks: dict[str, Look]
+    """The look of the sampled chains, by source."""
 
     def figures(self) -> dict[str, float]:
         """Return all results by name: the means, the bounds of intervals as `<mode>/<figure>/low` and `/high`, and the
@@ -220,32 +278,35 @@ def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 def run_eval(
     recipe: RolloutRecipe,
-    tasks: list[Task],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
-    opened: AbstractAsyncContextManager[Runner],
+    opened: AbstractAsyncContextManager[Sequence[Source[Any]]],
     model: str = "policy",
 ) -> Evaluation:
-    """Evaluate on `tasks` the weights called `model` on the server of the runner `opened`. Blocking.
+    """Evaluate on the tasks of the sources `opened` the weights called `model` on the server of their runners.
+    Blocking.
 
     Save each group to `folder` when it has ended, and pass all metrics to `log` as `eval/...`.
     """
 
-    async def run() -> tuple[dict[str, list[Group]], Look]:
-        async with opened as runner:
-            await runner.check(tasks, "eval.data")
-            played = await _play(runner.watched(len(tasks)), recipe, tasks, model, folder, "final")
-            runner.setup.tool_errors.report()
-            return played, look_at(played["sampled"], offer_of(runner))
+    async def run() -> tuple[dict[str, list[Group]], dict[str, Look]]:
+        async with opened as sources:
+            for source in sources:
+                await source.check()
+            watched = [replace(source, runner=source.watched()) for source in sources]
+            played = await _play(watched, recipe, model, folder, "final")
+            for source in sources:
+                source.runner.setup.tool_errors.report()
+            return played, looks_at(played["sampled"], sources)
 
-    played, look = run_interruptibly(run())
+    played, looks = run_interruptibly(run())
     chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
     found = Evaluation(
         _means(recipe, played),
         {mode: _estimates(recipe, mode, groups) for mode, groups in played.items()},
         Counter(f"{chain.outcome}: {chain.error}" for chain in chains if chain.reward is None),
         len(chains),
-        look,
+        looks,
     )
     log({f"eval/{key}": value for key, value in found.figures().items()})
     return found
@@ -259,45 +320,53 @@ def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[st
 
 def run_rollout(
     recipe: RolloutRecipe,
-    tasks: list[Task],
-    base: Path,
-    urls: str | Sequence[str],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
+    opened: AbstractAsyncContextManager[Sequence[Source[Any]]],
     model: str = "policy",
-    images: Path | None = None,
     sizes: Sequence[int] | None = None,
-) -> tuple[dict[str, float], Look]:
-    """Run a group of sampled chains on each of `tasks`, and save the groups for `train.from_trajectories`. Return the
-    mean metrics, and the look of the chains. Blocking. `sizes` are the groups' numbers of chains; None: each has
-    rollout.group_size. For `images` see open_runner."""
+) -> tuple[dict[str, float], dict[str, Look]]:
+    """Run a group of sampled chains on each task of the sources `opened`, and save the groups for
+    `train.from_trajectories`. Return the mean metrics, and the looks of the chains by source. Blocking. `sizes`: run
+    only so many groups, the first ones of training, with these numbers of chains."""
     path = folder / "rollout.jsonl"
 
-    async def run_chain(runner: ChainRunner, group_id: str, index: int, task: Task, retry: bool = False) -> Trajectory:
+    async def run_chain(
+        source: Source[ChainRunner], group_id: str, index: int, task: Task, retry: bool = False
+    ) -> Trajectory:
         name = chain_id(group_id, index, retry)
         sampling = Sampling(model, recipe.rollout.temperature, seed=name)
-        chain = await runner.run(name, task, sampling, recipe.rollout.scored)
+        chain = await source.runner.run(name, task, sampling, recipe.rollout.scored)
         if recipe.rollout.outcome_policy(chain.outcome) is OutcomePolicy.RETRY and not retry:
-            return await run_chain(runner, group_id, index, task, retry=True)
+            return await run_chain(source, group_id, index, task, retry=True)
         return chain
 
-    async def run_group(runner: ChainRunner, number: int) -> Group:
-        group_id, task = Place(number).group_id, await runner.take(tasks[number], row=number + 1)
-        size = recipe.rollout.group_size if sizes is None else sizes[number]
-        chains = [run_chain(runner, group_id, index, task) for index in range(size)]
-        group = await runner.run_group(group_id, task, chains)
+    async def run_group(source: Source[ChainRunner], row: int, number: int, size: int) -> Group:
+        group_id, task = Place(number).group_id, await source.take(row)
+        chains = [run_chain(source, group_id, index, task) for index in range(size)]
+        group = await source.runner.run_group(group_id, task, chains, source.name)
         append_group(path, group)
         return group
 
-    async def run() -> tuple[list[Group], Look]:
-        async with open_runner(recipe, base, urls, images=images) as runner:
-            await runner.check(tasks)
-            watched = runner.watched(len(tasks))
-            groups = await asyncio.gather(*(run_group(watched, number) for number in range(len(tasks))))
-            runner.setup.tool_errors.report()
-            return list(groups), look_at(groups, offer_of(runner))
+    async def run() -> tuple[list[Group], dict[str, Look]]:
+        async with opened as sources:
+            for source in sources:
+                await source.check()
+            watched = [replace(source, runner=source.watched()) for source in sources]
+            if sizes is None:
+                chosen = [(one, row, one.config.group_size) for one in watched for row in range(len(one.tasks))]
+            else:
+                order = mix_of([Loaded(one.part, one.tasks) for one in watched], recipe.seed)
+                places = [order.place(position) for position in range(len(sizes))]
+                chosen = [(watched[one], row, size) for (one, row), size in zip(places, sizes, strict=True)]
+            groups = await asyncio.gather(
+                *(run_group(source, row, number, size) for number, (source, row, size) in enumerate(chosen))
+            )
+            for source in sources:
+                source.runner.setup.tool_errors.report()
+            return list(groups), looks_at(groups, sources)
 
-    groups, look = run_interruptibly(run())
+    groups, looks = run_interruptibly(run())
     metrics = mean_figures(groups)
     log({f"rollout/{key}": value for key, value in metrics.items()})
-    return metrics, look
+    return metrics, looks

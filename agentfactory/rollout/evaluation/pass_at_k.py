@@ -58,13 +58,14 @@ def estimates(groups: Sequence[Group], samples: int) -> dict[str, Estimate]:
 
 
 def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Group by the task's `source` field, in order of first appearance; empty if no task has the field."""
-    named = [group.task.get("source") not in (None, "") for group in groups]
-    if not any(named):
+    """Group by source, or else by the task's `source` field, in order of first appearance; empty if no group has
+    either."""
+    names = [group.source or group.task.get("source") for group in groups]
+    if all(name in (None, "") for name in names):
         return {}
     sources: dict[str, list[Group]] = {}
-    for group, has_source in zip(groups, named, strict=True):
-        sources.setdefault(str(group.task["source"]) if has_source else "none", []).append(group)
+    for group, name in zip(groups, names, strict=True):
+        sources.setdefault("none" if name in (None, "") else str(name), []).append(group)
     return sources
 
 

@@ -1,4 +1,4 @@
-"""Curriculum: a pure state machine that chooses the tasks to visit by the policy's success rates."""
+"""Curriculum: a pure state machine that chooses the tasks, or the sources, to visit by the policy's success rates."""
 
 import random
 from collections.abc import Sequence
@@ -24,14 +24,17 @@ def successes(
 
 @dataclass
 class Curriculum:
-    """A curriculum, which visits tasks that are currently solved or hopeless only occasionally.
+    """A curriculum, which visits tasks (rows of the data) that are currently solved or hopeless only occasionally.
 
-    A task (a row of the data) that was never visited is neither. The skipped tasks depend only on the seed, the
-    position in the task order and earlier observations.
+    A task that was never visited is neither. The skipped tasks depend only on the seed, the position in the task order
+    and earlier observations. `name` is that of its metrics; `share` is the weight of a new observation in a task's
+    rate. The same holds for a curriculum over sources, which are counted as rows are.
     """
 
     config: CurriculumConfig
     seed: int
+    name: str = "curriculum"
+    share: float = 0.5
     rates: dict[int, float] = field(default_factory=dict)
     """Row -> success rate."""
     _passed: int = 0
@@ -40,14 +43,15 @@ class Curriculum:
         """Record the successes of a group's chains on `row`; the list is empty if no chain counts."""
         if successes:
             rate = fmean(successes)
-            self.rates[row] = (self.rates.get(row, rate) + rate) / 2
+            before = self.rates.get(row, rate)
+            self.rates[row] = before + self.share * (rate - before)
 
     def passes_over(self, position: int, row: int) -> bool:
         """Return whether `row`, due at `position`, is skipped this time."""
         rate = self.rates.get(row)
         if rate is None or self.config.hopeless < rate < self.config.solved:
             return False
-        passes = random.Random(f"curriculum/{self.seed}/{position}").random() >= self.config.visit
+        passes = random.Random(f"{self.name}/{self.seed}/{position}").random() >= self.config.visit
         self._passed += passes
         return passes
 
@@ -55,9 +59,9 @@ class Curriculum:
         """Return the numbers of tasks skipped since the last call, currently solved and currently hopeless, by metric
         name."""
         metrics = {
-            "curriculum/passed_over": float(self._passed),
-            "curriculum/solved": float(sum(rate >= self.config.solved for rate in self.rates.values())),
-            "curriculum/hopeless": float(sum(rate <= self.config.hopeless for rate in self.rates.values())),
+            f"{self.name}/passed_over": float(self._passed),
+            f"{self.name}/solved": float(sum(rate >= self.config.solved for rate in self.rates.values())),
+            f"{self.name}/hopeless": float(sum(rate <= self.config.hopeless for rate in self.rates.values())),
         }
         self._passed = 0
         return metrics

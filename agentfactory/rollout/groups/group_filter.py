@@ -64,10 +64,10 @@ class GroupFilter:
     _chains: int = 0
     """Total number of chains in these groups."""
 
-    def judge(self, chains: Sequence[Trajectory]) -> Worth:
+    def judge(self, chains: Sequence[Trajectory], config: RolloutConfig | None = None) -> Worth:
         """Judge a complete group. Return TEACHES if it must be trained, LOST, or EQUAL if `rollout.equal_rewards`
-        filters it."""
-        found = worth(chains, self.config)
+        filters it. `config` are the settings of its source."""
+        found = worth(chains, config or self.config)
         if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
             found = Worth.TEACHES
         match found:

@@ -33,9 +33,10 @@ _NEXT = {
 class OpenGroup:
     """The chains of one task, and the group's state. `running` are the indices of the chains that have not ended."""
 
-    def __init__(self, place: Place, task: Task, version: int, size: int) -> None:
-        """Create a group of `size` chains. `version` is the current policy version."""
+    def __init__(self, place: Place, task: Task, version: int, size: int, source: str = "") -> None:
+        """Create a group of `size` chains. `version` is the current policy version; for `source` see Group."""
         self.place = place
+        self.source = source
         self.task = task
         self.version = version
         self.chains = [begin(chain_id(place.group_id, index)) for index in range(size)]
@@ -50,7 +51,7 @@ class OpenGroup:
     @classmethod
     def resumed(cls, pending: Pending) -> "OpenGroup":
         """Return the complete group that an earlier run saved."""
-        group = cls(pending.place, pending.group.task, pending.group.version, size=0)
+        group = cls(pending.place, pending.group.task, pending.group.version, 0, pending.group.source)
         group.chains, group.oldest = pending.group.trajectories, pending.oldest
         group.move(State.COMPLETE)
         return group
@@ -95,4 +96,4 @@ class OpenGroup:
 
     def as_group(self) -> Group:
         """Return the group with all its chains in their current state."""
-        return Group(self.id, self.task, self.chains, self.version)
+        return Group(self.id, self.task, self.chains, self.version, self.source)

@@ -3,21 +3,28 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import EqualRewards, Inflight, LateChains, OutcomePolicy, RolloutConfig
-from agentfactory.rollout.data import WHOLE, Place, Share, TaskOrder
+from agentfactory.rollout.config import (
+    CurriculumConfig,
+    EqualRewards,
+    Inflight,
+    LateChains,
+    OutcomePolicy,
+    RolloutConfig,
+)
+from agentfactory.rollout.data import WHOLE, Place, Share, TaskMix
 from agentfactory.rollout.groups.curriculum import Curriculum, successes
 from agentfactory.rollout.groups.group_files import Delivered, append_group, encode_group
 from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted, worth
 from agentfactory.rollout.groups.open_group import OpenGroup, State
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
-from agentfactory.rollout.groups.teacher_context import TeacherContext
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
+from agentfactory.rollout.sources import Source
 from agentfactory.rollout.trajectory import Group, Outcome
 from agentfactory.tools.calls.run_notices import notify
 
@@ -25,23 +32,25 @@ logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 60.0
 """Seconds after which a batch that waits for late chains gives a notice."""
+MIXING_GROUPS = 16
+"""Number of groups over which a source's success rate is averaged."""
 _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 
 
 class GroupProducer:
     """A producer of batches, until the total of `admission` is delivered.
 
-    `deliver` receives the groups of each batch, and the counts since the last batch. Every group is first appended to
-    `trajectories`, including its failed and cancelled chains; `note` receives each complete group. `resumed` is the
-    state that an earlier run left in that file, and `versions` are its labels of spans with their versions. Only
-    positions of `share` are run. `context` writes the teacher's prompts of groups that are complete.
+    `order` mixes the tasks of `sources`; `mixing` is the curriculum over these. `deliver` receives the groups of each
+    batch, and the counts since the last batch. Every group is first appended to `trajectories`, including its failed
+    and cancelled chains; `note` receives each complete group. `resumed` is the state that an earlier run left in that
+    file, and `versions` are its labels of spans with their versions. Only positions of `share` are run.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
-        runner: ChainRunner,
-        order: TaskOrder,
+        sources: Sequence[Source[ChainRunner]],
+        order: TaskMix,
         admission: Admission,
         published: Published,
         trajectories: Path,
@@ -49,11 +58,11 @@ class GroupProducer:
         resumed: Resumed | None = None,
         share: Share = WHOLE,
         note: Callable[[Group], None] = lambda group: None,
-        context: TeacherContext | None = None,
         versions: Mapping[str, int] | None = None,
+        mixing: CurriculumConfig | None = None,
     ):
         self.config = config
-        self.runner = runner
+        self.sources = sources
         self.order = order
         self.admission = admission
         self.batches = BatchChoice(
@@ -66,13 +75,14 @@ class GroupProducer:
         self.cancellations = Cancellations()
         self.filter = GroupFilter(config, at_once=admission.batch_size * (admission.max_staleness + 1))
         self.curriculum = None if config.curriculum is None else Curriculum(config.curriculum, order.seed)
+        # a group says little about its whole source
+        self.mixing = None if mixing is None else Curriculum(mixing, order.seed, "sources", 1 / MIXING_GROUPS)
         self.published = published
         self.versions = WeightVersions(dict(versions or {}))
         self.versions.note(published)
         self.trajectories = trajectories
         self.deliver = deliver
         self.note = note
-        self.context = context
         self._wake = asyncio.Event()
         self._share = share
         self._next_position = share.number
@@ -90,9 +100,8 @@ class GroupProducer:
         self._again += (Place(position, attempt=1) for position in resumed.again)
         self._open = {pending.group.id: OpenGroup.resumed(pending) for pending in resumed.pending}
         self.admission.resume(len(resumed.pending))
-        if self.curriculum is not None:
-            for position, seen in resumed.observed:
-                self.curriculum.observe(self.order.row(position), seen)
+        for position, seen in resumed.observed:
+            self._observe(position, seen)
 
     def publish(self, published: Published) -> None:
         """Switch to new weights on the servers: later turns use them, and more groups may start."""
@@ -142,20 +151,22 @@ class GroupProducer:
         if not running:
             return
         group = min(running, key=lambda group: group.oldest or 0)
-        chains, row = f"{len(group.left)} of {len(group.chains)} chains", self.order.row(group.place.position) + 1
-        text = f"a batch has waited {LATE_SECONDS:g} s for late chains: {chains} of group {group.id} (row {row} of "
-        text += "data) still run; fix: lower rollout.timeout_seconds, or set rollout.late_chains"
+        chains, (_, row) = f"{len(group.left)} of {len(group.chains)} chains", self.order.place(group.place.position)
+        text = f"a batch has waited {LATE_SECONDS:g} s for late chains: {chains} of group {group.id} (row {row + 1} of "
+        text += f"{self._source(group).part.called}) still run; fix: lower rollout.timeout_seconds, or set "
+        text += "rollout.late_chains"
         notify(logger, "batches that wait for late chains", text, see=_PAGE)
 
     def _candidate(self, group: OpenGroup) -> Candidate:
         # group rewards exist only once the group is complete
+        source = self._source(group)
         ended = [] if self._lacks_group_rewards(group) else group.ended
-        found = worth(ended, self.config)
-        if self.runner.setup.recipe.needs_rewards:
+        found = worth(ended, source.config)
+        if source.runner.setup.recipe.needs_rewards:
             teaches = found is Worth.TEACHES
         else:
             # a teacher alone grades chains of any rewards, but reads texts only in whole groups
-            teaches = found is not Worth.LOST and self.context is None
+            teaches = found is not Worth.LOST and source.context is None
         complete = group.state is State.COMPLETE
         return Candidate(
             group.id,
@@ -173,12 +184,19 @@ class GroupProducer:
         return max((self.versions.number(span.version) for span in spans), default=None)
 
     def _lacks_group_rewards(self, group: OpenGroup) -> bool:
-        return self.runner.rewards.has_group_rewards and group.state is State.RUNNING
+        return self._source(group).runner.rewards.has_group_rewards and group.state is State.RUNNING
+
+    def _source(self, group: OpenGroup) -> Source[ChainRunner]:
+        return self.sources[self.order.place(group.place.position)[0]]
 
     async def _take_figures(self) -> dict[str, float]:
-        curriculum = {} if self.curriculum is None else self.curriculum.take_figures()
-        gauges = await self.runner.toolset.gauges()
-        return {**self.cancellations.take_figures(), **self.filter.take_figures(), **curriculum, **gauges}
+        figures = {**self.cancellations.take_figures(), **self.filter.take_figures()}
+        for curriculum in filter(None, (self.curriculum, self.mixing)):
+            figures |= curriculum.take_figures()
+        for source in self.sources:
+            prefix = f"source/{source.name}/" if source.name else ""
+            figures |= {f"{prefix}{name}": value for name, value in (await source.runner.toolset.gauges()).items()}
+        return figures
 
     def _take_place(self) -> Place:
         if self._again:
@@ -192,25 +210,37 @@ class GroupProducer:
     def _passes_over(self, position: int) -> bool:
         if position in self._begun:
             return True
-        return self.curriculum is not None and self.curriculum.passes_over(position, self.order.row(position))
+        if self.mixing is not None and self.mixing.passes_over(position, self.order.place(position)[0]):
+            return True
+        return self.curriculum is not None and self.curriculum.passes_over(position, self.order.number(position))
+
+    def _observe(self, position: int, seen: list[float]) -> None:
+        if self.curriculum is not None:
+            self.curriculum.observe(self.order.number(position), seen)
+        if self.mixing is not None:
+            self.mixing.observe(self.order.place(position)[0], seen)
 
     def _begin_group(self) -> OpenGroup:
         place = self._take_place()
-        group = OpenGroup(place, self.order[place.position], self.published.version, self.config.group_size)
+        number, row = self.order.place(place.position)
+        source = self.sources[number]
+        task, size = source.tasks[row], source.config.group_size
+        group = OpenGroup(place, task, self.published.version, size, source.name)
         self._open[group.id] = group
         return group
 
     async def _run_group(self, group: OpenGroup) -> None:
-        group.task = await self.runner.take(group.task, row=self.order.row(group.place.position) + 1)
+        source = self._source(group)
+        group.task = await source.take(self.order.place(group.place.position)[1])
         async with asyncio.TaskGroup() as chains:
             for index in range(len(group.chains)):
                 chains.create_task(self._run_chain(group, index))
-        if self.runner.rewards.has_group_rewards or self.context is not None:
+        if source.runner.rewards.has_group_rewards or source.context is not None:
             await self._score_group(group)
         self._save(group)
         group.move(State.COMPLETE)
         self.note(group.as_group())
-        found = self.filter.judge(group.chains)
+        found = self.filter.judge(group.chains, source.config)
         if reason := self.filter.no_hope():
             raise RolloutStoppedError(f"{reason}; see outcomes, rewards and errors in {self.trajectories}")
         if found is not Worth.TEACHES:
@@ -228,9 +258,10 @@ class GroupProducer:
     async def _score_group(self, group: OpenGroup) -> None:
         """Add the group rewards and the teacher's prompts; all chains must have ended."""
         before = [chain.outcome for chain in group.chains]
-        await self.runner.score_group(group.chains, group.task)
-        if self.context is not None:
-            await self.context.add_to(counted(group.chains, self.config), group.task)
+        source = self._source(group)
+        await source.runner.score_group(group.chains, group.task)
+        if source.context is not None:
+            await source.context.add_to(counted(group.chains, self.config), group.task)
         for chain, outcome in zip(group.chains, before, strict=True):
             if chain.outcome is not outcome:
                 logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
@@ -259,23 +290,24 @@ class GroupProducer:
 
         chain = group.chains[index]
         sampling = Sampling(newest_model, self.config.temperature, chain.id, self.cache_salt())
-        await self.runner.play(chain, group.task, sampling, self.config.scored)
+        await self._source(group).runner.play(chain, group.task, sampling, self.config.scored)
 
     def cache_salt(self) -> str | None:
         """Return the cache salt for a chain that starts now: with `inflight: keep`, it must not hit KV caches of older
         weights."""
-        keeps = self.config.inflight is Inflight.KEEP and self.runner.setup.recipe.model.lora is None
+        keeps = self.config.inflight is Inflight.KEEP and self.sources[0].runner.setup.recipe.model.lora is None
         return self.published.label if keeps else None
 
     def _save(self, group: OpenGroup) -> None:
         group.saved = append_group(self.trajectories, group.as_group())
-        if self.curriculum is not None:
-            row = self.order.row(group.place.position)
-            self.curriculum.observe(row, successes(counted(group.chains, self.config)))
+        if self.curriculum is not None or self.mixing is not None:
+            setting = "rollout.curriculum" if self.mixing is None else "data.curriculum"
+            counting = counted(group.chains, self.config)
+            self._observe(group.place.position, successes(counting, setting, f"set {setting}=null"))
 
     def _take(self, group: OpenGroup) -> Delivered:
         """Return `group` for a batch, with the ended chains that count, and cancel its running chains."""
-        self.cancellations.trained(self.order.row(group.place.position))
+        self.cancellations.trained(self.order.number(group.place.position))
         taken = counted(group.ended, self.config)
         self._end_running(group)
         group.move(State.DELIVERED)
@@ -284,7 +316,7 @@ class GroupProducer:
 
     def _cancel(self, group: OpenGroup) -> None:
         """Cancel and replace a group that is too old for any later batch and is not in this one."""
-        row = self.order.row(group.place.position)
+        row = self.order.number(group.place.position)
         self.cancellations.lost(row, group.ended)
         self._end_running(group)
         group.move(State.CANCELLED)
@@ -302,7 +334,7 @@ class GroupProducer:
         if group.state is State.COMPLETE:
             return
         chains = group.left
-        row = self.order.row(group.place.position)
+        row = self.order.number(group.place.position)
         lengths = self.cancellations.lost(row, chains)
         logger.info(
             "group %s (task %d) is too old to wait for %d running chains, of %s tokens",

@@ -44,6 +44,8 @@ class Resumed:
         versions: Mapping[str, int],
         version: int,
         config: RolloutConfig,
+        observes: bool = False,
+        configs: Mapping[str, RolloutConfig] | None = None,
     ) -> "Resumed":
         """Classify the groups that were `saved` before the checkpoint.
 
@@ -53,6 +55,8 @@ class Resumed:
             versions: Label of a span -> number of the version, as in WeightVersions. A group that was sampled with
                 other weights is run again.
             version: The checkpoint's version.
+            observes: Whether a curriculum over sources needs the observations, as `rollout.curriculum` does.
+            configs: Source -> settings of its chains, where it has its own.
 
         Raises:
             ValueError: a group's id does not contain a place.
@@ -65,19 +69,19 @@ class Resumed:
             place = Place.of(group.id)
             attempts[place.position] = max(place.attempt, attempts.get(place.position, 0))
             counting = counted(group.trajectories, config)
-            if config.curriculum is not None:
+            if observes or config.curriculum is not None:
                 observed.append((place.position, successes(counting)))
             if place.position in done:
                 continue
             # a second attempt means that the first was given up
             pending.pop(place.position, None)
-            left = Group(group.id, group.task, counting, group.version)
+            left = Group(group.id, group.task, counting, group.version, group.source)
             if unproven := _labels(left) - versions.keys():
                 # the run stopped after a server had loaded these weights but before it had proven them
                 logger.warning("group %s runs again: no checkpoint has %s", group.id, ", ".join(sorted(unproven)))
                 continue
             whole = all(chain.outcome is not Outcome.CANCELLED for chain in group.trajectories)
-            found = worth(group.trajectories, config)
+            found = worth(group.trajectories, (configs or {}).get(group.source, config))
             if found is Worth.EQUAL and whole and config.equal_rewards is not EqualRewards.KEEP:
                 done.add(place.position)
             elif found is Worth.TEACHES or (found is Worth.EQUAL and whole):

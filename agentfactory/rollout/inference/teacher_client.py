@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.http_transport import (
     ContextOverflowError,
     InferenceError,
@@ -23,7 +24,6 @@ from agentfactory.rollout.inference.http_transport import (
     ServerUnreachableError,
 )
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB

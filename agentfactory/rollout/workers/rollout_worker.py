@@ -7,20 +7,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
-from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
+from agentfactory.rollout.config import Part, RolloutRecipe
+from agentfactory.rollout.config.server import TeacherServer
+from agentfactory.rollout.data import Place, Share
 from agentfactory.rollout.evaluation.advice import PAGE, advise
 from agentfactory.rollout.evaluation.alarms import Alarms
-from agentfactory.rollout.evaluation.evaluate import evaluate, offer_of, open_runner
-from agentfactory.rollout.evaluation.first_look import Look, look_at
+from agentfactory.rollout.evaluation.evaluate import evaluate, looks_at, offer_of, open_sources
+from agentfactory.rollout.evaluation.first_look import Look
 from agentfactory.rollout.evaluation.look_text import Schedule, describe
 from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.groups.producer import GroupProducer
@@ -31,7 +32,7 @@ from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.server_config import TeacherServer
+from agentfactory.rollout.sources import Source, load_all, mix_of
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
@@ -72,7 +73,7 @@ class Worker:
         self.writer = writer
         self.share = Share(*start["share"])
         kind = RolloutRecipe if start["needs_rewards"] else _UnjudgedRecipe
-        self.recipe = _part(kind(**start["recipe"]), self.share)
+        self.recipe = kind(**start["recipe"])
         append_folders(self.recipe.import_path)
         self.base = Path(start["base"])
         self.urls: list[str] = start["urls"]
@@ -85,23 +86,25 @@ class Worker:
         self.trained: list[str] = start["trained"]
         self.versions: dict[str, int] = start["versions"]
         self.context: str | None = start["context"]
-        if self.recipe.data is None:
+        self.parts = _parts(self.recipe.parts(), self.share)
+        if not self.parts:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
-        self.order = TaskOrder(load_tasks(self.recipe.data, tell=True), self.recipe.seed, self.recipe.data.shuffle)
-        held_out = self.recipe.eval.data
-        self.held_out = load_tasks(held_out, "eval.data", tell=True) if held_out else []
+        self.loaded = load_all(self.parts, tell=True)
+        self.held_out = load_all(_parts(self.recipe.held_out_parts(), self.share), tell=True)
+        self.order = mix_of(self.loaded, self.recipe.seed)
 
     async def run(self) -> None:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
-        opened = open_runner(self.recipe, self.base, self.urls, processes=self.share.of, images=self.images)
-        async with opened as runner, self._open_teacher() as teacher:
-            if self.held_out:
-                await runner.check(self.held_out, "eval.data")
-            await runner.check(self.order.tasks)
-            context = None
-            if self.context is not None:
-                context = TeacherContext(self.context, runner, self.order.tasks, self.base)
-            runner = runner.watched(len(self.order.tasks))
+        loaded = [*self.loaded, *self.held_out]
+        opened = open_sources(self.recipe, loaded, self.base, self.urls, processes=self.share.of, images=self.images)
+        async with opened as every, self._open_teacher() as teacher:
+            sources, held_out = every[: len(self.loaded)], every[len(self.loaded) :]
+            for source in [*held_out, *sources]:
+                await source.check()
+            runner, self._places = sources[0].runner, sources[0].runner.places
+            sources = [replace(source, runner=source.watched()) for source in sources]
+            held_out = [source.run_by(sources) for source in held_out]
+            trained = [self._prepared(source, teacher) for source in sources]
             renderer = runner.renderer
             await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
             collect_rarely()
@@ -128,17 +131,17 @@ class Worker:
                     await teacher.grade_again([pending.group for pending in resumed.pending])
                 producer = GroupProducer(
                     self.recipe.rollout,
-                    runner if teacher is None else runner.graded_by(teacher.grade),
+                    trained,
                     self.order,
                     admission,
                     published,
                     saved,
-                    partial(self._deliver, runner, teacher),
+                    partial(self._deliver, sources, teacher),
                     resumed,
                     self.share,
-                    self._watch(runner, first=version == 0),
-                    context,
+                    self._watch(sources, first=version == 0),
                     self.versions,
+                    None if self.recipe.data is None else self.recipe.data.curriculum,
                 )
                 tasks.create_task(producer.run())
                 if self.recipe.rollout.concurrency == "auto":
@@ -150,7 +153,7 @@ class Worker:
                             runner.client.published(published)
                             producer.publish(published)
                         case "evaluate":
-                            tasks.create_task(self._evaluate(runner, producer.published, producer.cache_salt()))
+                            tasks.create_task(self._evaluate(held_out, producer.published, producer.cache_salt()))
                         case "restored":
                             self._restored.pop(message["url"]).set_result(message["proven"])
                         case "acknowledge":
@@ -158,6 +161,13 @@ class Worker:
                         case kind:
                             raise ValueError(f"unknown message {kind!r} from the trainer")
                 raise TrainerGoneError
+
+    def _prepared(self, source: Source[ChainRunner], teacher: TeacherClient | None) -> Source[ChainRunner]:
+        """Return a source whose groups the teacher grades."""
+        if self.context is not None:
+            context = TeacherContext(self.context, source.runner, source.tasks, self.base)
+            source = replace(source, context=context)
+        return source if teacher is None else replace(source, runner=source.runner.graded_by(teacher.grade))
 
     @asynccontextmanager
     async def _open_teacher(self) -> AsyncIterator[TeacherClient | None]:
@@ -188,7 +198,9 @@ class Worker:
             self._note_acknowledged(self.trained)
         saved = (group for file in files for group in read_groups(file) if Place.of(group.id).position in self.share)
         trained = {group_id for group_id in self.trained if Place.of(group_id).position in self.share}
-        resumed = Resumed.from_saved(saved, trained, self.versions, version, self.recipe.rollout)
+        observes = self.recipe.data is not None and self.recipe.data.curriculum is not None
+        configs = {part.name: part.recipe.rollout for part in self.parts}
+        resumed = Resumed.from_saved(saved, trained, self.versions, version, self.recipe.rollout, observes, configs)
         logger.info(
             "resuming after version %d: %d groups are trained, %d wait to be trained",
             version,
@@ -197,33 +209,38 @@ class Worker:
         )
         return resumed
 
-    def _watch(self, runner: ChainRunner, first: bool) -> Callable[[Group], None]:
+    def _watch(self, sources: Sequence[Source[ChainRunner]], first: bool) -> Callable[[Group], None]:
         """Return a function that receives each complete group, and gives alarms. If the run begins (`first`) without
         held-out tasks, it also shows the look of the first batch."""
         batch = self.share.part(self.batch_size)
-        offer = offer_of(runner)
-        alarms = Alarms(offer, batch)
+        named = {source.name: source for source in sources}
+        alarms = {name: Alarms(offer_of(source.runner), batch) for name, source in named.items()}
         begun: list[Group] | None = [] if first and not self.held_out and self.share.number == 0 else None
 
         def note(group: Group) -> None:
             if begun is not None and len(begun) < batch:
                 begun.append(group)
                 if len(begun) == batch:
-                    self._show(runner, look_at(begun, offer))
-            for advice in alarms.note(group):
-                notify(logger, advice.topic, str(advice), times=0, see=PAGE)
+                    self._show(looks_at(begun, sources))
+            for advice in alarms[group.source].note(group):
+                of = f"source {group.source}: " if group.source else ""
+                notify(logger, f"{of}{advice.topic}", f"{of}{advice}", times=0, see=PAGE)
 
         return note
 
-    def _show(self, runner: ChainRunner, look: Look) -> None:
-        """Show the first look at the model, which was taken while the first batches ran."""
+    def _show(self, looks: dict[str, Look]) -> None:
+        """Show the first look at the model, by source, which was taken while the first batches ran."""
         rollout, step = self.recipe.rollout, self.batch_size * self.recipe.rollout.group_size
-        most = runner.places.limit * self.share.of
+        most = self._places.limit * self.share.of
         running = step * (rollout.max_staleness + 1)
+        # a step's chains are those of all sources
         schedule = Schedule(step, self.total // self.batch_size, min(most, running), most)
-        inform(logger, "\n  ".join(["first look at the model:", *describe(look, schedule)]), see=PAGE)
-        for advice in advise(look):
-            notify(logger, f"first look: {advice.topic}", f"first look: {advice}", times=0, see=PAGE)
+        for name, look in looks.items():
+            of = f" on source {name}" if name else ""
+            lines = describe(look, None if name else schedule)
+            inform(logger, "\n  ".join([f"first look at the model{of}:", *lines]), see=PAGE)
+            for advice in advise(look):
+                notify(logger, f"first look{of}: {advice.topic}", f"first look{of}: {advice}", times=0, see=PAGE)
 
     def _note_acknowledged(self, groups: list[str]) -> None:
         append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
@@ -249,13 +266,13 @@ class Worker:
             if places.limit != before:
                 logger.info("concurrent chains: limit %d, was %d: %s", places.limit, before, load)
 
-    async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
+    async def _evaluate(
+        self, held_out: Sequence[Source[ChainRunner]], published: Published, cache_salt: str | None
+    ) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
-        metrics, failures, look = await evaluate(
-            runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
-        )
+        metrics, failures, looks = await evaluate(held_out, self.recipe, published.model, folder, name, cache_salt)
         if published.version == 0:
-            self._show(runner, look)
+            self._show(looks)
         for mode, failure in failures.items():
             notify(logger, f"held-out tasks, {mode}", failure)
         await self._send("evaluation", figures=metrics)
@@ -269,12 +286,13 @@ class Worker:
 
     async def _deliver(
         self,
-        runner: ChainRunner,
+        sources: Sequence[Source[ChainRunner]],
         teacher: TeacherClient | None,
         batch: list[Delivered],
         figures: dict[str, float],
     ) -> None:
-        runner.setup.tool_errors.report()
+        for source in sources:
+            source.runner.setup.tool_errors.report()
         if teacher is not None:
             # its grades since the last batch are from the same weights
             await teacher.check_weights()
@@ -289,7 +307,11 @@ class Worker:
         await self.writer.drain()
 
 
-def _part(recipe: RolloutRecipe, share: Share) -> RolloutRecipe:
+def _parts(parts: Sequence[Part[RolloutRecipe]], share: Share) -> list[Part[RolloutRecipe]]:
+    return [replace(part, recipe=_shared(part.recipe, share)) for part in parts]
+
+
+def _shared(recipe: RolloutRecipe, share: Share) -> RolloutRecipe:
     """Return one worker's recipe, with its share of the limits on chains, instances and calls, which are totals."""
     rollout, server, limits = recipe.rollout, recipe.server, recipe.limits
     most = rollout.concurrency if rollout.concurrency == "auto" else share.part(rollout.concurrency)

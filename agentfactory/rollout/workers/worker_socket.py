@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
+from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
-from agentfactory.rollout.server_config import TeacherServer
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.run_notices import Notice, inform, log, notify
 from agentfactory.tools.processes import parent_watch

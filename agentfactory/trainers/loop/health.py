@@ -60,8 +60,11 @@ class Finding:
 
 def ordered_by(recipe: RolloutRecipe) -> str | None:
     """Return the setting by which later steps may have harder tasks; None if each step has a random sample."""
-    if recipe.data is not None and not recipe.data.shuffle:
-        return "data.shuffle=false"
+    for part in recipe.parts():
+        if part.recipe.data is not None and not part.recipe.data.shuffle:
+            return f"{part.section}.shuffle=false"
+    if recipe.data is not None and recipe.data.curriculum is not None:
+        return "data.curriculum"
     return None if recipe.rollout.curriculum is None else "rollout.curriculum"
 
 

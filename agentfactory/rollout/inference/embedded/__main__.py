@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from typing import Any, NoReturn
 
-from agentfactory.rollout.server_config import EMBEDDED_QUANTIZATIONS
+from agentfactory.rollout.config.server import EMBEDDED_QUANTIZATIONS
 from agentfactory.rollout.text.stop_strings import Decode
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.loopback import is_loopback

@@ -1,0 +1,275 @@
+"""The recipe fields of the rollout package: the sections rollout and eval, and the whole."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from agentfactory.rollout.config.chains import ChainConfig, RewardConfig
+from agentfactory.rollout.config.curriculum import CurriculumConfig
+from agentfactory.rollout.config.data import DataConfig
+from agentfactory.rollout.config.model import ModelConfig
+from agentfactory.rollout.config.server import ServerConfig
+from agentfactory.rollout.config.sources import OF_RECIPE, SourceConfig, TasksConfig, names_alone, sections
+from agentfactory.rollout.trajectory import Outcome
+from agentfactory.tools.config import McpServerConfig, PositiveInt, Section, ToolsRecipe
+from agentfactory.tools.errors import SettingError
+
+
+class OutcomePolicy(StrEnum):
+    """The treatment of a chain, chosen by its outcome."""
+
+    DROP = "drop"
+    """Neither score nor train the chain; its trajectory stays in the run folder."""
+    MASK = "mask"
+    """Score the chain and count its reward in the baseline, but do not train its tokens."""
+    KEEP = "keep"
+    """Score and train the chain; drop it if no reward can be computed."""
+    RETRY = "retry"
+    """Run the chain once more; drop it if the second run ends in an outcome of this kind too."""
+
+    @property
+    def scored(self) -> bool:
+        """True if the chain gets a reward, which baselines include."""
+        return self in (OutcomePolicy.MASK, OutcomePolicy.KEEP)
+
+
+class EqualRewards(StrEnum):
+    """The treatment of a group whose chains all have the same reward, so that group-relative advantages are 0."""
+
+    KEEP = "keep"
+    """Deliver the group like any other."""
+    DROP = "drop"
+    """Do not train the group; its place in the batch stays empty."""
+    REFILL = "refill"
+    """Replace the group by one of another task (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2)."""
+
+
+class Inflight(StrEnum):
+    """The treatment of a running chain's KV cache when the server gets new full weights."""
+
+    RECOMPUTE = "recompute"
+    """Recompute the KV cache with the new weights, so that the logprob of each token belongs to one version."""
+    KEEP = "keep"
+    """Keep the KV cache, which is cheaper. Tokens sampled on it are marked as mixed and match no single version."""
+
+
+class LateChains(StrEnum):
+    """The treatment of a group that still has running chains when its first tokens reach `rollout.max_staleness`."""
+
+    WAIT = "wait"
+    """Wait for the group: every chain that was started is trained."""
+    BASELINE = "baseline"
+    """Train other groups meanwhile, and the late one when its chains have ended: all rewards count in its baseline, and
+    tokens that are too old by then are not trained."""
+    DROP = "drop"
+    """Train the group without its running chains, and cancel them. The trained chains are then the fast ones."""
+
+
+class RolloutConfig(ChainConfig):
+    """Rollout settings: sampling, limits, context, agent and filters of chains."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by the same value."""
+    concurrency: PositiveInt | Literal["auto"] = 64
+    """Number of concurrent chains. auto starts at server.max_num_seqs and, while training, follows the server's load.
+    For generation to run ahead, it must be at least train.batch_size x group_size x (max_staleness + 1)."""
+    workers: PositiveInt = 1
+    """Number of rollout worker processes. Each runs an equal share of every batch, with its own tool servers;
+    `concurrency`, `limits.calls_per_second` and pool capacities are totals over all workers. More than one helps if a
+    worker saturates a core, from about 1,000 chains on."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Maximum age of a trained token, in updates; 0 alternates generation and training."""
+    late_chains: LateChains = LateChains.DROP
+    """Treatment of a group with running chains when its first tokens reach max_staleness: wait | baseline | drop. wait:
+    the next batch waits for it. baseline: other groups are trained meanwhile; when its chains have ended, all rewards
+    count in its baseline, and tokens that are too old are not trained. drop: it is trained without these chains, so
+    that fast chains are trained more often than slow ones. See docs/staleness.md."""
+    inflight: Inflight = Inflight.RECOMPUTE
+    """Treatment of the KV caches of running chains when full weights are updated: recompute | keep. With an adapter, a
+    running turn keeps its adapter."""
+    equal_rewards: EqualRewards = EqualRewards.KEEP
+    """Treatment of groups whose chains all have the same reward: keep | drop | refill. With drop, a batch has fewer
+    groups, but at least one."""
+    on_outcome: dict[Outcome, OutcomePolicy] = {}
+    """Outcome -> drop | mask | keep | retry. By default, failed chains are dropped and all others are kept.
+    {max_tokens: mask, context_overflow: mask} excludes chains that were cut short from training. Chains without a
+    reward cannot be trained: cancelled allows only drop, reward_error only drop or retry."""
+    curriculum: CurriculumConfig | None = None
+    """Visit solved and hopeless tasks less often. Null: visit each task once per epoch."""
+
+    @model_validator(mode="after")
+    def _policies_can_work(self) -> "RolloutConfig":
+        for outcome, policy in self.on_outcome.items():
+            possible = _POSSIBLE.get(outcome, tuple(OutcomePolicy))
+            if policy not in possible:
+                raise ValueError(
+                    f"on_outcome.{outcome}: got {policy}, but such a chain has no reward; use {' or '.join(possible)}"
+                )
+        if self.equal_rewards is not EqualRewards.KEEP and self.group_size == 1:
+            raise ValueError(
+                f"equal_rewards: got {self.equal_rewards} with group_size=1, which would drop every group; use keep"
+            )
+        return self
+
+    def outcome_policy(self, outcome: Outcome) -> OutcomePolicy:
+        """Return the policy for chains with this outcome."""
+        return self.on_outcome.get(outcome, OutcomePolicy.DROP if outcome.failed else OutcomePolicy.KEEP)
+
+    @property
+    def scored(self) -> frozenset[Outcome]:
+        """The outcomes of chains that get a reward."""
+        return frozenset(outcome for outcome in Outcome if self.outcome_policy(outcome).scored)
+
+
+_POSSIBLE = {
+    Outcome.REWARD_ERROR: (OutcomePolicy.DROP, OutcomePolicy.RETRY),
+    # a chain that the staleness bound cancelled is not replaced
+    Outcome.CANCELLED: (OutcomePolicy.DROP,),
+}
+"""Policies allowed for outcomes that cannot be scored; all other outcomes allow every policy."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks: before training, after it, and every `every` steps."""
+
+    data: TasksConfig | None = None
+    """Held-out tasks. Null: no evaluation."""
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates only before and after training."""
+    samples: PositiveInt = 1
+    """Sampled chains per task."""
+    greedy: bool = True
+    """Also run one chain per task at temperature 0."""
+    request: dict[str, Any] = {}
+    """Fields to add to or override in each request to a chat endpoint (`agentfactory eval --url`); null removes a
+    field, as in {max_tokens: null, max_completion_tokens: 512}."""
+
+
+RecipeT = TypeVar("RecipeT", bound="RolloutRecipe")
+
+
+@dataclass(frozen=True)
+class Part(Generic[RecipeT]):
+    """The part of a recipe that concerns one source of tasks. `recipe` has its tasks as `data` and its settings, and no
+    held-out tasks. `source` is its entry in `sources`; None for the tasks of a recipe without sources. `section` is
+    the name of its tasks in errors."""
+
+    section: str
+    recipe: RecipeT
+    source: SourceConfig | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the source; empty for a recipe without sources."""
+        return "" if self.source is None else self.source.name
+
+    @property
+    def called(self) -> str:
+        """The words by which messages name its tasks."""
+        return f"source {self.name}" if self.name else self.section
+
+    def field(self, name: str) -> str:
+        """Return where the whole recipe has the field `name` of this part."""
+        if f"{name}.".startswith(f"{self.section}."):
+            return name
+        first, _, rest = name.partition(".")
+        own = set() if self.source is None else self.source.own
+        if first == "data":
+            return ".".join(filter(None, (self.section, rest)))
+        if first in own & OF_RECIPE:
+            return f"{self.section}.{name}"
+        return f"{self.section}.{rest}" if first == "rollout" and rest.partition(".")[0] in own else name
+
+    def acts_like(self, other: "Part[Any]") -> bool:
+        """Return whether chains of both have the same settings, and can share their tools."""
+        mine, others = self.recipe, other.recipe
+        return mine.rollout == others.rollout and all(
+            getattr(mine, name) == getattr(others, name) for name in OF_RECIPE
+        )
+
+
+class RolloutRecipe(ToolsRecipe):
+    """The recipe fields that the rollout package reads."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, weight initialization and sampling."""
+    model: ModelConfig
+    data: TasksConfig | None = None
+    rewards: list[RewardConfig] = []
+    """`@reward` functions, summed. A plain string is short for {reward: STRING}. If empty, the environment's own reward
+    is used."""
+    rollout: RolloutConfig = RolloutConfig()
+    server: ServerConfig = ServerConfig()
+    eval: EvalConfig = EvalConfig()
+
+    _names_alone = field_validator("rewards", mode="before")(names_alone)
+
+    @model_validator(mode="after")
+    def _add_worlds(self) -> Self:
+        for data in (self.data, self.eval.data):
+            self.tools = _with_world(self.tools, self.mcp_servers, data)
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_sources_have_no_share(self) -> Self:
+        if self.eval.data is not None and self.eval.data.curriculum is not None:
+            raise SettingError("eval.data.curriculum", "is set, but each held-out task is visited once", "remove it")
+        for index, source in enumerate([] if self.eval.data is None else self.eval.data.sources):
+            if source.weight != 1.0:
+                problem, fix = f"got {source.weight:g}, but each held-out task is visited once", "remove it"
+                raise SettingError(f"eval.data.sources.{index}.weight", problem, fix)
+        return self
+
+    def parts(self) -> "list[Part[Self]]":
+        """Return the part of each source of tasks; without sources, the only one."""
+        return [self._part(section, data) for section, data in sections(self.data, "data")]
+
+    def held_out_parts(self) -> "list[Part[Self]]":
+        """Return the part of each source of held-out tasks, on the settings of the source of this name if there is
+        one; none without held-out tasks."""
+        trained = {source.name: source for source in ([] if self.data is None else self.data.sources)}
+        return [
+            self._part(section, data, trained.get(data.name) if isinstance(data, SourceConfig) else None)
+            for section, data in sections(self.eval.data, "eval.data")
+        ]
+
+    def _part(self, section: str, data: DataConfig, below: SourceConfig | None = None) -> "Part[Self]":
+        held_out = self.eval.model_copy(update={"data": None, "every": 0})
+        recipe = self.model_copy(update={"data": data, "eval": held_out})
+        if not isinstance(data, SourceConfig):
+            return Part(section, recipe)
+        recipe.data = TasksConfig.model_validate(data.rows_alone)
+        for source in filter(None, (below, data)):
+            own = {name: getattr(source, name) for name in source.own}
+            rollout = {name: own.pop(name) for name in [*own] if name not in OF_RECIPE}
+            recipe = recipe.model_copy(update={**own, "rollout": recipe.rollout.model_copy(update=rollout)})
+        recipe.tools = _with_world(recipe.tools, recipe.mcp_servers, data)
+        return Part(section, recipe, data)
+
+    def longest_call(self) -> tuple[float, str]:
+        """See ToolsRecipe: a reset may take as long as its chain."""
+        return self.rollout.timeout_seconds, "rollout.timeout_seconds"
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True unless chains are useful without a reward: they then get 0."""
+        return True
+
+    @property
+    def max_loras(self) -> int:
+        """Number of adapters that the server must hold: the next one, and all that running turns may still use."""
+        return max(4, self.rollout.max_staleness + 2)
+
+    def with_model(self, path: str) -> Self:
+        """Return a copy of the recipe with `path` as its model."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"path": path})})
+
+
+def _with_world(tools: list[str], servers: dict[str, McpServerConfig], data: DataConfig | None) -> list[str]:
+    """Return `tools` with the world that plays the tasks of `data`, unless the recipe names it."""
+    world = None if data is None else data.world
+    if world is None or world in {*tools, *(server.module for server in servers.values())}:
+        return tools
+    return [*tools, world]

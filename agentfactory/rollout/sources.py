@@ -1,0 +1,104 @@
+"""Sources of tasks at work: the tasks of each part of a recipe, and the runners of their chains."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from agentfactory.rollout.chains.chain_runner import Runner
+from agentfactory.rollout.config import Part, RolloutConfig, RolloutRecipe
+from agentfactory.rollout.data import Task, TaskMix, TaskOrder, load_tasks
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.groups.teacher_context import TeacherContext
+
+RunnerT = TypeVar("RunnerT", bound=Runner)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A part of a recipe with its tasks."""
+
+    part: Part[Any]
+    tasks: list[Task]
+
+    @classmethod
+    def only(cls, recipe: RolloutRecipe, tasks: list[Task], section: str = "data") -> "Loaded":
+        """Return these tasks as those of a recipe without sources."""
+        return cls(Part(section, recipe), tasks)
+
+
+@dataclass(frozen=True)
+class Source(Generic[RunnerT]):
+    """A source of tasks, with the runner of its chains. `context` writes the teacher's prompts of its groups."""
+
+    part: Part[Any]
+    tasks: list[Task]
+    runner: RunnerT
+    context: "TeacherContext | None" = None
+
+    @property
+    def name(self) -> str:
+        """The name of the source; empty for a recipe without sources."""
+        return self.part.name
+
+    @property
+    def config(self) -> RolloutConfig:
+        """The settings of its chains."""
+        return self.runner.setup.config
+
+    async def check(self) -> None:
+        """See Runner.check; errors name the source."""
+        try:
+            await self.runner.check(self.tasks, self.part.section)
+        except SettingError as error:
+            raise error.at(self.part.field(error.field)) from error.__cause__
+        except ToolInfrastructureError as error:
+            if not self.name:
+                raise
+            raise ToolInfrastructureError(f"{self.part.called}: {error}") from error
+
+    def watched(self) -> RunnerT:
+        """Return the runner with a watch over the chains of this source: see Runner.watched."""
+        return self.runner.watched(len(self.tasks), self.name)
+
+    def run_by(self, sources: "Sequence[Source[RunnerT]]") -> "Source[RunnerT]":
+        """Return this source with the runner of the source of `sources` that has its name and its settings; unchanged
+        if there is none."""
+        found = (one for one in sources if one.name == self.name and one.part.acts_like(self.part))
+        return replace(self, runner=next(found, self).runner)
+
+    async def take(self, row: int) -> Task:
+        """Return a task, a row counted from 0, as chains get it: see Runner.take."""
+        return await self.runner.take(self.tasks[row], self.part.section, row + 1)
+
+
+def load_all(parts: Sequence[Part[Any]], tell: bool = False) -> list[Loaded]:
+    """Load the tasks of each part: see load_tasks."""
+    return [Loaded(part, load_tasks(part.recipe.data, part.section, tell)) for part in parts]
+
+
+def mix_of(loaded: Sequence[Loaded], seed: int) -> TaskMix:
+    """Return the order of the tasks of all parts."""
+    orders = [TaskOrder(one.tasks, seed, one.part.recipe.data.shuffle) for one in loaded]
+    return TaskMix(orders, [1.0 if one.part.source is None else one.part.source.weight for one in loaded], seed)
+
+
+@asynccontextmanager
+async def open_all(
+    loaded: Sequence[Loaded], opener: Callable[[RolloutRecipe], AbstractAsyncContextManager[RunnerT]]
+) -> AsyncIterator[list[Source[RunnerT]]]:
+    """Open the runners of all parts by `opener`. Parts with the same settings share one, with its tools; all share the
+    limit on concurrent chains."""
+    found: list[Source[RunnerT]] = []
+    async with AsyncExitStack() as stack:
+        for one in loaded:
+            runner = next((other.runner for other in found if other.part.acts_like(one.part)), None)
+            if runner is None:
+                runner = await stack.enter_async_context(opener(one.part.recipe))
+                if found:
+                    runner.places = found[0].runner.places
+            found.append(Source(one.part, one.tasks, runner))
+        yield found
