@@ -88,20 +88,20 @@ def run(options: argparse.Namespace) -> None:
             run_interruptibly(_call(distinct(parts), options, Path(images)))
             return
         faults: list[Exception] = []
-        listed: dict[str, list[Any]] = {}
+        listed: dict[str, list[Any]] | None = {} if options.action == "list" and options.json else None
         for part in parts if options.action == "check" else distinct(parts):
-            if part.name and not options.json:
+            if part.name and listed is None:
                 print(f"{part.section}, {part.name}:", flush=True)
             with _kept(faults, part):
                 match options.action:
                     case "list" if options.prompt:
                         run_interruptibly(_prompt(part.recipe, Path(images)))
                     case "list":
-                        specs = listed[part.name] = []
-                        run_interruptibly(_list(part.recipe, specs if options.json else None))
+                        specs = None if listed is None else listed.setdefault(part.name, [])
+                        run_interruptibly(_list(part.recipe, specs))
                     case "check":
                         run_interruptibly(_check(part.recipe, prepared, options.task, Path(images)))
-        if options.json:
+        if listed is not None:
             print(json.dumps(listed.get("", listed), indent=2, ensure_ascii=False))
         for kind in (ToolsFailed, ToolsUnchecked):
             if found := [str(fault) for fault in faults if isinstance(fault, kind)]:

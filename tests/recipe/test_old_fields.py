@@ -95,7 +95,9 @@ def test_every_new_name_is_a_field_of_today() -> None:
 
 
 def test_every_choice_is_known() -> None:
-    found = ((path, section) for section, paths in sections(Recipe).items() for path in paths if ".sources." not in path)
+    found = (
+        (path, section) for section, paths in sections(Recipe).items() for path in paths if ".sources." not in path
+    )
     assert {path: section for path, section in found if issubclass(section, Choice)} == CHOICES
 
 

@@ -13,11 +13,11 @@ from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, base_ur
 from agentfactory.rollout.chains.endpoint_chain import open_chat_runner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluation.evaluate import open_runner, run_eval
+from agentfactory.rollout.evaluation.evaluate import open_sources, run_eval
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
+from agentfactory.rollout.sources import load_all, open_all
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.chat_server import Answer, model_behind, said, serve_chat
 from tests.conftest import QUICKSTART
@@ -395,14 +395,15 @@ def test_the_same_model_gives_the_same_figures_by_messages_and_by_token_ids(
     treasure_hunt: Callable[[int], RolloutRecipe], warm_server: str, warm_start: Path, tmp_path: Path
 ) -> None:
     recipe = treasure_hunt(12)
-    tasks = load_tasks(recipe.eval.data)
+    loaded = load_all(recipe.held_out_parts())
     logged: list[dict[str, Any]] = []
-    by_ids = run_eval(recipe, tasks, tmp_path / "ids", logged.append, open_runner(recipe, QUICKSTART, warm_server))
+    opened_ids = open_sources(recipe, loaded, QUICKSTART, warm_server)
+    by_ids = run_eval(recipe, tmp_path / "ids", logged.append, opened_ids)
     assert [card["id"] for card in look_at(warm_server, None, None)] == ["policy"], "it takes token ids"
     with serve_chat(model_behind(warm_server, warm_start)) as server:
         assert look_at(server.url, None, None) == look_at(server.url + "/v1", None, None) == "teacher"
-        opened = open_chat_runner(recipe, QUICKSTART, server.url)
-        by_messages = run_eval(recipe, tasks, tmp_path / "chat", logged.append, opened)
+        opened = open_all(loaded, lambda part: open_chat_runner(part, QUICKSTART, server.url))
+        by_messages = run_eval(recipe, tmp_path / "chat", logged.append, opened)
     greedy = {
         name: value for name, value in by_ids.means.items() if name.startswith("greedy/") and "seconds" not in name
     }

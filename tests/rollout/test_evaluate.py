@@ -1,19 +1,29 @@
 """`agentfactory rollout` and `eval`: saved groups follow the recipe's policies, rewards and agent."""
 
 import json
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from agentfactory.rollout.config import DataConfig, RolloutRecipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluation.evaluate import evaluate, open_runner, run_eval, run_rollout
+from agentfactory.rollout.evaluation.evaluate import evaluate, open_sources, run_eval, run_rollout
 from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.sources import Loaded, Source
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.messages import ToolInfrastructureError
 from tests.conftest import QUICKSTART
+
+
+def opening(
+    recipe: RolloutRecipe, tasks: list[dict[str, Any]], base: Path, url: str
+) -> AbstractAsyncContextManager[Sequence[Source[Any]]]:
+    return open_sources(recipe, [Loaded.only(recipe, tasks)], base, url)
 
 
 def test_saved_groups_follow_the_recipes_policies(
@@ -29,7 +39,12 @@ def test_saved_groups_follow_the_recipes_policies(
         }
     )
     tasks = load_tasks(DataConfig(path=str(quickstart_run / "prepared" / "train.jsonl"), limit=12))
-    run_rollout(recipe, tasks, QUICKSTART, [warm_server], tmp_path, log=lambda record: None)
+    run_rollout(
+        recipe,
+        tmp_path,
+        lambda record: None,
+        opening(recipe, tasks, QUICKSTART, warm_server),
+    )
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
     assert len(chains) == 24
     called = [chain for chain in chains if chain.outcome is Outcome.MAX_TURNS]
@@ -77,7 +92,7 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
         }
     )
     logged: list[dict[str, float]] = []
-    run_rollout(recipe, tasks, tmp_path, warm_server, tmp_path, logged.append)
+    run_rollout(recipe, tmp_path, logged.append, opening(recipe, tasks, tmp_path, warm_server))
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
     assert len(chains) == 6
     for chain in chains:
@@ -87,8 +102,8 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
         assert chain.metrics["penalty"] == penalty
         assert chain.reward == 3000.0 + sampled - penalty
     assert any(chain.metrics["penalty"] for chain in chains)
-    opened = open_runner(recipe, tmp_path, warm_server)
-    figures = run_eval(recipe, tasks, tmp_path / "eval", logged.append, opened).figures()
+    opened = opening(recipe, tasks, tmp_path, warm_server)
+    figures = run_eval(recipe, tmp_path / "eval", logged.append, opened).figures()
     assert 1900 <= figures["sampled/reward"] <= 2003, "as many as are sampled are compared"
     assert 900 <= figures["greedy/reward"] <= 1003
     assert logged[1]["eval/sampled/reward"] == figures["sampled/reward"]
@@ -108,9 +123,19 @@ def test_a_reward_that_wants_what_the_data_lacks_is_told_before_any_chain_runs(
         }
     )
     with pytest.raises(ValueError, match="needs 'answer'"):
-        run_rollout(recipe, tasks, tmp_path, warm_server, tmp_path, lambda record: None)
+        run_rollout(
+            recipe,
+            tmp_path,
+            lambda record: None,
+            opening(recipe, tasks, tmp_path, warm_server),
+        )
     with pytest.raises(ValueError, match="needs 'answer'"):
-        run_eval(recipe, tasks, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
+        run_eval(
+            recipe,
+            tmp_path,
+            lambda record: None,
+            opening(recipe, tasks, tmp_path, warm_server),
+        )
     assert not list(tmp_path.glob("*rollout*"))
 
 
@@ -126,9 +151,19 @@ def test_an_environment_that_cannot_be_had_is_told_before_any_chain_runs(
         }
     )
     with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
-        run_rollout(recipe, tasks, tmp_path, warm_server, tmp_path, lambda record: None)
+        run_rollout(
+            recipe,
+            tmp_path,
+            lambda record: None,
+            opening(recipe, tasks, tmp_path, warm_server),
+        )
     with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
-        run_eval(recipe, tasks, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
+        run_eval(
+            recipe,
+            tmp_path,
+            lambda record: None,
+            opening(recipe, tasks, tmp_path, warm_server),
+        )
     assert not list(tmp_path.glob("*rollout*"))
 
 
@@ -145,8 +180,10 @@ async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
             "server": {"engine": "embedded"},
         }
     )
-    async with open_runner(recipe, tmp_path, warm_server) as runner:
-        figures, failures, look = await evaluate(runner, recipe, [{"question": "go"}], "policy", tmp_path, "000000")
+    loaded = [Loaded.only(recipe, [{"question": "go"}], "eval.data")]
+    async with open_sources(recipe, loaded, tmp_path, warm_server) as sources:
+        figures, failures, looks = await evaluate(sources, recipe, "policy", tmp_path, "000000")
+    look = looks[""]
     assert figures == {"sampled/failed": 1.0, "greedy/failed": 1.0}
     assert (look.chains, look.rewards) == (1, [])
     assert list(failures) == ["sampled", "greedy"]
@@ -171,7 +208,12 @@ def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
         }
     )
     logged: list[dict[str, float]] = []
-    found = run_eval(recipe, rows, tmp_path / "eval", logged.append, open_runner(recipe, QUICKSTART, warm_server))
+    found = run_eval(
+        recipe,
+        tmp_path / "eval",
+        logged.append,
+        opening(recipe, rows, QUICKSTART, warm_server),
+    )
     assert logged == [{f"eval/{name}": value for name, value in found.figures().items()}]
     assert found.chains == 10 * 5
     assert not found.failures
@@ -193,7 +235,7 @@ def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
     assert figures["sampled/reward/low"] < figures["sampled/reward"] < figures["sampled/reward/high"]
     reward = fmean(figures[f"sampled/source/{source}/reward"] for source in ("even", "odd"))
     assert reward == pytest.approx(figures["sampled/reward"]), "as many tasks of each"
-    opened = open_runner(recipe, QUICKSTART, warm_server)
-    again = run_eval(recipe, rows, tmp_path / "again", logged.append, opened).figures()
+    opened = opening(recipe, rows, QUICKSTART, warm_server)
+    again = run_eval(recipe, tmp_path / "again", logged.append, opened).figures()
     same = [name for name in figures if "seconds" not in name]
     assert {name: again[name] for name in same} == {name: figures[name] for name in same}

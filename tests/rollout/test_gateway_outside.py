@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import AgentConfig, OutsideOptions, RolloutConfig
-from agentfactory.rollout.data import TaskOrder
+from agentfactory.rollout.config import AgentConfig, OutsideOptions, Part, RolloutConfig
+from agentfactory.rollout.data import TaskMix, TaskOrder
 from agentfactory.rollout.gateway import outside_agent as outside
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
@@ -20,6 +20,7 @@ from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.sources import Source
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.rollout.workers.worker_socket import Delivered
 from agentfactory.tools.errors import SettingError
@@ -170,10 +171,12 @@ async def test_a_task_that_was_kept_too_long_is_given_out_once_more(tmp_path: Pa
 
     async with elsewhere(tmp_path, ["a", "b"], rewards=[], rollout=limits) as (chains, program):
         runner = chains.runner
-        order, admission = TaskOrder([{"question": "go"}], seed=0, shuffle=False), Admission(1, 0, 1, 0, 0)
+        rows, admission = [{"question": "go"}], Admission(1, 0, 1, 0, 0)
+        order = TaskMix([TaskOrder(rows, seed=0, shuffle=False)], [1.0], seed=0)
+        sources = [Source(Part("data", runner.setup.recipe), rows, runner)]
         published = Published(0, "policy", "policy")
         saved = tmp_path / "train.jsonl"
-        producer = GroupProducer(runner.setup.config, runner, order, admission, published, saved, deliver)
+        producer = GroupProducer(runner.setup.config, sources, order, admission, published, saved, deliver)
         running = asyncio.create_task(producer.run())
         kept, other = [await program.take() for _ in range(2)]
         await program.ask(other["key"])

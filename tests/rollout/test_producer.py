@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
-from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
-from agentfactory.rollout.data import Place, TaskOrder
+from agentfactory.rollout.config import Part, RolloutConfig, RolloutRecipe
+from agentfactory.rollout.data import Place, TaskMix, TaskOrder
 from agentfactory.rollout.groups import producer
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.groups.group_filter import Worth, worth
@@ -25,6 +25,7 @@ from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sources import Source
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
@@ -136,7 +137,9 @@ async def training(
         Rewards.load(recipe.rewards, folder) as judges,
     ):
         runner = ChainRunner(recipe, renderer, client, toolset, judges)
-        order = TaskOrder([{"question": "go", **task} for task in tasks], seed=0, shuffle=False)
+        rows = [{"question": "go", **task} for task in tasks]
+        order = TaskMix([TaskOrder(rows, seed=0, shuffle=False)], [1.0], seed=0)
+        sources = [Source(Part("data", recipe), rows, runner)]
         admission = Admission(batch, max_staleness, total=steps * batch, version=version, started=version * batch)
         path = folder / "train.jsonl"
 
@@ -146,7 +149,7 @@ async def training(
         published = Published(version, f"m{version}", f"m{version}")
         versions = {f"m{number}": number for number in range(version)}
         producer = GroupProducer(
-            recipe.rollout, runner, order, admission, published, path, unset, resumed, versions=versions
+            recipe.rollout, sources, order, admission, published, path, unset, resumed, versions=versions
         )
         trainer = Trainer(producer, server)
         trainer.running = asyncio.create_task(producer.run())

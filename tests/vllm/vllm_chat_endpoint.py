@@ -11,9 +11,9 @@ import pytest
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, look_at
 from agentfactory.rollout.chains.endpoint_chain import open_chat_runner
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluation.evaluate import open_runner, run_eval
+from agentfactory.rollout.evaluation.evaluate import open_sources, run_eval
 from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.sources import load_all, open_all
 from tests.conftest import QUICKSTART
 from tests.server_process import VLLM_PYTHON, serve
 
@@ -41,12 +41,12 @@ def recipe(model: Path, data: Path, args: list[str]) -> dict[str, Any]:
 def test_the_same_model_by_messages_and_by_token_ids(quickstart_run: Path, warm_start: Path, tmp_path: Path) -> None:
     given = recipe(warm_start, quickstart_run / "prepared" / "heldout.jsonl", TOOLS)
     read = RolloutRecipe.model_validate(given)
-    tasks = load_tasks(read.eval.data)
+    loaded = load_all(read.held_out_parts())
     with serve(given, tmp_path) as url:
         assert look_at(url + "/v1", None, None) == "policy"
-        opened = open_chat_runner(read, QUICKSTART, url + "/v1")
-        by_messages = run_eval(read, tasks, tmp_path / "chat", lambda record: None, opened)
-        by_ids = run_eval(read, tasks, tmp_path / "ids", lambda record: None, open_runner(read, QUICKSTART, url))
+        opened = open_all(loaded, lambda part: open_chat_runner(part, QUICKSTART, url + "/v1"))
+        by_messages = run_eval(read, tmp_path / "chat", lambda record: None, opened)
+        by_ids = run_eval(read, tmp_path / "ids", lambda record: None, open_sources(read, loaded, QUICKSTART, url))
     assert not by_messages.failures
     # vLLM renders the messages anew at each turn, and the model writes them in one way: the same ids, greedily
     for name in ("reward", "success", "tool_calls", "sampled_tokens", "tool_errors/invalid_arguments"):
@@ -62,7 +62,9 @@ def test_vllm_without_a_tool_parser_is_told_before_any_chain_runs(
 ) -> None:
     given = recipe(warm_start, quickstart_run / "prepared" / "heldout.jsonl", [])
     read = RolloutRecipe.model_validate(given)
-    tasks = load_tasks(read.eval.data)
-    with serve(given, tmp_path) as url, pytest.raises(ChatEndpointError, match="--tool-call-parser NAME"):
-        run_eval(read, tasks, tmp_path, lambda record: None, open_chat_runner(read, QUICKSTART, url + "/v1"))
+    loaded = load_all(read.held_out_parts())
+    with serve(given, tmp_path) as url:
+        opened = open_all(loaded, lambda part: open_chat_runner(part, QUICKSTART, url + "/v1"))
+        with pytest.raises(ChatEndpointError, match="--tool-call-parser NAME"):
+            run_eval(read, tmp_path, lambda record: None, opened)
     assert not list(tmp_path.glob("final-*"))
