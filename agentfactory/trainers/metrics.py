@@ -1,6 +1,7 @@
 """The training loops' metrics: a table of their descriptions, and the metrics computed from a batch's groups."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 
@@ -87,9 +88,9 @@ METRICS = [
 ]
 
 
-def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
-    """Return means over the chains of a batch, and over those of each source. `ages` counts tokens by age in versions;
-    if empty, staleness is left out."""
+def group_metrics(groups: list[Group], ages: Counter[int], sources: Sequence[str] = ()) -> dict[str, float]:
+    """Return means over the chains of a batch, and over those of each of `sources`. `ages` counts tokens by age in
+    versions; if empty, staleness is left out."""
     metrics = _means(groups)
     if ages:
         rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
@@ -98,9 +99,9 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
             "staleness/max": max(ages),
             "staleness/recomputed": sum(map(_recomputed, rows)) / max(1, sum(len(row.token_ids) for row in rows)),
         }
-    for name in sorted({group.source for group in groups} - {""}):
+    for name in sources:
         own = [group for group in groups if group.source == name]
-        of_source = {"groups": len(own) / len(groups), **_means(own)}
+        of_source = {"groups": len(own) / len(groups), **(_means(own) if own else {})}
         metrics |= {f"source/{name}/{key}": value for key, value in of_source.items()}
     return metrics
 

@@ -106,8 +106,9 @@ class TasksConfig(DataConfig):
                 raise SettingError("curriculum", problem, fix)
             return self
         names = [source.name for source in self.sources]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise SettingError(f"sources.{names.index(twice)}.name", f"two sources are called {twice!r}", "rename one")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise SettingError(f"sources.{index}.name", f"two sources are called {name!r}", "rename one")
         for name in ("columns", "limit", "shuffle"):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise SettingError(name, f"got {value} beside sources", "set it in the sources that need it")

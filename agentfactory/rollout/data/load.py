@@ -69,7 +69,8 @@ def _loaded(config: DataConfig, section: str) -> tuple[list[Task], list[Findings
         has_images = any(isinstance(row, dict) and column in row for row in rows)
         found = [_task(row, number, config, has_images, columnar) for number, row in enumerate(rows, 1)]
     except SettingError as error:
-        raise error.at(f"{section}.{error.field}") from error.__cause__
+        texts = [text.replace("data.columns", f"{section}.columns") for text in (error.problem, error.fix)]
+        raise SettingError(f"{section}.{error.field}", *texts, source=error.source) from error.__cause__
     return [task for task, _ in found], [findings for _, findings in found], columnar
 
 

@@ -54,9 +54,13 @@ async def open_runner(
     number of processes like this one that share the machine's memory. `images` is the folder for the chains' images;
     None: a temporary one. `proxy`: see InferenceClient.
     """
-    async with _folder_of(images) as seen, _open_client(recipe, urls, proxy) as client, _open_chains(
-        recipe, base, client, seen, objects=objects, rewards=rewards, agent=agent, processes=processes
-    ) as runner:
+    async with (
+        _folder_of(images) as seen,
+        _open_client(recipe, urls, proxy) as client,
+        _open_chains(
+            recipe, base, client, seen, objects=objects, rewards=rewards, agent=agent, processes=processes
+        ) as runner,
+    ):
         yield runner
 
 

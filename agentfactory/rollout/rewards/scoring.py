@@ -119,7 +119,8 @@ class Rewards:
                     self.check(task, own=time.monotonic() < until)
                 except SettingError as error:
                     problem = f"{error.problem}, in row {number} of {section}"
-                    raise SettingError(error.field, problem, error.fix) from error.__cause__
+                    fix = error.fix.replace("data.columns", f"{section}.columns")
+                    raise SettingError(error.field, problem, fix) from error.__cause__
 
     def check(self, task: Task, own: bool = True) -> None:
         """Raise SettingError if a reward needs a field that `task` lacks, or if a field has a reserved parameter name.

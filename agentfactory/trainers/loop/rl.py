@@ -310,7 +310,7 @@ class _Loop:
         self.state.metrics = {
             "step": step,
             "version": step,
-            **group_metrics(groups, trained),
+            **group_metrics(groups, trained, [part.name for part in self.recipe.parts() if part.name]),
             **late,
             **(self.source.figures() if self.source else {}),
             **learned.credited.metrics,
