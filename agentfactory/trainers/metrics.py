@@ -49,6 +49,11 @@ METRICS = [
         "cancelled/chains", "", "chains of these groups, and chains that it cancelled in groups trained without them"
     ),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
+    Metric(
+        "started/success", "", "estimated mean of `success` over all started chains, with those that were cancelled"
+    ),
+    Metric("started/turns", "", "the same of the number of turns; compare with `turns`, of the trained chains"),
+    Metric("started/sampled_tokens", "tokens", "the same of sampled tokens; compare with trajectory/sampled_tokens"),
     Metric("chains", "", "chains that ended while the batch was created, including chains dropped or run again"),
     Metric("filtered/groups", "", "groups that rollout.equal_rewards left out while the batch was created"),
     Metric("filtered/<outcome>", "", "chains with this outcome that were dropped or run again (rollout.on_outcome)"),

@@ -70,7 +70,7 @@ def _loaded(config: DataConfig, section: str) -> tuple[list[Task], list[Findings
         found = [_task(row, number, config, has_images, columnar) for number, row in enumerate(rows, 1)]
     except SettingError as error:
         texts = [text.replace("data.columns", f"{section}.columns") for text in (error.problem, error.fix)]
-        raise SettingError(f"{section}.{error.field}", *texts, source=error.source) from error.__cause__
+        raise SettingError(f"{section}.{error.field}", texts[0], texts[1], error.source) from error.__cause__
     return [task for task, _ in found], [findings for _, findings in found], columnar
 
 
