@@ -39,7 +39,7 @@ _MAY_DIFFER = (
 )
 _BEFORE = {
     **{"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"},
-    **{"rollout.late_chains": "drop", "train.precision": "auto"},
+    **{"rollout.late_chains": "drop", "train.precision": "auto", "train.advantage.per_source": False},
 }
 """Field that older recipes lack -> the value that their runs were trained with."""
 

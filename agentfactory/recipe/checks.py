@@ -128,6 +128,8 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     if recipe.train.algorithm == "sft" and purpose == "train" and recipe.data is not None and recipe.data.sources:
         fix = "join the files, or train a stage on each"
         raise SettingError("data.sources", "set, but sft reads the conversations of one file", fix)
+    if recipe.train.advantage.per_source and not (recipe.data is not None and recipe.data.sources):
+        raise SettingError("train.advantage.per_source", "got true without data.sources", "remove it")
     uses_server = runs_chains(recipe, purpose) or purpose == "serve"
     if uses_server and recipe.server.engine == "sglang":
         check_sglang(recipe)

@@ -238,8 +238,10 @@ def _check_workers(recipe: Recipe) -> None:
     if rollout.workers > 1 and rollout.agent is not None and rollout.agent.outside is not None:
         problem = f"got {rollout.workers}: outside programs take tasks at one address"
         raise SettingError("rollout.workers", problem, "use 1")
-    if rollout.workers > 1 and rollout.curriculum is not None:
-        problem = f"got {rollout.workers}: rollout.curriculum needs the outcomes of all tasks"
+    mixing = recipe.data is not None and recipe.data.curriculum is not None
+    if rollout.workers > 1 and (mixing or rollout.curriculum is not None):
+        name = "data.curriculum" if mixing else "rollout.curriculum"
+        problem = f"got {rollout.workers}: {name} needs the outcomes of all tasks"
         raise SettingError("rollout.workers", problem, "use 1, or remove the curriculum")
 
 

@@ -3,18 +3,23 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.config import Part, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task, TaskMix, TaskOrder, load_tasks
+from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 
-if TYPE_CHECKING:
-    from agentfactory.rollout.groups.teacher_context import TeacherContext
-
 RunnerT = TypeVar("RunnerT", bound=Runner)
+
+
+class Prompts(Protocol):
+    """A writer of the teacher's prompts: see TeacherContext."""
+
+    async def add_to(self, chains: Sequence[Trajectory], task: Task) -> None:
+        """Set the teacher's prompts of a group's chains that have ended."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Source(Generic[RunnerT]):
     part: Part[Any]
     tasks: list[Task]
     runner: RunnerT
-    context: "TeacherContext | None" = None
+    context: Prompts | None = None
 
     @property
     def name(self) -> str:

@@ -110,6 +110,9 @@ class AdvantageConfig(Choice):
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
     """blamed: tokens of a turn with unparsable tool calls get an advantage of at most minus the root mean square of
     their group's advantages, so that a chain that succeeds despite such a turn does not reinforce it."""
+    per_source: bool = False
+    """With data.sources: compute statistics of the whole batch (scale=batch, whitening) within each source instead, so
+    that sources whose rewards vary more do not have larger advantages."""
 
     @field_validator("estimator")
     @classmethod

@@ -183,6 +183,33 @@ def test_scaling_by_the_batch(make_recipe: Make) -> None:
     assert [row.streams["advantage"][0] for row in done.rows] == pytest.approx([-unit, unit, -unit, unit])
 
 
+def test_scaling_by_the_source(make_recipe: Make) -> None:
+    """Interleaved sources with rewards 0, 2, 4, 6 and 0, 10, 10, 20: sample standard deviations sqrt(20 / 3) and
+    sqrt(200 / 3)."""
+    recipe = make_recipe(advantage={"options": {"scale": "batch"}, "per_source": True})
+    given = [("small", 0.0, 2.0), ("large", 0.0, 10.0), ("small", 4.0, 6.0), ("large", 10.0, 20.0)]
+    groups = [Group("g", {}, [chain(low), chain(high)], source=name) for name, low, high in given]
+    small, large = 1.0 / ((20 / 3) ** 0.5 + 1e-4), 5.0 / ((200 / 3) ** 0.5 + 1e-4)
+    found = [row.streams["advantage"][0] for row in credited(recipe, *groups).rows]
+    assert found == pytest.approx([-small, small, -large, large, -small, small, -large, large])
+
+
+def test_each_source_is_whitened_alone_and_keeps_its_returns(make_recipe: Make) -> None:
+    """As if each had a batch of its own, from an independent call for each."""
+    recipe = make_recipe(algorithm="ppo", advantage={"per_source": True})
+    values = {"a": [0.1, 0.2, 0.3], "b": [0.5, 0.7, 0.9]}
+    groups = {
+        "a": Group("g0", {}, [chain(1.0), chain(0.0)], source="a"),
+        "b": Group("g1", {}, [chain(9.0), chain(-3.0)], source="b"),
+    }
+    scores = {name: [{"value": value}] * 2 for name, value in values.items()}
+    done = credited(recipe, *groups.values(), scores=[*scores["a"], *scores["b"]])
+    alone = [row for name in groups for row in credited(recipe, groups[name], scores=scores[name]).rows]
+    for row, expected in zip(done.rows, alone, strict=True):
+        assert row.streams["advantage"] == pytest.approx(expected.streams["advantage"])
+        assert row.streams["return"] == pytest.approx(expected.streams["return"])
+
+
 def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Make) -> None:
     """DeepSeekMath 4.1.3: turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); a token gets the sum
     of the normalised rewards of its own and later turns, plus the chain's advantage, which is 0 here."""

@@ -337,8 +337,8 @@ def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameter
                 "started/success": 0.5,
             },
             "3% of the chains of the last 4 steps were cancelled at rollout.max_staleness, after 100 tokens on "
-            "average, and the trained ones are those that were faster: their success is 0.30, that of all started chains about "
-            "0.50",
+            "average, and the trained ones are those that were faster: their success is 0.30, that of all started "
+            "chains about 0.50",
         ),
         ({"staleness/untrained": 0.4}, "40% of the sampled tokens of the last 4 steps were too old to train"),
     ],

@@ -56,7 +56,7 @@ class StartedChains:
         if not scored or all(ended for _, ended in self._seen):
             return {}
         weights = self.weights([seconds for seconds, _ in scored]).tolist()
-        columns = {
+        columns: dict[str, list[float]] = {
             "started/success": [chain.metrics.get("success", math.nan) for _, chain in scored],
             "started/turns": [chain.turns for _, chain in scored],
             "started/sampled_tokens": [chain.metrics.get("sampled_tokens", math.nan) for _, chain in scored],

@@ -74,6 +74,7 @@ class Credit:
         token of a row, whether it may be trained: the others are context, and their chains' rewards count."""
         self._recipe = recipe
         self._ids = [group.id for group in groups]
+        self._names = [group.source for group in groups]
         self._groups = [
             [
                 _chain(t, policy is OutcomePolicy.KEEP, recipe, self._estimator.compares_turns, fresh)
@@ -156,7 +157,7 @@ class Credit:
             ]
             for group in self._groups
         ]
-        advantages, targets = self._estimator(groups)
+        advantages, targets = self._estimated(groups)
         _check_finite(advantages, self._recipe.train.advantage.estimator)
         if self._estimator.compares_turns:
             metrics |= step_metrics(groups)
@@ -167,6 +168,24 @@ class Credit:
             if variance > 0:
                 metrics["critic/explained_variance"] = 1.0 - pvariance(errors) / variance
         return advantages, targets, metrics
+
+    def _estimated(self, groups: list[list[ChainRewards]]) -> tuple[list[list[float]], list[list[float]]]:
+        """Return the estimator's results for all groups, or for those of each source alone (per_source)."""
+        if not self._recipe.train.advantage.per_source:
+            return self._estimator(groups)
+        found: dict[int, tuple[list[float], list[float]]] = {}
+        numbers, counted = [], 0
+        for group in groups:
+            numbers.append(range(counted, counted + len(group)))
+            counted += len(group)
+        for name in dict.fromkeys(self._names):
+            own = [index for index, of in enumerate(self._names) if of == name]
+            advantages, targets = self._estimator([groups[index] for index in own])
+            chains = [number for index in own for number in numbers[index]]
+            found |= dict(zip(chains, zip(advantages, targets or [[]] * len(chains), strict=True), strict=True))
+        ordered = [found[number] for number in range(counted)]
+        targets = [target for _, target in ordered]
+        return [advantages for advantages, _ in ordered], targets if any(targets) else []
 
     def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
         """Return rewards per sampled token: the chain's at its last token and its turns' at their last tokens, minus
