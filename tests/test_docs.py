@@ -28,6 +28,7 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
+from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.reference import PAGES, meaning, renewed, sections, title
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig, LoraConfig, RolloutConfig
@@ -384,6 +385,26 @@ def test_saved_chains_are_loaded_as_the_page_does(
     append_group(folder / "train.jsonl", Group("g", {}, [Trajectory("g.0", said, [row], Outcome.COMPLETED, 1.0)]))
     exec(blocks(DOCS / "data.md", "python")[2], {})
     assert capsys.readouterr().out == "g g.0 completed 1.0 2 4.83\n"
+
+
+def test_the_mixtures_of_the_page_load(tmp_path: Path) -> None:
+    for name in ("arithmetic", "words", "heldout", "unseen"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "How?", "answer": "so", "word": "so"}\n')
+    (tmp_path / "model").mkdir()
+    rest = {"model": {"path": "model"}, "train": {"steps": 1}, "server": {"engine": "embedded"}}
+    rest["rewards"] = ["exact_match"]
+    whole, part = blocks(DOCS / "sources.md", "yaml")
+    for number, text in enumerate((whole, part)):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump({**rest, **yaml.safe_load(text)}))
+        recipe = load_recipe(path)
+        assert isinstance(recipe, Recipe)
+        arithmetic, words = [found.recipe for found in recipe.parts()]
+        assert (arithmetic.tools, words.tools) == (["calculator"], [])
+    first = load_recipe(tmp_path / "0.yaml")
+    assert isinstance(first, Recipe)
+    assert [found.recipe.rollout.max_turns for found in first.held_out_parts()] == [6, 2]
+
 
 
 LEAST: dict[str, Any] = {"name": "test", "output": Path("nowhere"), "train": {"steps": 1}}
