@@ -406,7 +406,6 @@ def test_the_mixtures_of_the_page_load(tmp_path: Path) -> None:
     assert [found.recipe.rollout.max_turns for found in first.held_out_parts()] == [6, 2]
 
 
-
 LEAST: dict[str, Any] = {"name": "test", "output": Path("nowhere"), "train": {"steps": 1}}
 
 

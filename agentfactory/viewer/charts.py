@@ -11,6 +11,13 @@ from agentfactory.trainers.metrics import METRICS
 _OWN = "Task metrics"
 _SECTIONS = {
     "Reward": ["reward", "success", "reward_std", "trajectory/reward/.*"],
+    "Sources": [
+        "source/[^/]+/success",
+        "source/[^/]+/reward",
+        "source/[^/]+/turns",
+        "source/[^/]+/groups",
+        "sources/.*",
+    ],
     _OWN: [],
     "Lengths and turns": [
         "turns",
@@ -40,6 +47,7 @@ _SECTIONS = {
         "groups/.*",
         "filtered/.*",
         "cancelled/.*",
+        "started/.*",
     ],
     "Environments and curriculum": ["environments/.*", "curriculum/.*"],
     "Policy": ["loss", "kl", "entropy", "grad_norm", "clip_fraction", "learning_rate", "critic/.*"],
@@ -55,6 +63,7 @@ _SECTIONS = {
 """Title -> patterns of keys, in display order."""
 
 _HELD_OUT = re.compile(r"eval/(sampled|greedy)/(.+)")
+_OF_A_SOURCE = re.compile(r"(source/[^/]+/)(.+)")
 _END = re.compile(r"(.+)/(low|high)")
 _CALLS = re.compile(r"trajectory/tool/(.+)/calls")
 
@@ -117,6 +126,8 @@ def _interval_ends(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _chain_key(name: str) -> str:
+    if match := _OF_A_SOURCE.fullmatch(name):
+        return f"{match[1]}{_chain_key(match[2])}"
     return name if name in ("reward", "success") else f"trajectory/{name}"
 
 
