@@ -226,7 +226,6 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
     from agentfactory.recipe.checks import (
-        distinct,
         doubts,
         part_named,
         parts_of,
@@ -235,6 +234,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         try_template,
     )
     from agentfactory.recipe.schema import stages_of
+    from agentfactory.rollout.config import distinct
     from agentfactory.rollout.model_hub import has_tokenizer
     from agentfactory.tools.errors import SettingError
 

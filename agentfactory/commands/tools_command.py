@@ -17,11 +17,11 @@ from typing import Any
 
 from agentfactory.commands.isolation_check import seen_of_another_chain
 from agentfactory.commands.options import json_object
-from agentfactory.recipe.checks import distinct, parts_of
+from agentfactory.recipe.checks import parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import NO_MODEL, load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
-from agentfactory.rollout.config import Part
+from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.images.files import with_files

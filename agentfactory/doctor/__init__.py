@@ -31,11 +31,11 @@ from agentfactory.doctor.recipe_checks import (
     runs_code,
     starts_server,
 )
-from agentfactory.recipe.checks import distinct, parts_of, runs_chains
+from agentfactory.recipe.checks import parts_of, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
-from agentfactory.rollout.config import Part
+from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.model_hub import has_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.processes.memory import memory_room

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from agentfactory.recipe.checks import Purpose, distinct, hub_names, part_named, parts_of, runs_chains
+from agentfactory.recipe.checks import Purpose, hub_names, part_named, parts_of, runs_chains
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.config import RolloutRecipe, distinct
 from agentfactory.rollout.inference.concurrency import check_open_files
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 from agentfactory.tools.config import Isolation, McpServerConfig, ToolsRecipe

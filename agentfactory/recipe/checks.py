@@ -25,7 +25,7 @@ from agentfactory.recipe.sglang_checks import check_sglang, check_sglang_is_inst
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening import check_lengths, check_texts
-from agentfactory.rollout.config import DataConfig, Inflight, Part
+from agentfactory.rollout.config import DataConfig, Inflight, Part, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
@@ -100,11 +100,6 @@ def parts_of(recipe: Recipe) -> list[Part[Recipe]]:
     """Return the parts of a recipe, one for each source of tasks and of held-out tasks; the recipe itself if it has no
     tasks."""
     return [*recipe.parts(), *recipe.held_out_parts()] or [Part("data", recipe)]
-
-
-def distinct(parts: list[Part[Recipe]]) -> list[Part[Recipe]]:
-    """Return the parts whose chains have other settings than those of the parts before."""
-    return [part for number, part in enumerate(parts) if not any(map(part.acts_like, parts[:number]))]
 
 
 def is_held_out(part: Part[Recipe]) -> bool:

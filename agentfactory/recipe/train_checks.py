@@ -235,7 +235,8 @@ def _check_workers(recipe: Recipe) -> None:
         problem = f"got {rollout.workers}, which do not divide train.batch_size={groups} into equal shares"
         possible = [count for count in range(1, groups + 1) if groups % count == 0]
         raise SettingError("rollout.workers", problem, f"use one of {', '.join(map(str, possible))}")
-    if rollout.workers > 1 and rollout.agent is not None and rollout.agent.outside is not None:
+    agents = [part.recipe.rollout.agent for part in recipe.parts()]
+    if rollout.workers > 1 and any(agent is not None and agent.outside is not None for agent in agents):
         problem = f"got {rollout.workers}: outside programs take tasks at one address"
         raise SettingError("rollout.workers", problem, "use 1")
     mixing = recipe.data is not None and recipe.data.curriculum is not None

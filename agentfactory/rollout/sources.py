@@ -102,7 +102,10 @@ async def open_all(
         for one in loaded:
             runner = next((other.runner for other in found if other.part.acts_like(one.part)), None)
             if runner is None:
-                runner = await stack.enter_async_context(opener(one.part.recipe))
+                try:
+                    runner = await stack.enter_async_context(opener(one.part.recipe))
+                except SettingError as error:
+                    raise error.at(one.part.field(error.field)) from error.__cause__
                 if found:
                     runner.places = found[0].runner.places
             found.append(Source(one.part, one.tasks, runner))

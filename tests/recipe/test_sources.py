@@ -113,7 +113,7 @@ def test_a_saved_recipe_means_the_same(write: Callable[..., Recipe], tmp_path: P
         ({"rewards": ["mine.py:wrong"]}, "data.sources.1.rewards.0: unknown: "),
         ({"name": "sums"}, "data.sources.1.name: two sources are called 'sums'; fix: rename one"),
         ({"name": "a/b"}, "data.sources.1.name: got 'a/b'; fix: use letters"),
-        ({"max_total_tokens": 100_000}, "data.sources.1.max_total_tokens: got 100000, more than server.max_model_len"),
+        ({"max_total_tokens": 100_000}, "data.sources.1.max_total_tokens: got 100000, more than rollout.max_total"),
         ({"tools": []}, "data.sources.1.rewards: empty, and no environment gives a reward"),
         ({"agent": "mine.py:nobody"}, "data.sources.1.agent: unknown: "),
         ({"agent": {"command": ["nobody"]}}, "data.sources.1.agent.command.0: no program 'nobody'"),

@@ -20,6 +20,7 @@ from agentfactory.rollout.config.recipe import (
     Part,
     RolloutConfig,
     RolloutRecipe,
+    distinct,
 )
 from agentfactory.rollout.config.sources import SourceConfig, TasksConfig, sections
 
@@ -45,6 +46,7 @@ __all__ = [
     "SourceConfig",
     "TaskSource",
     "TasksConfig",
+    "distinct",
     "sections",
     "source_of",
 ]

@@ -1,5 +1,6 @@
 """The recipe fields of the rollout package: the sections rollout and eval, and the whole."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -213,6 +214,16 @@ class RolloutRecipe(ToolsRecipe):
         return self
 
     @model_validator(mode="after")
+    def _rows_fit(self) -> Self:
+        # memory is planned, and losses are normalised, for the longest rows
+        most = self.rollout.max_total_tokens
+        for section, data in [*sections(self.data, "data"), *sections(self.eval.data, "eval.data")]:
+            if isinstance(data, SourceConfig) and data.max_total_tokens > most and "max_total_tokens" in data.own:
+                problem = f"got {data.max_total_tokens}, more than rollout.max_total_tokens={most}"
+                raise SettingError(f"{section}.max_total_tokens", problem, "lower it, or raise that of rollout")
+        return self
+
+    @model_validator(mode="after")
     def _held_out_sources_have_no_share(self) -> Self:
         if self.eval.data is not None and self.eval.data.curriculum is not None:
             raise SettingError("eval.data.curriculum", "is set, but each held-out task is visited once", "remove it")
@@ -273,3 +284,8 @@ def _with_world(tools: list[str], servers: dict[str, McpServerConfig], data: Dat
     if world is None or world in {*tools, *(server.module for server in servers.values())}:
         return tools
     return [*tools, world]
+
+
+def distinct(parts: Sequence[Part[RecipeT]]) -> list[Part[RecipeT]]:
+    """Return the parts whose chains have other settings than those of the parts before."""
+    return [part for number, part in enumerate(parts) if not any(map(part.acts_like, parts[:number]))]

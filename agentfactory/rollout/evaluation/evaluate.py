@@ -15,7 +15,7 @@ from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
+from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe, distinct
 from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
 from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
@@ -77,6 +77,8 @@ async def open_sources(
 ) -> AsyncIterator[list[Source[ChainRunner]]]:
     """Open the runners of the parts of `recipe` in `loaded`, with common connections to the servers at `urls`: see
     open_runner and open_all."""
+    # all tools share the machine's memory
+    processes *= len(distinct([one.part for one in loaded]))
     async with _folder_of(images) as seen, _open_client(recipe, urls, proxy) as client:
 
         def opener(part: RolloutRecipe) -> AbstractAsyncContextManager[ChainRunner]:

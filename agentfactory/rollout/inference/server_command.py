@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.inference.sglang.sglang_arguments import sglang_arguments
 from agentfactory.rollout.inference.vllm.vllm_arguments import vllm_arguments
 from agentfactory.tools.errors import SettingError
@@ -95,12 +95,14 @@ def address_fault(recipe: RolloutRecipe) -> SettingError | None:
 def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
     """Return the error if external agents could not fetch tasks because the port is unavailable; None if they could, or
     if there are none."""
-    agent = recipe.rollout.agent
-    if agent is None or agent.outside is None:
-        return None
-    if (problem := _listening_problem("127.0.0.1", agent.outside.port)) is None:
-        return None
-    return SettingError("rollout.agent.options.port", problem, "name a free port, and give it to the external agents")
+    for part in recipe.parts() or [Part("data", recipe)]:
+        agent = part.recipe.rollout.agent
+        if agent is None or agent.outside is None:
+            continue
+        if problem := _listening_problem("127.0.0.1", agent.outside.port):
+            fix = "name a free port, and give it to the external agents"
+            return SettingError(part.field("rollout.agent.options.port"), problem, fix)
+    return None
 
 
 def chat_fault(port: int) -> SettingError | None:

@@ -52,8 +52,10 @@ def _image_flags(recipe: RolloutRecipe) -> list[str]:
         vision = load_vision(recipe.model.path, *limits)
         if vision is not None and (options := vision.server_options()):
             flags = ["--mm-processor-kwargs", json.dumps(options)]
-    if recipe.limits.images is not None:
-        flags += ["--limit-mm-per-prompt", json.dumps({"image": recipe.limits.images, "video": 0})]
+    parts = [*recipe.parts(), *recipe.held_out_parts()]
+    images = [part.recipe.limits.images for part in parts] or [recipe.limits.images]
+    if (known := [most for most in images if most is not None]) and len(known) == len(images):
+        flags += ["--limit-mm-per-prompt", json.dumps({"image": max(known), "video": 0})]
     return flags
 
 
