@@ -1,7 +1,7 @@
 """The training loops' metrics: a table of their descriptions, and the metrics computed from a batch's groups."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 
@@ -49,11 +49,8 @@ METRICS = [
         "cancelled/chains", "", "chains of these groups, and chains that it cancelled in groups trained without them"
     ),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
-    Metric(
-        "started/success", "", "estimated mean of `success` over all started chains, with those that were cancelled"
-    ),
-    Metric("started/turns", "", "the same of the number of turns; compare with `turns`, of the trained chains"),
-    Metric("started/sampled_tokens", "tokens", "the same of sampled tokens; compare with trajectory/sampled_tokens"),
+    Metric("started/success_least", "", "success over ended and cancelled chains, if none of the latter had succeeded"),
+    Metric("started/success_most", "", "success over ended and cancelled chains, if all of the latter had succeeded"),
     Metric("chains", "", "chains that ended while the batch was created, including chains dropped or run again"),
     Metric("filtered/groups", "", "groups that rollout.equal_rewards left out while the batch was created"),
     Metric("filtered/<outcome>", "", "chains with this outcome that were dropped or run again (rollout.on_outcome)"),
@@ -146,3 +143,14 @@ def _equal_rewards(groups: list[Group]) -> float:
 def _all_equal(chains: list[Trajectory]) -> bool:
     rewards = {(chain.reward, *(chain.turn_rewards or ())) for chain in chains if chain.reward is not None}
     return len(rewards) < 2
+
+
+def bounds_of_success(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return bounds of the success of all started chains, of which the staleness bound cancelled some before they
+    ended; empty if it cancelled none. The bounds assume nothing about these chains."""
+    success, ended, cancelled = (metrics.get(name, 0.0) for name in ("success", "chains", "cancelled/chains"))
+    if not cancelled or "success" not in metrics:
+        return {}
+    started = ended + cancelled
+    least = success * ended / started
+    return {"started/success_least": least, "started/success_most": least + cancelled / started}

@@ -45,8 +45,8 @@ def test_a_chain_may_be_tried_again_while_it_runs() -> None:
 
 def test_the_first_turn_decides_how_old_a_group_is() -> None:
     made = group()
-    made.note_turn(0, 4)
-    made.note_turn(1, 5)
+    made.note_turn(4)
+    made.note_turn(5)
     assert made.oldest == 4
 
 

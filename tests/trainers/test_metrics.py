@@ -7,7 +7,7 @@ import pytest
 
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome
-from agentfactory.trainers.metrics import group_metrics
+from agentfactory.trainers.metrics import bounds_of_success, group_metrics
 
 
 def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
@@ -44,3 +44,11 @@ def test_what_new_weights_make_servers_compute_again(make_groups: Callable[..., 
     changed[:] = [Row(token_ids=[1] * 50, versions=[*within, *between])]
     kept[:] = [Row(token_ids=[1] * 50, versions=[Span("v0", 10, 20), Span("v1", 20, 30, mixed=True)])]
     assert group_metrics([group], Counter({0: 1}))["staleness/recomputed"] == (14 + 30) / 100
+
+
+def test_bounds_of_the_success_of_started_chains() -> None:
+    """Of 100 started chains 96 ended, and a quarter of these succeeded: 24 to 28 of 100."""
+    found = bounds_of_success({"success": 0.25, "chains": 96.0, "cancelled/chains": 4.0})
+    assert found == {"started/success_least": pytest.approx(0.24), "started/success_most": pytest.approx(0.28)}
+    assert bounds_of_success({"success": 0.25, "chains": 96.0, "cancelled/chains": 0.0}) == {}
+    assert bounds_of_success({"chains": 96.0, "cancelled/chains": 4.0}) == {}

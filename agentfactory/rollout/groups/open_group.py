@@ -1,7 +1,6 @@
 """A state machine for a group, from its start until it leaves the producer."""
 
 import asyncio
-import time
 from enum import StrEnum
 
 from agentfactory.rollout.chains.chain_runner import begin
@@ -45,8 +44,6 @@ class OpenGroup:
         self.state = State.RUNNING
         self.oldest: int | None = None
         """Policy version when the first turn of any chain was requested; no token is older."""
-        self.begun: dict[int, float] = {}
-        """Index -> time of `time.monotonic()` when the chain requested its first turn."""
         self.runs: asyncio.Task[None] | None = None
         self.saved: EncodedGroup | None = None
         """The group's bytes in its files, if this run saved it."""
@@ -82,21 +79,14 @@ class OpenGroup:
             )
         self.state = state
 
-    def note_turn(self, index: int, version: int) -> None:
+    def note_turn(self, version: int) -> None:
         """Record that a chain requests a turn while the policy has `version`."""
-        self.begun.setdefault(index, time.monotonic())
         if self.oldest is None:
             self.oldest = version
-
-    def seconds(self, index: int) -> float:
-        """Return the time since a chain requested its first turn; 0 before that."""
-        now = time.monotonic()
-        return now - self.begun.get(index, now)
 
     def retry(self, index: int) -> None:
         """Replace a failed chain by a second attempt."""
         self.chains[index] = begin(chain_id(self.id, index, retry=True))
-        self.begun.pop(index, None)
 
     def end(self, index: int) -> None:
         """Record that a chain has ended. Raise ValueError if the chain does not run."""

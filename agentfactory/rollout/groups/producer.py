@@ -20,7 +20,6 @@ from agentfactory.rollout.data import WHOLE, Place, Share, TaskMix
 from agentfactory.rollout.groups.curriculum import Curriculum, successes
 from agentfactory.rollout.groups.group_files import Delivered, append_group, encode_group
 from agentfactory.rollout.groups.group_filter import GroupFilter, Worth, counted, worth
-from agentfactory.rollout.groups.late_chains import StartedChains
 from agentfactory.rollout.groups.open_group import OpenGroup, State
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
@@ -74,7 +73,6 @@ class GroupProducer:
             late=config.late_chains,
         )
         self.cancellations = Cancellations()
-        self.started = StartedChains()
         self.filter = GroupFilter(config, at_once=admission.batch_size * (admission.max_staleness + 1))
         self.curriculum = None if config.curriculum is None else Curriculum(config.curriculum, order.seed)
         # a group says little about its whole source
@@ -193,8 +191,6 @@ class GroupProducer:
 
     async def _take_figures(self) -> dict[str, float]:
         figures = {**self.cancellations.take_figures(), **self.filter.take_figures()}
-        # the trainer adds up the figures of all workers, of which each has the same share of a batch
-        figures |= {name: mean / self._share.of for name, mean in self.started.take_figures().items()}
         for curriculum in filter(None, (self.curriculum, self.mixing)):
             figures |= curriculum.take_figures()
         for source in self.sources:
@@ -285,12 +281,11 @@ class GroupProducer:
             if group.state is not State.RUNNING:
                 return
             self.filter.ended(group.chains[index])
-        self.started.ended(group.chains[index], group.seconds(index))
         group.end(index)
 
     async def _play(self, group: OpenGroup, index: int) -> None:
         def newest_model() -> str:
-            group.note_turn(index, self.published.version)
+            group.note_turn(self.published.version)
             return self.published.model
 
         chain = group.chains[index]
@@ -339,8 +334,6 @@ class GroupProducer:
         if group.state is State.COMPLETE:
             return
         chains = group.left
-        for index in group.running & group.begun.keys():
-            self.started.cut(group.seconds(index))
         row = self.order.number(group.place.position)
         lengths = self.cancellations.lost(row, chains)
         logger.info(

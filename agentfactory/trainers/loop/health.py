@@ -39,10 +39,9 @@ FORMAT_RISE, CALLS_FALL = 0.15, 0.5
 """Symptom: the share of turns that could not be parsed, averaged over SUCCESS_STEPS, is this much above its lowest; or
 the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best. Turns that were
 cut at rollout.max_tokens count only if the calls have fallen so far: calls that are too long are no lost format."""
-LATE_CHAINS, LATE_TOKENS, LATE_SUCCESS = 0.05, 0.2, 0.1
-"""Symptom: this share of the chains was cancelled at the staleness bound, or this share of the sampled tokens was too
-old to train, or the estimated success of the started chains differs by so much from that of the trained ones, over
-SUCCESS_STEPS."""
+LATE_CHAINS, LATE_TOKENS, LATE_SUCCESS = 0.05, 0.2, 0.25
+"""Symptom: over SUCCESS_STEPS, this share of the chains was cancelled at the staleness bound, or this share of the
+sampled tokens was too old to train, or the cancelled chains are more than this share of those that succeeded."""
 CAUSE_RISE, MOST = 0.1, 0.5
 """Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
 nothing, if they are most turns."""
@@ -229,13 +228,12 @@ class Health:
             return f"{untrained:.0%} of the sampled tokens of the last {SUCCESS_STEPS} steps were too old to train"
         if len(last) < SUCCESS_STEPS or not cancelled:
             return None
-        started, trained, differs, told = self._recent("started/success"), self._recent("success"), False, ""
-        if started is not None and trained is not None:
-            differs = abs(started - trained) > max(LATE_SUCCESS, self._chance("success"))
-            told = f": their success is {trained:.2f}, that of all started chains about {started:.2f}"
-        if cancelled <= LATE_CHAINS * (cancelled + ended) and not differs:
+        share, success = cancelled / (cancelled + ended), self._recent("success")
+        # a tenth of the chains is little where nine in ten succeed, and everything where one in ten does
+        if share <= LATE_CHAINS and (success is None or share <= LATE_SUCCESS * success):
             return None
-        share = cancelled / (cancelled + ended)
+        most = self._recent("started/success_most")
+        told = "" if most is None or success is None else f": success is {success:.2f}, and with them up to {most:.2f}"
         return (
             f"{share:.0%} of the chains of the last {SUCCESS_STEPS} steps were cancelled at rollout.max_staleness, "
             f"after {tokens / cancelled:.0f} tokens on average, and the trained ones are those that were faster{told}"

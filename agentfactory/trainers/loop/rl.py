@@ -37,7 +37,7 @@ from agentfactory.trainers.loop.group_source import GroupSource
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import Turns
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
-from agentfactory.trainers.metrics import group_metrics
+from agentfactory.trainers.metrics import bounds_of_success, group_metrics
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.proven_push import push_proven
@@ -327,6 +327,7 @@ class _Loop:
             **self.turns.take_seconds(),
             **synced,
         }
+        self.state.metrics |= bounds_of_success(self.state.metrics)
         self.log(self.state.metrics)
 
     def evaluate(self, step: int) -> bool:
