@@ -343,5 +343,11 @@ def test_late_chains_that_are_lost_are_told(figures: dict[str, float], text: str
     assert (number, finding.symptom) == (4, Symptom.LATE_CHAINS)
     assert finding.text.startswith(f"step 4: {text}")
     assert "fix: rollout.late_chains=wait, or a higher rollout.max_staleness; see docs/staleness.md" in finding.text
-    few = {"cancelled/chains": 4.0, "cancelled/tokens": 400.0, "chains": 96.0, "staleness/untrained": 0.1}
+    few = {
+        "cancelled/chains": 4.0,
+        "cancelled/tokens": 400.0,
+        "chains": 96.0,
+        "staleness/untrained": 0.1,
+        "success": 0.5,
+    }
     assert findings(*(step(number, **few) for number in range(1, 12))) == []
