@@ -25,6 +25,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +42,7 @@ TASK_SECONDS = 60.0
 """Time limit for the generation of one task."""
 _TRIES = 20
 """Most tasks that are generated per task that is needed, to find different ones."""
+_NONSENSE = "?"
 _OURS = ("seed", "size")
 """Options that the source sets."""
 _UNSAFE = re.compile(r"__|['\"`@;:\\=]|\blambda\b|(?<![\d.])\.\s*[^\W\d]")
@@ -119,6 +121,8 @@ def _tasks(spec: Spec, skip: int, count: int) -> Iterator[dict[str, Any]]:
             entry = _generated(dataset, index, spec["name"])
             if entry["question"] in seen:
                 continue
+            if not seen:
+                _check_verifier(dataset, entry, spec["name"])
             seen.add(entry["question"])
             if len(seen) > skip:
                 yield {
@@ -140,6 +144,16 @@ def _generated(dataset: ProceduralDataset, index: int, name: str) -> dict[str, A
     except Exception as error:  # boundary: a generator's
         problem = f"task {index} cannot be generated: {type(error).__name__}: {error}"
         raise Refused(name, problem, "change its options or level") from error
+
+
+def _check_verifier(dataset: ProceduralDataset, entry: dict[str, Any], name: str) -> None:
+    """Raise Refused if the verifier gives a full score to any text, as that of game_of_life_halting does in 0.1.25."""
+    score = 0.0
+    with suppress(Exception):  # a verifier that raises does not accept it
+        score = dataset.score_answer(_NONSENSE, entry)
+    if score == 1.0:
+        problem = f"its verifier gives a full score to any answer, such as {_NONSENSE!r}"
+        raise Refused(name, problem, "leave it out: there is nothing to learn")
 
 
 def data_set(spec: Spec) -> ProceduralDataset:

@@ -10,16 +10,24 @@ import pytest
 from pydantic import ValidationError
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes.killable import KillableProcess
+from agentfactory.worlds.reasoning_gym import gym_tasks
 from agentfactory.worlds.reasoning_gym.gym_tasks import INSTRUCTION, ReasoningGymTasks
 from agentfactory.worlds.reasoning_gym.reasoning_gym import ReasoningGym, VerifierError
 
 pytest.importorskip("reasoning_gym")
 pytestmark = pytest.mark.processes
 
+REFUSED = {"composite", "game_of_life_halting"}
+"""A mix of data sets, and one whose verifier accepts any answer."""
 UNANSWERED = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Data sets without stored answers."""
-ANYTHING_GOES = {"game_of_life_halting", "codeio", "circuit_logic"}
-WRONG = "{}"
+
+
+def data_set_names() -> set[str]:
+    from reasoning_gym.factory import DATASETS
+
+    return set(DATASETS)
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +35,21 @@ def world() -> Iterator[ReasoningGym]:
     world = ReasoningGym(seconds=5)
     yield world
     world.close()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[KillableProcess]:
+    process = KillableProcess("-m", gym_tasks.PROCESS, variables=gym_tasks.VARIABLES)
+    end = process.end
+    process.end = lambda: None  # type: ignore[method-assign]
+    yield process
+    end()
+
+
+@pytest.fixture
+def one_process(process: KillableProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generate all tasks in one process: a start takes a second."""
+    monkeypatch.setattr(gym_tasks, "KillableProcess", lambda *arguments, **options: process)
 
 
 def score(world: ReasoningGym, row: dict[str, Any], prediction: str) -> float:
@@ -40,8 +63,7 @@ def answer(text: Any) -> str:
     return f"Let me think: <answer>no</answer>. Better: <answer>\n{text} </answer>"
 
 
-@pytest.mark.slow
-def test_tasks_are_verified(world: ReasoningGym, caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_are_verified(world: ReasoningGym, one_process: None, caplog: pytest.LogCaptureFixture) -> None:
     mixed = {"leg_counting": {"weight": 2}, "prime_factorization": {"level": 1}, "word_ladder": {}}
     rows = ReasoningGymTasks(datasets=mixed, size=8, seed=3).rows()
     assert Counter(row["source"] for row in rows) == {"leg_counting": 4, "prime_factorization": 2, "word_ladder": 2}
@@ -67,16 +89,18 @@ def test_tasks_are_verified(world: ReasoningGym, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.extended
-def test_a_verifier_that_hangs_is_ended(world: ReasoningGym, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_verifier_that_hangs_is_ended(
+    world: ReasoningGym, one_process: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_seconds", 2.0)
     (row,) = ReasoningGymTasks(datasets="countdown", size=1).rows()
     with caplog.at_level(logging.WARNING):
         assert score(world, row, answer("9**9**9**9")) == 0.0
-    assert "the verifier of countdown took longer than 5 s" in caplog.text
+    assert "the verifier of countdown took longer than 2 s" in caplog.text
     assert score(world, row, answer(row["answer"])) == 1.0
 
 
-@pytest.mark.extended
-def test_held_out_tasks_differ(world: ReasoningGym) -> None:
+def test_held_out_tasks_differ(one_process: None) -> None:
     mixed = {"leg_counting": {}, "tower_of_hanoi": {"weight": 0.5}, "word_ladder": {"weight": 1.3}}
     several = [
         {row["question"] for row in ReasoningGymTasks(datasets=mixed, size=size, skip=skip, seed=1).rows()}
@@ -90,12 +114,15 @@ def test_held_out_tasks_differ(world: ReasoningGym) -> None:
     assert not {row["question"] for row in seeds[0]} & {row["question"] for row in seeds[1]}
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("datasets", "told"),
     [
         ("leg_countin", ".leg_countin: reasoning-gym has no such data set; fix: did you mean leg_counting?"),
         ("composite", ".composite: it is a mix of data sets; fix: name these, each with its weight"),
+        (
+            "game_of_life_halting",
+            ".game_of_life_halting: its verifier gives a full score to any answer, such as '?'; fix: leave it out",
+        ),
         (
             {"leg_counting": {"options": {"max_animal": 3}}},
             ".leg_counting.options.max_animal: it has no such option; fix: did you mean max_animals?",
@@ -116,11 +143,13 @@ def test_held_out_tasks_differ(world: ReasoningGym) -> None:
         ),
         (
             {"gcd": {"options": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 3}}},
-            ".gcd: it has 9 different tasks in 1200 with these options, not 50; fix: lower data.reasoning_gym.size",
+            ".gcd: it has 9 different tasks in 1600 with these options, not 50; fix: lower data.reasoning_gym.size",
         ),
     ],
 )
-def test_errors_name_the_field_and_the_fix(datasets: Any, told: str) -> None:
+def test_errors_name_the_field_and_the_fix(
+    datasets: Any, told: str, one_process: None
+) -> None:
     with pytest.raises(SettingError) as caught:
         ReasoningGymTasks(datasets=datasets, size=50).rows()
     assert str(caught.value).startswith(f"reasoning_gym.datasets{told}")
@@ -132,3 +161,23 @@ def test_fields_are_checked_at_once() -> None:
             ReasoningGymTasks(**wrong)
     with pytest.raises(ValueError, match=r"reasoning_gym: got .*; use rows that data.reasoning_gym gave"):
         ReasoningGym.check_data_row({"question": "?", "reasoning_gym": {"name": "gcd"}}, False)
+
+
+@pytest.mark.long
+def test_every_data_set_is_generated_and_verified(world: ReasoningGym, tmp_path: Path) -> None:
+    names = sorted(data_set_names() - REFUSED)
+    assert len(names) >= 104
+    rows = ReasoningGymTasks(datasets=names, size=2 * len(names), seed=5).rows()
+    assert Counter(row["source"] for row in rows) == dict.fromkeys(names, 2)
+    assert {row["source"] for row in rows if row["answer"] is None} == UNANSWERED
+    touched = tmp_path / "touched"
+    code = f"__import__('pathlib').Path({str(touched)!r}).touch()"
+    wrong = ["wrong", "-17.25", "", "\ud800[{", code, f"[{code}]", f"[[{code}]]", f"({code})", f"1+{code}"]
+    for row in rows:
+        if row["answer"] is not None:
+            assert score(world, row, answer(row["answer"])) == 1.0, row
+        wrongs = [score(world, row, answer(text)) for text in wrong]
+        assert all(0.0 <= value <= 1.0 for value in wrongs)
+        assert max(wrongs) < 1.0, (row, wrongs)
+    # no verifier has run a part of an answer
+    assert not touched.exists()
