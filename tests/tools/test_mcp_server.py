@@ -180,7 +180,7 @@ async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:
     async with Client(build_server([Judge])) as client:
         await call(client, "reset")
         assert await call(client, "reward", prediction="four") == ('{"reward": 4.0}', None)
-    with pytest.raises(TypeError, match="Greedy.reward takes 'trajectory'; it can take only `prediction`"):
+    with pytest.raises(TypeError, match=r"Greedy\.reward takes 'trajectory'; it can take only `prediction`"):
         build_server([Greedy])
 
 

@@ -147,9 +147,7 @@ def test_held_out_tasks_differ(one_process: None) -> None:
         ),
     ],
 )
-def test_errors_name_the_field_and_the_fix(
-    datasets: Any, told: str, one_process: None
-) -> None:
+def test_errors_name_the_field_and_the_fix(datasets: Any, told: str, one_process: None) -> None:
     with pytest.raises(SettingError) as caught:
         ReasoningGymTasks(datasets=datasets, size=50).rows()
     assert str(caught.value).startswith(f"reasoning_gym.datasets{told}")
