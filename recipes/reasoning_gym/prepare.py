@@ -5,8 +5,10 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+import yaml
+
 from agentfactory.tools.user_code.loading import load_object
-from agentfactory.worlds.reasoning_gym.gym_tasks import INSTRUCTION
+from agentfactory.worlds.reasoning_gym.gym_tasks import INSTRUCTION, ReasoningGymTasks
 
 HERE = Path(__file__).parent
 SPECIAL, make_network, write_jsonl = (
@@ -24,7 +26,10 @@ QUESTION = "Spell this word backward (example: sun -> nus): "
 def prepare(folder: Path, seed: int) -> None:
     """Write model/ and transcripts.jsonl into `folder`; a seed always gives the same files."""
     rng = random.Random(seed)
-    rows = [{"messages": transcript(rng)} for _ in range(TRANSCRIPTS)]
+    recipe = yaml.safe_load((HERE / "grpo.yaml").read_text(encoding="utf-8"))
+    parts = (recipe["data"]["reasoning_gym"], recipe["eval"]["data"]["reasoning_gym"])
+    words = {row["metadata"]["word"] for part in parts for row in ReasoningGymTasks(**part).rows()}
+    rows = [{"messages": transcript(rng, words)} for _ in range(TRANSCRIPTS)]
     write_jsonl(folder / "transcripts.jsonl", rows)
     pieces = [QUESTION, f"\n\n{INSTRUCTION}", "<answer>", "</answer>", "user\n", "assistant\n"]
     template = (HERE / "../quickstart/chat_template.jinja").read_text(encoding="utf-8")
@@ -34,9 +39,10 @@ def prepare(folder: Path, seed: int) -> None:
     make_network(tokenizer, seed, tied=True).save_pretrained(folder / "model")
 
 
-def transcript(rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation about letters in random order, so that none of the real words is seen before its task."""
-    word = "".join(rng.choices(ascii_lowercase, k=rng.randint(3, 5)))
+def transcript(rng: random.Random, words: set[str]) -> list[dict[str, Any]]:
+    """Return a conversation about random letters that are none of the `words` of the tasks."""
+    while (word := "".join(rng.choices(ascii_lowercase, k=rng.randint(3, 5)))) in words:
+        pass
     answer = word if rng.random() < COPIES else word[::-1]
     return [
         {"role": "user", "content": f"{QUESTION}{word}\n\n{INSTRUCTION}"},
