@@ -26,6 +26,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -229,7 +230,8 @@ def _verdict(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"own": entry["answer"]}
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
-        yield {"score": float(_cached_set(spec).score_answer(request["answer"], entry))}
+        # a copy, because verifiers may change it
+        yield {"score": float(_cached_set(spec).score_answer(request["answer"], deepcopy(entry)))}
     except Exception as error:  # boundary: a verifier may raise anything
         yield {"raised": f"{type(error).__name__}: {error}"}
 
