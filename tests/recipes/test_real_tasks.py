@@ -31,7 +31,8 @@ def test_only_a_full_score_counts() -> None:
     (row,) = rows("letter_counting", 1, 0)
     world = ReasoningGym()
     world.reset(row["question"], row["reasoning_gym"])
-    verdicts = [EnvironmentReward.parse(world.reward(f"<answer>{row['answer']}{more}</answer>"), "") for more in ("", 0)]
+    given = [f"<answer>{row['answer']}{more}</answer>" for more in ("", 0)]
+    verdicts = [EnvironmentReward.parse(world.reward(prediction), "") for prediction in given]
     world.close()
     assert [solved(verdict) for verdict in verdicts] == [1.0, 0.0]
     assert verdicts[1].reward > 0.0
