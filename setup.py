@@ -4,6 +4,7 @@ from setuptools import find_namespace_packages, setup
 
 # in two extras each
 TANTIVY, RAPIDFUZZ = "tantivy>=0.27,<0.28", "rapidfuzz>=3.9"
+REASONING_GYM = "reasoning-gym>=0.1.25,<0.2"
 # FP8 training. Bounded because the weights' cast before a gather is not a public API: trainers/networks/fp8.py
 TORCHAO = "torchao>=0.18,<0.19"
 # for users. Errors name the extra of a missing package: a name in `import` is the package's, with _ for -
@@ -24,6 +25,8 @@ OPTIONAL = {
     "socks": ["aiohttp-socks>=0.10", "socksio>=1"],
     # needs Chromium, too
     "screens": ["playwright>=1.50"],
+    # tasks and verifiers; a part of it, pycosat, is compiled with gcc
+    "reasoning-gym": [REASONING_GYM],
     # needs Java, too
     "scienceworld": ["scienceworld>=1.2.3,<1.3"],
 }
@@ -70,7 +73,7 @@ EXTRAS = {
     # built with gcc and cmake; parts are GPL, so it runs in processes of its own
     "alfworld": ["alfworld>=0.4.2,<0.5"],
     # tasks and local models of recipes/real
-    "real": ["reasoning-gym>=0.1.25", "gguf>=0.17"],
+    "real": [REASONING_GYM, "gguf>=0.17"],
     "liger": ["liger-kernel>=0.8"],
     "fp8": [TORCHAO],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
@@ -153,12 +156,16 @@ setup(
             "image_interpreter=agentfactory.worlds.images.image_interpreter:ImageInterpreter",
             "image_tools=agentfactory.worlds.images.image_tools:ImageTools",
             "marked_screen=agentfactory.worlds.screens.screen:MarkedScreen",
+            "reasoning_gym=agentfactory.worlds.reasoning_gym.reasoning_gym:ReasoningGym",
             "scienceworld=agentfactory.worlds.scienceworld.scienceworld:ScienceWorld",
             "screen=agentfactory.worlds.screens.screen:Screen",
             "search=agentfactory.worlds.search.search:Search",
             "webshop=agentfactory.worlds.webshop.webshop:WebShop",
         ],
-        "agentfactory.sources": ["harbor=agentfactory.worlds.harbor.tasks:HarborSource"],
+        "agentfactory.sources": [
+            "harbor=agentfactory.worlds.harbor.tasks:HarborSource",
+            "reasoning_gym=agentfactory.worlds.reasoning_gym.gym_tasks:ReasoningGymTasks",
+        ],
         "agentfactory.commands": ["index=agentfactory.worlds.search.index_command"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },

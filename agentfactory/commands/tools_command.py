@@ -175,7 +175,7 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe, 
         async with open_toolset(part, Path.cwd()) as toolset:
             server.opened, server.seconds = True, time.perf_counter() - started
             server.specs = toolset.specs
-            if toolset.environments and not server.specs:
+            if toolset.environments and not server.specs and not toolset.judges_predictions:
                 server.problems.append("an environment without a tool: no model can act on it; mark methods with @tool")
             if find_task is None:
                 return server

@@ -32,7 +32,7 @@ def gsm_symbolic(folder: Path, seed: int) -> None:
 def leg_counting(folder: Path, seed: int) -> None:
     """Write the inputs for counting the legs of up to three kinds of animals with the calculator."""
     tasks = rows("leg_counting", 8000, seed, max_animals=3)
-    known = [row for row in tasks if set(row["entry"]["metadata"]["animals"]) <= KNOWN]
+    known = [row for row in tasks if set(row["metadata"]["animals"]) <= KNOWN]
     _write(folder, known[HELD_OUT:], known[:HELD_OUT], asyncio.run(with_calculator(THINK, seed)))
 
 
@@ -44,6 +44,5 @@ def letter_counting(folder: Path, seed: int) -> None:
 
 def _write(folder: Path, train: list[Any], heldout: list[Any], transcripts: list[Any]) -> None:
     for name, table in (("train", train), ("heldout", heldout), ("transcripts", transcripts)):
-        # the metadata of a few word problems has fractions
-        lines = (json.dumps(row, default=str) + "\n" for row in table)
+        lines = (json.dumps(row) + "\n" for row in table)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

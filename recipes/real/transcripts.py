@@ -49,9 +49,9 @@ async def with_python(system_prompt: str, seed: int) -> list[dict[str, Any]]:
     try:
         for family, (count, solve) in PYTHON.items():
             for row in rows(family, count, seed):
-                code, messages = solve(row["entry"]["metadata"]), _begin(system_prompt, row["question"])
+                code, messages = solve(row["metadata"]), _begin(system_prompt, row["question"])
                 add_call(messages, "python", {"code": code}, await interpreter.python(code))
-                found.append(_end(messages, row["entry"]["answer"], CodeInterpreter.python.spec))
+                found.append(_end(messages, row["answer"], CodeInterpreter.python.spec))
     finally:
         await interpreter.close()
     random.Random(seed).shuffle(found)

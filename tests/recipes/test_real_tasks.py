@@ -1,4 +1,4 @@
-"""recipes/real: the reward by reasoning-gym's verifiers, and the models that fetch.py builds from packages."""
+"""recipes/real: the reward, and the models that fetch.py builds from packages."""
 
 import hashlib
 import zipfile
@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.user_code.loading import load_object
+from agentfactory.worlds.reasoning_gym.reasoning_gym import ReasoningGym
 from tests.conftest import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes" / "real"
@@ -22,36 +24,18 @@ def test_tasks_and_transcripts_have_one_prompt() -> None:
         assert stage["rollout"]["system_prompt"] == load_object(f"prepare.py:{name}", FOLDER)
 
 
-@pytest.mark.parametrize(
-    ("prediction", "right"),
-    [
-        ("<answer>2 × 3</answer>", 1.0),
-        ("<answer>3 × 2</answer>", 1.0),
-        ("<answer>6</answer>", 0.0),
-        # prime_factorization's verifier raises for an answer that is no number
-        ("<answer>two times three</answer>", 0.0),
-        ("no answer", 0.0),
-    ],
-)
-def test_an_answer_that_the_verifier_cannot_parse_is_wrong(prediction: str, right: float) -> None:
+@pytest.mark.processes
+def test_only_a_full_score_counts() -> None:
     pytest.importorskip("reasoning_gym")
-    solved = load_object("tasks.py:solved", FOLDER)
-    entry = {"answer": "2 × 3", "metadata": {"number": 6, "factors": [2, 3]}}
-    assert solved(prediction, "prime_factorization", entry) == {"reward": right, "success": right}
-
-
-def test_a_task_whose_own_answer_cannot_be_verified_is_an_error() -> None:
-    pytest.importorskip("reasoning_gym")
-    solved = load_object("tasks.py:solved", FOLDER)
-    with pytest.raises(ValueError, match="two"):
-        solved("<answer>two</answer>", "prime_factorization", {"answer": "two × three", "metadata": {}})
-
-
-def test_a_family_with_too_few_tasks_is_named() -> None:
-    pytest.importorskip("reasoning_gym")
-    rows = load_object("tasks.py:rows", FOLDER)
-    with pytest.raises(ValueError, match=r"gcd has \d+ different tasks, not 50; fix: fewer, or other settings"):
-        rows("gcd", 50, 0, min_numbers=2, max_numbers=2, min_value=1, max_value=3)
+    solved, rows = (load_object(f"tasks.py:{name}", FOLDER) for name in ("solved", "rows"))
+    (row,) = rows("letter_counting", 1, 0)
+    world = ReasoningGym()
+    world.reset(row["question"], row["reasoning_gym"])
+    given = [f"<answer>{row['answer']}{more}</answer>" for more in ("", 0)]
+    verdicts = [EnvironmentReward.parse(world.reward(prediction), "") for prediction in given]
+    world.close()
+    assert [solved(verdict) for verdict in verdicts] == [1.0, 0.0]
+    assert verdicts[1].reward > 0.0
 
 
 @pytest.fixture

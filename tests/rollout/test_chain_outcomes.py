@@ -118,6 +118,23 @@ async def test_only_a_watched_runner_stops_when_its_first_rewards_fail(tmp_path:
             await chains.run()
 
 
+JUDGE = """
+from agentfactory import Environment
+
+class Judge(Environment):
+    def reset(self, **task):
+        self.answer = task["answer"]
+
+    def reward(self, prediction: str) -> float:
+        return float(prediction == self.answer)
+"""
+
+
+async def test_an_environment_judges_the_last_message(tmp_path: Path) -> None:
+    async with scripted_chains(tmp_path, ["4", "5"], source=JUDGE, tools=["notes.py:Judge"], rewards=[]) as chains:
+        assert [(await chains.run(answer="4")).reward for _ in range(2)] == [1.0, 0.0]
+
+
 async def test_chains_that_may_be_trained_are_graded_outside_their_place(tmp_path: Path) -> None:
     """A grade that fails costs the chain, and its reward; chains that are dropped are not graded."""
     free: list[int] = []

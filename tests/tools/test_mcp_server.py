@@ -168,6 +168,22 @@ async def test_verdicts_that_are_no_reward(verdict: Any, reason: str) -> None:
         assert error == "tool_error"
 
 
+async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:
+    class Judge(Environment):
+        def reward(self, prediction: str) -> float:
+            return float(len(prediction))
+
+    class Greedy(Environment):
+        def reward(self, trajectory: Any) -> float:
+            return 0.0
+
+    async with Client(build_server([Judge])) as client:
+        await call(client, "reset")
+        assert await call(client, "reward", prediction="four") == ('{"reward": 4.0}', None)
+    with pytest.raises(TypeError, match=r"Greedy\.reward takes 'trajectory'; it can take only `prediction`"):
+        build_server([Greedy])
+
+
 async def test_an_environment_without_a_reward() -> None:
     class Aimless(Environment):
         pass

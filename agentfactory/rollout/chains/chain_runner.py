@@ -34,7 +34,7 @@ from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.inference.concurrency import Places, check_open_files
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
@@ -337,7 +337,7 @@ class Runner(ABC):
                 return
             with episode.timeline.measure(Activity.REWARD):
                 limit = self._deadline()
-                environment = episode.reported or await _reward_of(session, limit)
+                environment = episode.reported or await _reward_of(session, trajectory, limit)
                 if environment is None and not self.setup.recipe.needs_rewards:
                     environment = EnvironmentReward(0.0)
                 seen = self.setup.images.files_of(trajectory.messages)
@@ -369,11 +369,11 @@ class Runner(ABC):
                 trajectory.outcome = Outcome.TOOL_INFRASTRUCTURE
 
 
-async def _reward_of(session: ToolSession, limit: Deadline) -> EnvironmentReward | None:
+async def _reward_of(session: ToolSession, trajectory: Trajectory, limit: Deadline) -> EnvironmentReward | None:
     """Return the environment's reward, if it gives one. Raise EnvironmentRewardError if that takes too long."""
     try:
         async with asyncio.timeout_at(limit.until) as timer:
-            return await session.reward()
+            return await session.reward(prediction_of(trajectory))
     except TimeoutError:
         if not timer.expired():
             raise

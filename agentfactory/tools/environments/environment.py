@@ -48,6 +48,9 @@ class Environment:
     def reward(self, *args: Any, **kwargs: Any) -> Any:
         """Judge the finished chain: return a number, or a dict with `reward` and further numbers, such as `success`.
 
+        Declare `prediction` for the text of the chain's last assistant message, or of its agent's result; it is empty
+        if there is none.
+
         `turn_rewards` in the dict is a list with the separate reward of each assistant turn, in addition to the whole
         chain's `reward`. If a class does not define this method, the recipe's `rewards:` judge the chain.
         """
@@ -84,6 +87,21 @@ class Environment:
     def close(self, *args: Any, **kwargs: Any) -> Any:
         """Release the instance's resources. Called once, when no further chain will get it."""
         return None
+
+
+def reward_schema(environment: type[Environment]) -> dict[str, Any]:
+    """Return the JSON schema of the arguments that reward() takes. Raise TypeError if it needs one that it cannot
+    get."""
+    parameters = list(inspect.signature(environment.reward).parameters.values())[1:]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if unknown := [name for name in needed if name != "prediction"]:
+        raise TypeError(f"{environment.__name__}.reward takes {unknown[0]!r}; it can take only `prediction`")
+    takes = any(parameter.name == "prediction" for parameter in parameters)
+    return {
+        "type": "object",
+        "properties": {"prediction": {"type": "string"}} if takes else {},
+        "additionalProperties": False,
+    }
 
 
 def gives_anchors(environment: type[Environment]) -> bool:

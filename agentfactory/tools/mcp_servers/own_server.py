@@ -34,6 +34,7 @@ from agentfactory.tools.environments.environment import (
     anchor_text,
     gives_anchors,
     reset_schema,
+    reward_schema,
     takes_images,
 )
 from agentfactory.tools.environments.environment_host import (
@@ -185,7 +186,7 @@ class _ToolHost:
             self._list(method.spec, "tool")
         self._list(ToolSpec("reset", "Begins a chain's task.", reset_schema(environment)), "reset")
         if gives_reward(environment):
-            self._list(ToolSpec("reward", "Judges the finished chain.", _NO_ARGUMENTS), "reward")
+            self._list(ToolSpec("reward", "Judges the finished chain.", reward_schema(environment)), "reward")
         self._list(ToolSpec("close", "Lets go of the chain's state.", _NO_ARGUMENTS), "close")
         self._list(ToolSpec("gauges", "Counts the instances.", _NO_ARGUMENTS), "gauges")
         if takes_images(environment):
@@ -258,7 +259,7 @@ class _ToolHost:
         if name == "reset":
             return await environment.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
-            return await environment.call(chain, "reward", {}, lambda value, _: _verdict(value))
+            return await environment.call(chain, "reward", arguments, lambda value, _: _verdict(value))
         if name == "take_images":
             return await environment.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":

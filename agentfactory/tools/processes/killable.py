@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,10 +19,11 @@ class KillableProcesses:
         module: Run by `python -m`. It writes a line of JSON when it is ready and one for each answer, and ends itself
             (by the kernel's alarm) if an answer takes too long.
         count: Maximum number of processes borrowed at a time; further borrowers wait.
+        variables: Additional environment variables of the processes.
     """
 
-    def __init__(self, module: str, count: int) -> None:
-        self._module = module
+    def __init__(self, module: str, count: int, variables: Mapping[str, str] | None = None) -> None:
+        self._module, self._variables = module, variables
         self._places = threading.BoundedSemaphore(count)
         self._idle: list[KillableProcess] = []
 
@@ -33,7 +34,7 @@ class KillableProcesses:
         Raises ChildProcessError if it does not start.
         """
         with self._places:
-            process = self._idle.pop() if self._idle else KillableProcess("-m", self._module)
+            process = self._idle.pop() if self._idle else KillableProcess("-m", self._module, variables=self._variables)
             process.answered = False
             try:
                 yield process
@@ -53,13 +54,15 @@ class KillableProcess:
     """A process that runs this Python, or `executable`, with `arguments`. The caller sets `answered` after the last
     answer to a request. Raises ChildProcessError if it does not start."""
 
-    def __init__(self, *arguments: str, executable: str | None = None) -> None:
+    def __init__(
+        self, *arguments: str, executable: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         # a separate session, so that Ctrl-C in a terminal does not reach it
         self._process = subprocess.Popen(
             own_python(*arguments, executable=executable),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **parent_watch.environment()},
+            env={**os.environ, **parent_watch.environment(), **(variables or {})},
             start_new_session=True,
         )
         self.answered = False

@@ -162,8 +162,9 @@ class ToolSession:
         # created on each access: a stored one would form a reference cycle with the session
         return ImageNumbers(self._servers, origins, lambda name, *ask: self._control(self._shares[name], *ask))
 
-    async def reward(self) -> EnvironmentReward | None:
-        """Return the environment's reward for the chain; None if no environment gives one.
+    async def reward(self, prediction: str = "") -> EnvironmentReward | None:
+        """Return the environment's reward for the chain; None if no environment gives one. Environments whose reward
+        declares `prediction` get that of the chain.
 
         Rewards of several environments are added up, and their metrics get the prefix `SERVER/`.
 
@@ -177,7 +178,9 @@ class ToolSession:
         total = EnvironmentReward(0.0)
         for share in judges:
             name = share.server.name
-            one = _verdict(name, await self._control(share, "reward", {}, failure=EnvironmentRewardError))
+            takes = "prediction" in properties_of(share.server.hidden["reward"].input_schema)
+            arguments = {"prediction": prediction} if takes else {}
+            one = _verdict(name, await self._control(share, "reward", arguments, failure=EnvironmentRewardError))
             if len(judges) > 1:
                 one.metrics = {f"{name}/{key}": value for key, value in one.metrics.items()}
             try:

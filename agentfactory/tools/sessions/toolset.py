@@ -145,6 +145,12 @@ class Toolset:
         """True if an environment gives a reward."""
         return any("reward" in server.hidden for server in self._servers)
 
+    @property
+    def judges_predictions(self) -> bool:
+        """True if an environment's reward reads the last message, so that a chain can succeed without a tool."""
+        rewards = (server.hidden["reward"].input_schema for server in self._servers if "reward" in server.hidden)
+        return any("prediction" in properties_of(schema) for schema in rewards)
+
     def takes(self, field: str) -> bool:
         """Return whether a reset declares this field of a task."""
         resets = (server.hidden["reset"].input_schema for server in self._servers if server.environment)
