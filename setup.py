@@ -25,8 +25,6 @@ OPTIONAL = {
     "socks": ["aiohttp-socks>=0.10", "socksio>=1"],
     # needs Chromium, too
     "screens": ["playwright>=1.50"],
-    # tasks and verifiers; a part of it, pycosat, is compiled with gcc
-    "reasoning-gym": [REASONING_GYM],
     # needs Java, too
     "scienceworld": ["scienceworld>=1.2.3,<1.3"],
 }
@@ -72,6 +70,8 @@ EXTRAS = {
     "vllm": ["vllm>=0.32,<0.33"],
     # built with gcc and cmake; parts are GPL, so it runs in processes of its own
     "alfworld": ["alfworld>=0.4.2,<0.5"],
+    # tasks and verifiers. Not in dev, because a part of it, pycosat, is compiled with gcc
+    "reasoning-gym": [REASONING_GYM],
     # tasks and local models of recipes/real
     "real": [REASONING_GYM, "gguf>=0.17"],
     "liger": ["liger-kernel>=0.8"],
