@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.server_keys import key_file, key_of_environment, published_key
@@ -30,14 +31,22 @@ class KeyGuard:
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != HEALTH:
+        if scope["type"] in ("http", "websocket") and scope["path"] != HEALTH:
             given = _key_in(Headers(scope=scope).get("authorization", ""))
             if not hmac.compare_digest(given, self._key):
-                error = "this server takes requests only with its key, as Authorization: Bearer KEY"
-                # close the connection of a client without the key
-                await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
+                await _refuse(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request, or the opening of a WebSocket, with status 401, and close the connection."""
+    error = "this server takes requests only with its key, as Authorization: Bearer KEY"
+    answer = JSONResponse({"error": error}, 401, {"connection": "close"})
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(answer)
+    else:
+        await answer(scope, receive, send)
 
 
 def _key_in(authorization: str) -> bytes:
