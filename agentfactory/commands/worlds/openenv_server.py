@@ -243,6 +243,7 @@ async def serve(subject: Subject, host: str, port: int, api_key_env: str | None,
     async with open_toolset(subject.recipe, Path.cwd()) as toolset:
         if lack := subject.missing_rows(toolset, bool(tasks)):
             raise lack
+        toolset.check_rows(tasks, "data", bool(subject.recipe.rewards))
         if any(spec.name == END for spec in toolset.specs):
             fix = "set mcp_servers.NAME.prefix"
             raise SettingError("", f"{subject.name} has a tool {END}, which is the server's own", fix)

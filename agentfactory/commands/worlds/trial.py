@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentfactory.commands.worlds.random_calls import NoLegalCall, RandomCalls
 from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.data import Task
-from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult, text_of
+from agentfactory.rollout.images.files import with_files
+from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec, text_of
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 
@@ -46,19 +48,19 @@ async def play(subject: Subject, episode: Episode) -> None:
         WorldFailed: the world raises, hangs or prints.
     """
     name = subject.name
-    with _recorded() as (show, printed):
+    with _recorded() as (show, printed), TemporaryDirectory(prefix="agentfactory-images-") as images:
         try:
             async with asyncio.timeout(episode.seconds):
                 rows = [episode.row] if episode.row is not None else await asyncio.to_thread(subject.rows)
         except TimeoutError:
             source = subject.source or name
             raise WorldFailed(f"{source}: making its rows took longer than --seconds {episode.seconds:g}") from None
-        faults: list[str] = []
         try:
             async with open_toolset(subject.recipe, Path.cwd()) as toolset:
                 if lack := subject.missing_rows(toolset, bool(rows)):
                     raise lack
-                task = next(iter(rows), {})
+                toolset.check_rows(rows[:1], "data", bool(subject.recipe.rewards))
+                task = with_files(rows[0], Path(images)) if rows else {}
                 show(f"{name}: {_origin(subject, episode, len(rows))}")
                 if task:
                     show(_indented(_short(json.dumps(task, ensure_ascii=False, default=str))))
@@ -68,18 +70,18 @@ async def play(subject: Subject, episode: Episode) -> None:
                 async with toolset.chain("try", task) as session:
                     if session.opening is not None:
                         show(f"first observation:\n{_indented(_shown(session.opening))}")
-                    faults = await _take_turns(session, toolset.specs, episode, show)
+                    await _take_turns(session, toolset.specs, episode, show)
                     verdict = await session.reward()
-        except (ToolInfrastructureError, NoLegalCall) as error:
-            raise WorldFailed(_named(name, str(error))) from None
+        except (ToolInfrastructureError, NoLegalCall, WorldFailed) as error:
+            told = str(error).replace(f"mcp_servers.{name}.timeout_seconds", "--seconds")
+            raise WorldFailed(_named(name, told)) from None
         if verdict is None:
             show("reward: none of its own; a recipe's `rewards` judge the chain")
         else:
             show(f"reward: {', '.join(f'{key} {value:g}' for key, value in _numbers(verdict.to_json()))}")
         if text := printed().strip():
-            faults.append(f"it prints to stdout, which breaks programs that read it there: {_short(text, 200)!r}")
-    if faults:
-        raise WorldFailed("\n".join(_named(name, fault) for fault in faults))
+            told = "prints to stdout, which breaks the protocol of a server that runs on it"
+            raise WorldFailed(f"{name} {told}: {_short(text, 200)!r}")
 
 
 def _numbers(verdict: dict[str, Any]) -> list[tuple[str, float]]:
@@ -95,11 +97,11 @@ def _origin(subject: Subject, episode: Episode, rows: int) -> str:
 
 
 async def _take_turns(
-    session: ToolSession, specs: Sequence[Any], episode: Episode, show: Callable[[str], None]
-) -> list[str]:
-    """Make the calls; return the faults of the world."""
+    session: ToolSession, specs: Sequence[ToolSpec], episode: Episode, show: Callable[[str], None]
+) -> None:
+    """Make the calls. Raises WorldFailed."""
     if not specs:
-        return ["it has no tool, so no model can act on it; mark methods with @tool"]
+        raise WorldFailed("it has no tool, so no model can act on it; mark methods with @tool")
     source = RandomCalls([*specs], episode.seed)
     source.see(text_of(session.opening or ""))
     for turn in range(episode.turns if episode.calls is None else len(episode.calls)):
@@ -110,13 +112,12 @@ async def _take_turns(
         text = _shown(result.content)
         show(_indented(f"error ({result.error.value}): {text}" if result.error is not None else text))
         if fault := _fault(tool, result, episode):
-            return [fault]
+            raise WorldFailed(fault)
         source.see(text_of(result.content))
         if result.finish:
             show("the world ends the episode")
-            return []
-    show(f"the episode ends after {turn + 1} turns" if episode.calls is None else "the calls end")
-    return []
+            return
+    show(f"the episode ends after {episode.turns} turns" if episode.calls is None else "there are no more calls")
 
 
 def _fault(tool: str, result: ToolResult, episode: Episode) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocketClose
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.server_keys import key_file, key_of_environment, published_key
@@ -20,7 +20,8 @@ HEALTH = "/health"
 
 
 class KeyGuard:
-    """ASGI middleware that answers requests without the key with status 401, before their bodies are read.
+    """ASGI middleware that answers requests without the key with status 401, before their bodies are read, and WebSockets
+    with 403.
 
     Clients send `Authorization: Bearer KEY`. Clients that only accept a URL send the key as its password,
     `http://:KEY@HOST:PORT`. A web page in a browser does not know the key, even if its host name maps to this address.
@@ -40,13 +41,12 @@ class KeyGuard:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request, or the opening of a WebSocket, with status 401, and close the connection."""
-    error = "this server takes requests only with its key, as Authorization: Bearer KEY"
-    answer = JSONResponse({"error": error}, 401, {"connection": "close"})
+    """Answer a request with status 401, and the opening of a WebSocket with 403; close the connection."""
     if scope["type"] == "websocket":
-        await WebSocket(scope, receive, send).send_denial_response(answer)
-    else:
-        await answer(scope, receive, send)
+        await WebSocketClose()(scope, receive, send)
+        return
+    error = "this server takes requests only with its key, as Authorization: Bearer KEY"
+    await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
 
 
 def _key_in(authorization: str) -> bytes:
