@@ -77,7 +77,7 @@ _EXAMPLES = {
     "worlds": [
         "worlds list",
         "worlds show webshop",
-        "worlds try scienceworld --row '{\"question\": \"Boil it.\", \"task\": \"boil\", \"variation\": 0}'",
+        'worlds try scienceworld --row \'{"question": "Boil it.", "task": "boil", "variation": 0}\'',
         "worlds serve recipes/webshop/7b-full-8gpu.yaml --as openenv",
     ],
     "completion": [

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentfactory.commands.options import json_object
 from agentfactory.commands.tools.isolation_check import seen_of_another_chain
 from agentfactory.commands.tools.signatures import signature_of
-from agentfactory.commands.options import json_object
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import NO_MODEL, load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -40,7 +40,6 @@ from agentfactory.tools.messages import (
     ToolInfrastructureError,
     ToolSpec,
     properties_of,
-    required_of,
     text_of,
 )
 from agentfactory.tools.prebuilt.registry import prebuilt

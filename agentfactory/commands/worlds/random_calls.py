@@ -43,7 +43,9 @@ class RandomCalls:
                 fault = None
             if fault is None:
                 return spec.name, arguments
-        raise NoLegalCall(f"no random call fits the schema of {spec.name}: {fault}; fix: give calls by --calls FILE.jsonl")
+        raise NoLegalCall(
+            f"no random call fits the schema of {spec.name}: {fault}; fix: give calls by --calls FILE.jsonl"
+        )
 
     def _value(self, schema: Any, root: dict[str, Any], depth: int) -> Any:
         chance = self._random
@@ -68,7 +70,9 @@ class RandomCalls:
         match kind:
             case "object":
                 required = required_of(schema)
-                names = [n for n in properties_of(schema) if n in required or (depth < _MOST_DEPTH and chance.random() < 0.5)]
+                names = [
+                    n for n in properties_of(schema) if n in required or (depth < _MOST_DEPTH and chance.random() < 0.5)
+                ]
                 return {name: self._value(properties_of(schema)[name], root, depth + 1) for name in names}
             case "array":
                 least = int(schema.get("minItems", 0))

@@ -75,7 +75,9 @@ def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], se
         return Subject(recipe.name, recipe)
     world, source = world_and_source(name, overrides)
     label = world.rpartition(":")[2]
-    limits: dict[str, Any] = {} if seconds is None else {"timeout_seconds": seconds, "pool": {"create_seconds": seconds}}
+    limits: dict[str, Any] = (
+        {} if seconds is None else {"timeout_seconds": seconds, "pool": {"create_seconds": seconds}}
+    )
     data: dict[str, Any] = {"name": label, "mcp_servers": {label: {"module": world, **limits}}}
     given = [f"mcp_servers.{label}.options.{option}" for option in options]
     if source is not None:

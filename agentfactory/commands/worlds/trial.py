@@ -17,7 +17,16 @@ from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.files import with_files
-from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec, text_of
+from agentfactory.tools.messages import (
+    CallError,
+    Content,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolResult,
+    ToolSpec,
+    text_of,
+)
+from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 
@@ -51,7 +60,7 @@ async def play(subject: Subject, episode: Episode) -> None:
     with _recorded() as (show, printed), TemporaryDirectory(prefix="agentfactory-images-") as images:
         try:
             async with asyncio.timeout(episode.seconds):
-                rows = [episode.row] if episode.row is not None else await asyncio.to_thread(subject.rows)
+                rows = [episode.row] if episode.row is not None else await run_in_thread(subject.rows)
         except TimeoutError:
             source = subject.source or name
             raise WorldFailed(f"{source}: making its rows took longer than --seconds {episode.seconds:g}") from None
