@@ -20,8 +20,8 @@ HEALTH = "/health"
 
 
 class KeyGuard:
-    """ASGI middleware that answers requests without the key with status 401, before their bodies are read, and WebSockets
-    with 403.
+    """ASGI middleware that answers requests without the key with status 401, before their bodies are read. It answers
+    WebSockets without the key with status 403.
 
     Clients send `Authorization: Bearer KEY`. Clients that only accept a URL send the key as its password,
     `http://:KEY@HOST:PORT`. A web page in a browser does not know the key, even if its host name maps to this address.
