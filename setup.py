@@ -23,6 +23,8 @@ OPTIONAL = {
     "dense": ["sentence-transformers>=6,<7", "usearch>=2.20"],
     # SOCKS proxies: of aiohttp, and of the clients of MCP servers and the hub
     "socks": ["aiohttp-socks>=0.10", "socksio>=1"],
+    # `worlds serve --as openenv`
+    "openenv": ["websockets>=15"],
     # needs Chromium, too
     "screens": ["playwright>=1.50"],
     # needs Java, too

@@ -349,7 +349,7 @@ def _serve_tools(arguments: Sequence[str]) -> int:
 
 
 def _tools(options: argparse.Namespace) -> int:
-    from agentfactory.commands.tools_command import ToolsCommandError, ToolsFailed, ToolsUnchecked, run
+    from agentfactory.commands.tools.tools_command import ToolsCommandError, ToolsFailed, ToolsUnchecked, run
     from agentfactory.tools.errors import SettingError
 
     try:
@@ -360,6 +360,21 @@ def _tools(options: argparse.Namespace) -> int:
         return _end(str(error), FAILED)
     except ToolsUnchecked as error:
         return _end(str(error), UNCHECKED)
+    return OK
+
+
+def _worlds(options: argparse.Namespace) -> int:
+    from agentfactory.commands.worlds.trial import WorldFailed
+    from agentfactory.commands.worlds.worlds_command import run
+    from agentfactory.tools.errors import SettingError
+    from agentfactory.tools.messages import ToolInfrastructureError
+
+    try:
+        run(options, _say)
+    except SettingError as error:
+        return _refuse(error)
+    except (WorldFailed, ToolInfrastructureError) as error:
+        return _end(str(error), FAILED)
     return OK
 
 
@@ -392,6 +407,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "view": _view,
     "export": _export,
     "tools": _tools,
+    "worlds": _worlds,
     "completion": _completion,
 }
 

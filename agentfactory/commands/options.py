@@ -27,6 +27,7 @@ _ABOUT = {
     "view": "show runs as a web page on this machine: curves, chains, tokens",
     "export": "turn a checkpoint into a folder to use or share: the model, with an adapter merged in, or the adapter",
     "tools": "list, call, check or serve a recipe's tools, without a model",
+    "worlds": "list, show, try or serve the installed worlds, without a model",
     "completion": "print the script that lets your shell complete commands, options and recipe fields",
 }
 _EXAMPLES = {
@@ -73,6 +74,12 @@ _EXAMPLES = {
         "tools check recipe.yaml",
         "tools serve my_tools.py",
     ],
+    "worlds": [
+        "worlds list",
+        "worlds show webshop",
+        'worlds try scienceworld --row \'{"question": "Boil it.", "task": "boil", "variation": 0}\'',
+        "worlds serve recipes/webshop/7b-full-8gpu.yaml --as openenv",
+    ],
     "completion": [
         'eval "$(agentfactory completion bash)"   # in ~/.bashrc',
         'eval "$(agentfactory completion zsh)"   # in ~/.zshrc, after compinit',
@@ -84,6 +91,12 @@ _TOOLS = {
     "call": "make one call, in its own chain",
     "check": "open every server, and try its environment",
     "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
+}
+_WORLDS = {
+    "list": "print the installed worlds and task sources, and what each needs",
+    "show": "print a world's tools, options, task fields, and a recipe that begins with it",
+    "try": "play an episode of random or given calls, turn by turn",
+    "serve": "serve a world or a recipe as an environment of other trainers",
 }
 _STATUSES = """\
 exit status:
@@ -231,6 +244,8 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
             _add_export(command)
         case "tools":
             _add_tools(command)
+        case "worlds":
+            _add_worlds(command)
         case "completion":
             command.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
 
@@ -289,6 +304,42 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
         else:
             about = "data row to reset environments with; default: the first row of the recipe's data"
             action.add_argument("--task", type=json_object, metavar="JSON", help=about)
+
+
+def _add_worlds(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in _WORLDS.items():
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        if name in ("list", "show"):
+            action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "list":
+            continue
+        about = "a name that `worlds list` prints, or FILE.py:NAME" + ("" if name == "show" else ", or a recipe")
+        action.add_argument("world", metavar="WORLD", help=about)
+        if name == "show":
+            continue
+        about = "fields of the world's task source, or of the recipe"
+        action.add_argument("overrides", metavar="field=value", nargs="*", default=[], help=about)
+        about = "argument of the world's constructor"
+        action.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
+        if name == "try":
+            about = "the task, for a world without a task source; default: the first task"
+            action.add_argument("--row", type=json_object, metavar="JSON", help=about)
+            about = 'make these calls instead of random ones: {"name": TOOL, "arguments": {...}} per line'
+            action.add_argument("--calls", type=Path, metavar="FILE.jsonl", help=about)
+            action.add_argument("--turns", type=int, metavar="N", default=10, help="random calls; default: 10")
+            action.add_argument("--seed", type=int, metavar="N", default=0, help="seed of random calls; default: 0")
+            about = "time limit of the start, the rows, the reset, and each call; default: 60"
+            action.add_argument("--seconds", type=float, metavar="S", default=60.0, help=about)
+        else:
+            about = "protocol; `tools serve` serves plain MCP"
+            action.add_argument("--as", dest="protocol", choices=("openenv",), required=True, help=about)
+            about = "port; 0: a free one; default: 8000"
+            action.add_argument("--port", type=int, metavar="N", default=8000, help=about)
+            about = "address to listen on; any but loopback needs --api-key-env; default: 127.0.0.1"
+            action.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=about)
+            about = "environment variable with the key that clients must send; default: a random key"
+            action.add_argument("--api-key-env", metavar="NAME", help=about)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.server_keys import key_file, key_of_environment, published_key
@@ -19,7 +20,8 @@ HEALTH = "/health"
 
 
 class KeyGuard:
-    """ASGI middleware that answers requests without the key with status 401, before their bodies are read.
+    """ASGI middleware that answers requests without the key with status 401, before their bodies are read. It answers
+    WebSockets without the key with status 403.
 
     Clients send `Authorization: Bearer KEY`. Clients that only accept a URL send the key as its password,
     `http://:KEY@HOST:PORT`. A web page in a browser does not know the key, even if its host name maps to this address.
@@ -30,14 +32,21 @@ class KeyGuard:
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != HEALTH:
+        if scope["type"] in ("http", "websocket") and scope["path"] != HEALTH:
             given = _key_in(Headers(scope=scope).get("authorization", ""))
             if not hmac.compare_digest(given, self._key):
-                error = "this server takes requests only with its key, as Authorization: Bearer KEY"
-                # close the connection of a client without the key
-                await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
+                await _refuse(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request with status 401, and the opening of a WebSocket with 403; close the connection."""
+    if scope["type"] == "websocket":
+        await WebSocketClose()(scope, receive, send)
+        return
+    error = "this server takes requests only with its key, as Authorization: Bearer KEY"
+    await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
 
 
 def _key_in(authorization: str) -> bytes:

@@ -21,20 +21,20 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]")
 
 
 @cache
-def extras() -> dict[str, list[str]]:
+def extras(distribution: str = "agentfactory") -> dict[str, list[str]]:
     """Return the packages of each extra for users, as setup.py has them, by their names in `import`."""
     found: dict[str, list[str]] = {}
-    for requirement in requires("agentfactory") or ():
+    for requirement in requires(distribution) or ():
         if (match := _REQUIREMENT.match(requirement)) and match[2] != "dev":
             found.setdefault(match[2], []).append(match[1].replace("-", "_"))
     return found
 
 
-def check_extra(extra: str) -> None:
+def check_extra(extra: str, distribution: str = "agentfactory") -> None:
     """Raise SettingError, with the command that installs it, if a package of `extra` is missing."""
-    missing = [package for package in extras().get(extra, ()) if not is_installed(package)]
+    missing = [package for package in extras(distribution).get(extra, ()) if not is_installed(package)]
     if missing:
-        raise _not_installed(extra, missing)
+        raise _not_installed(extra, missing, distribution)
 
 
 def missing_extra(error: ImportError, place: str) -> SettingError | None:
@@ -45,10 +45,10 @@ def missing_extra(error: ImportError, place: str) -> SettingError | None:
     return _not_installed(max(having, key=lambda extra: extra in place), [package]) if having else None
 
 
-def _not_installed(extra: str, packages: list[str]) -> SettingError:
+def _not_installed(extra: str, packages: list[str], distribution: str = "agentfactory") -> SettingError:
     *others, last = packages
     missing = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    return SettingError("", f"{missing} not installed", f"pip install 'agentfactory[{extra}]'")
+    return SettingError("", f"{missing} not installed", f"pip install '{distribution}[{extra}]'")
 
 
 def unmet(distribution: str) -> str | None:

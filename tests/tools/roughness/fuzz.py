@@ -15,8 +15,8 @@ from jsonschema.validators import validator_for
 from mcp_types import CallToolResult
 from pydantic import ValidationError
 
-from agentfactory.commands.isolation_check import _example
-from agentfactory.commands.tools_command import _parameters
+from agentfactory.commands.tools.isolation_check import _example
+from agentfactory.commands.tools.signatures import signature_of
 from agentfactory.rollout.text.parsers.parser import describe, parameter_schema, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert
 from agentfactory.tools.calls.argument_check import ArgumentCheck, fits_plainly
@@ -66,7 +66,7 @@ class Fuzzer:
             shown = json.dumps(sent).encode("ascii").decode()
             if isinstance(sent, dict) and "\\ud800" not in shown:
                 assert json.dumps(spec.parameters) == shown, "the model sees another schema"
-            _parameters(spec)
+            signature_of(spec)
             _example(spec.parameters, spec.parameters, "word")
             describe([spec])
             sole_parameter(spec)

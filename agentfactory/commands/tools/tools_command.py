@@ -15,8 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentfactory.commands.isolation_check import seen_of_another_chain
 from agentfactory.commands.options import json_object
+from agentfactory.commands.tools.isolation_check import seen_of_another_chain
+from agentfactory.commands.tools.signatures import signature_of
 from agentfactory.recipe.checks import parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import NO_MODEL, load_recipe
@@ -41,7 +42,6 @@ from agentfactory.tools.messages import (
     ToolInfrastructureError,
     ToolSpec,
     properties_of,
-    required_of,
     text_of,
 )
 from agentfactory.tools.prebuilt.registry import prebuilt
@@ -286,7 +286,7 @@ async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
     else:
         for server in servers:
             for spec in server.specs:
-                print(f"{server.name}: {spec.name}({_parameters(spec)})")
+                print(f"{server.name}: {spec.name}({signature_of(spec)})")
                 for line in spec.description.splitlines():
                     print(f"    {line}".rstrip())
         if not any(server.specs or server.problems for server in servers):
@@ -505,34 +505,6 @@ def _save_image(content: Content, file: Path) -> None:
         path = file if number == 1 else file.with_name(f"{file.stem}-{number}{file.suffix}")
         path.write_bytes(base64.b64decode(url.partition(",")[2]))
         print(f"saved {path}", file=sys.stderr)
-
-
-def _parameters(spec: ToolSpec) -> str:
-    """Return names and types, such as `query: string, limit: integer = 5`."""
-    required = required_of(spec.parameters)
-    shown = []
-    for name, schema in properties_of(spec.parameters).items():
-        has_default = isinstance(schema, dict) and "default" in schema
-        default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if has_default else ""
-        optional = "" if name in required or default else "?"
-        shown.append(f"{name}{optional}: {_kind(schema)}{default}")
-    return ", ".join(shown)
-
-
-def _kind(schema: Any) -> str:
-    """Return the type in a schema, which may have any shape."""
-    match schema:
-        case {"enum": [*values]}:
-            return " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
-        case {"anyOf": [*options]}:
-            return " | ".join(_kind(option) for option in options)
-        case {"type": "array"}:
-            return f"list of {_kind(schema.get('items'))}"
-        case {"type": str(kind)}:
-            return kind
-        case {"type": [*kinds]}:
-            return " | ".join(map(str, kinds))
-    return "any"
 
 
 def _short(text: str) -> str:

@@ -1,0 +1,1 @@
+"""`agentfactory tools`: a recipe's tools without a model."""

@@ -1,0 +1,263 @@
+"""`agentfactory worlds list | show | try`, on worlds of a file and on the installed ones."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from agentfactory.commands.main import main
+from agentfactory.commands.worlds.random_calls import RandomCalls
+from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.messages import ToolSpec
+
+GARDEN = '''
+import time
+from agentfactory import Environment, finish, tool
+
+
+class Garden(Environment):
+    """Beds that need water.
+
+    Args:
+        pump: litres per second.
+    """
+
+    def __init__(self, pump: int = 2) -> None:
+        self.pump = pump
+
+    def reset(self, beds: int, **row) -> str:
+        self.dry = beds
+        return f"There are {beds} dry beds and a pump of {self.pump}."
+
+    @tool
+    def water(self, litres: int = 1):
+        """Water a bed."""
+        self.dry -= 1
+        return finish("all wet") if not self.dry else f"{self.dry} are dry"
+
+    def reward(self) -> dict:
+        return {"reward": float(self.dry == 0), "wet": 1.0}
+
+
+class Plain(Garden):
+    def reset(self) -> str:
+        return super().reset(1)
+
+
+class HangsInReset(Plain):
+    def reset(self) -> str:
+        time.sleep(60)
+
+
+class HangsInTool(Plain):
+    @tool
+    def water(self) -> str:
+        """Water a bed."""
+        time.sleep(60)
+
+
+class RaisesInTool(Plain):
+    @tool
+    def water(self) -> str:
+        """Water a bed."""
+        return {}["hose"]
+
+
+class RaisesInReset(Plain):
+    def reset(self) -> str:
+        raise RuntimeError("no water")
+
+
+class RaisesInReward(Plain):
+    def reward(self) -> float:
+        raise RuntimeError("no scales")
+
+
+class Tells(Plain):
+    @tool
+    def water(self) -> str:
+        """Water a bed."""
+        raise ValueError("it is wet")
+
+
+class Prints(Plain):
+    @tool
+    def water(self) -> str:
+        """Water a bed."""
+        print("splash")
+        return "wet"
+'''
+
+
+@pytest.fixture
+def garden(tmp_path: Path) -> str:
+    (tmp_path / "garden.py").write_text(GARDEN)
+    return f"{tmp_path / 'garden.py'}:"
+
+
+def test_an_episode_is_shown_turn_by_turn(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row = json.dumps({"question": "Water every bed.", "beds": 2})
+    assert main(["worlds", "try", f"{garden}Garden", "--row", row, "--option", "pump=7"]) == 0
+    shown = capsys.readouterr().out
+    opening, first, last, reward = (
+        shown.index(text) for text in ("2 dry beds and a pump of 7", "1 are dry", "all wet", "reward: reward 1, wet 1")
+    )
+    assert opening < shown.index("turn 1: water(") < first < shown.index("turn 2: water(") < last < reward
+    assert "Water every bed." in shown
+    assert "turn 3" not in shown
+
+
+def test_calls_can_be_given(garden: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = tmp_path / "calls.jsonl"
+    calls.write_text('{"name": "water", "arguments": {"litres": 5}}\n{"name": "rain"}\n')
+    row = '{"question": "?", "beds": 5}'
+    assert main(["worlds", "try", f"{garden}Garden", "--row", row, "--calls", str(calls)]) == 0
+    shown = capsys.readouterr().out
+    assert "turn 1: water(litres=5)\n    4 are dry" in shown
+    assert "turn 2: rain()\n    error (unknown_tool)" in shown
+    assert "reward: reward 0" in shown
+    calls.write_text('{"tool": "water"}')
+    assert main(["worlds", "try", f"{garden}Garden", "--row", row, "--calls", str(calls)]) == 2
+    assert f"--calls: {calls}, line 1: got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("world", "told"),
+    [
+        ("RaisesInTool", "RaisesInTool: water raised KeyError: 'hose'"),
+        ("RaisesInReset", "environment RaisesInReset: reset: RuntimeError: no water"),
+        ("RaisesInReward", "environment RaisesInReward: reward: RuntimeError: no scales"),
+        ("Prints", "Prints prints to stdout, which breaks"),
+    ],
+)
+def test_a_broken_world_is_named(world: str, told: str, garden: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worlds", "try", f"{garden}{world}", "--turns", "2"]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("world", "told"),
+    [
+        ("HangsInReset", "HangsInReset.reset() did not return within 2 s; fix: correct it, or raise --seconds"),
+        ("HangsInTool", "HangsInTool: water hangs: no answer within --seconds 2"),
+    ],
+)
+def test_a_world_that_hangs_is_named(world: str, told: str, garden: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worlds", "try", f"{garden}{world}", "--seconds", "2"]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_an_error_that_the_model_reads_is_no_fault(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worlds", "try", f"{garden}Tells", "--turns", "2"]) == 0
+    assert "error (tool_error): ValueError: it is wet" in capsys.readouterr().out
+
+
+def test_missing_rows_are_told(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worlds", "try", f"{garden}Garden"]) == 2
+    told = capsys.readouterr().err
+    assert 'Garden needs tasks with beds, and no task source has them; fix: give a row by --row \'{"beds"' in told
+    assert main(["worlds", "try", f"{garden}Garden", "beds=2"]) == 2
+    assert "beds=2: " in capsys.readouterr().err
+    assert main(["worlds", "try", "webshp"]) == 2
+    assert "there is no world 'webshp'; fix: did you mean webshop?" in capsys.readouterr().err
+
+
+def test_a_recipe_can_be_tried(garden: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "Water them.", "beds": 1}\n')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("tools: ['garden.py:Garden']\ndata: {path: rows.jsonl}\nrollout: {system_prompt: You garden.}\n")
+    assert main(["worlds", "try", str(recipe)]) == 0
+    shown = capsys.readouterr().out
+    assert "task 1 of 1" in shown
+    assert "You garden." in shown
+    assert "reward: reward 1" in shown
+
+
+def test_a_world_is_shown(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worlds", "show", f"{garden}Garden"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("Beds that need water.", "water(litres: integer = 1)", "pump: int = 2\n        litres per second."):
+        assert text in shown
+    assert "its rows have question, beds" in shown
+    assert "reward: its own" in shown
+
+
+def test_installed_worlds_are_listed_with_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "agentfactory.tools.user_code.extras.is_installed", lambda package: package != "html_to_markdown"
+    )
+    assert main(["worlds", "list", "--json"]) == 0
+    entries = {(each["kind"], each["name"]): each for each in json.loads(capsys.readouterr().out)}
+    browse = entries["world", "browse"]
+    assert browse["needs"] == ["agentfactory[browse]"]
+    assert "html_to_markdown is not installed; fix: pip install 'agentfactory[browse]'" in browse["missing"]
+    assert entries["world", "image_tools"]["missing"] is None
+    assert entries["world", "image_tools"]["package"].startswith("agentfactory ")
+    assert entries["tasks", "harbor"]["world"] == "harbor"
+    assert all(each["about"] for each in entries.values() if each["missing"] is None)
+
+
+@pytest.mark.parametrize("world", ["harbor", "search", "webshop"])
+def test_the_shown_recipe_is_valid(
+    world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["worlds", "show", world, "--json"]) == 0
+    shown = yaml.safe_load(json.loads(capsys.readouterr().out)["recipe"])
+    (tmp_path / "tasks.jsonl").write_text('{"question": "?", "goal": 1}\n')
+    (tmp_path / "my_rewards.py").write_text(
+        "from agentfactory import reward as mark\n\n\n@mark\ndef reward(prediction):\n    return 1.0\n"
+    )
+    # the values to fill in
+    if world == "harbor":
+        assert shown["data"]["harbor"] == {"folder": "..."}
+        folder = Path(__file__).parents[2] / "recipes/harbor/tasks"
+        shown["data"]["harbor"] = {"folder": str(folder), "images": {"ubuntu:24.04": "/"}}
+    if world == "search":
+        assert shown["mcp_servers"]["search"]["options"] == {"source": "..."}
+        shown["mcp_servers"]["search"]["options"]["source"] = "http://127.0.0.1:1/retrieve"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(shown))
+    loaded = load_recipe(recipe, ["server.engine=embedded"], "train", lacks=[])
+    assert loaded.name == "recipe"
+
+
+SCHEMAS = [
+    {"properties": {"a": {"enum": ["x", "y"]}, "b": {"const": 3}}, "required": ["a", "b"]},
+    {"properties": {"a": {"type": "integer", "minimum": 3, "maximum": 5, "multipleOf": 2}}, "required": ["a"]},
+    {"properties": {"a": {"type": "number", "exclusiveMinimum": 0, "maximum": 1}}, "required": ["a"]},
+    {"properties": {"a": {"type": "string", "minLength": 5, "maxLength": 6}}, "required": ["a"]},
+    {
+        "properties": {"a": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}},
+        "required": ["a"],
+    },
+    {
+        "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/p"}]}},
+        "$defs": {"p": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    },
+    {"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"], "additionalProperties": False},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_random_calls_fit_the_schema(schema: dict[str, object]) -> None:
+    spec = ToolSpec("act", "", {"type": "object", **schema})
+    drawn = []
+    for seed in (1, 1, 2):
+        calls = RandomCalls([spec], seed)
+        calls.see("Go [up] or [down 2].")
+        drawn.append([calls.draw() for _ in range(30)])
+    for _, arguments in drawn[0] + drawn[2]:
+        jsonschema.validate(arguments, spec.parameters)
+    assert drawn[0] == drawn[1]
+
+
+def test_random_texts_are_those_of_the_world() -> None:
+    calls = RandomCalls([ToolSpec("act", "", {"properties": {"text": {"type": "string"}}, "required": ["text"]})], 0)
+    calls.see("Say [up] now")
+    assert {calls.draw()[1]["text"] for _ in range(50)} == {"[up]", "Say", "up", "now"}
