@@ -15,8 +15,8 @@ SINGLE = (
     *("Minesweeper", "PegJump", "RushHour", "Secretary", "Sokoban", "Sudoku", "TowerOfHanoi"),
 )
 """Games for one player, without their versions."""
-SLOW = ("Sokoban-v0-medium",)
-"""Versions that take minutes to begin."""
+SLOW = ("Sokoban-v0-medium", "2048-v0-8x8", "2048-v0-10x10")
+"""Versions that take minutes to begin, or thousands of moves to end."""
 
 
 def _numbers(*ranges: int, first: int = 0, form: str = "[{}]", between: str = " ") -> list[str]:

@@ -61,6 +61,9 @@ class Play:
 
     def legal_move(self, moves: Sequence[str]) -> str | None:
         """Return the first of `moves` that is legal; None if none is."""
+        # nothing reads these, and they grow
+        self._state.logs.clear()
+        self._state.observations[1 - self._me] = []
         trial, generator = copy.deepcopy(self._environment), random.getstate()
         try:
             for move in moves:
