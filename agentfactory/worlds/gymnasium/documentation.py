@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 
 _LONGEST_TEXT = 4000
+_NO_ENVIRONMENTS = ("gymnasium.core", "typing", "builtins")
+"""Modules of the bases of all environments."""
 _MARKUP = (
     (re.compile(r"```.*?```", re.DOTALL), ""),  # citations
     (re.compile(r"!\[[^\]]*\]\([^)]*\)"), ""),
@@ -17,8 +19,10 @@ _ITEM = re.compile(r"^(?:-\s*(\d+):\s*(.+?)|\|\s*(\d+)\s*\|\s*([^|]+?)\s*\|.*)\s
 
 
 def sections_of(environment: type) -> dict[str, str]:
-    """Return heading -> text of a class's docstring; "" for the text above the first heading."""
-    text = inspect.cleandoc(environment.__doc__ or "")
+    """Return heading -> text of the docstring of a class or its nearest base, other than gymnasium's; "" for the text
+    above the first heading."""
+    own = [kind for kind in environment.__mro__ if kind.__module__ not in _NO_ENVIRONMENTS]
+    text = inspect.cleandoc(next(filter(None, (kind.__doc__ for kind in own)), ""))
     found: dict[str, str] = {}
     parts = re.split(r"^[ ]*##\s+(.+?)\s*$", text, flags=re.MULTILINE)
     for heading, body in zip(["", *parts[1::2]], parts[::2], strict=True):

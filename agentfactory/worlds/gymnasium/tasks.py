@@ -65,7 +65,9 @@ class GymSource(TaskSource):
             field, problem, fix = refused.args
             raise SettingError(f"gym.{field}", problem, fix) from None
         except ToolInfrastructureError as error:
-            raise SettingError("gym.id", f"got {self.id!r}: {error}", "correct the environment or its options") from error
+            raise SettingError(
+                "gym.id", f"got {self.id!r}: {error}", "correct the environment or its options"
+            ) from error
         finally:
             process.close()
         question = found["question"] if self.question is None else self.question

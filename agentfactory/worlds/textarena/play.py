@@ -3,6 +3,7 @@ random generator."""
 
 import contextlib
 import copy
+import io
 import random
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -37,7 +38,8 @@ class Play:
             self._environment = textarena.make(f"{game}-raw", **options)
         except TypeError as error:
             raise Refused("options", f"{game} refuses {options}: {error}", "correct the options") from error
-        self._environment.reset(num_players=players(game), seed=seed)
+        with contextlib.redirect_stdout(io.StringIO()):  # some print what they try while they make a puzzle
+            self._environment.reset(num_players=players(game), seed=seed)
         self._state = self._environment.state
         second = players(game) == 2 and (plays == "second" or (plays == "both" and seed % 2 == 1))
         self._me, self._opponent, self._moves = int(second), opponent, MOVES.get(family(game), ())
