@@ -21,8 +21,8 @@ _SERVER = "agentfactory.worlds.game_processes.fork_server"
 
 
 class GameProcess:
-    """A process that has one object of `place`, `MODULE:NAME`, and calls its methods. It starts with the first call, and
-    again with the first one after it was lost. Not thread-safe.
+    """A process that has one object of `place`, `MODULE:NAME`, and calls its methods. It starts with the first call,
+    and again with the first one after it was lost. Not thread-safe.
 
     Args:
         title: The game's name in errors.

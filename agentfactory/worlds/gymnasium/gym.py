@@ -6,8 +6,8 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import finish, tool
 from agentfactory.tools.user_code.extras import check_extra
-from agentfactory.worlds.game_processes.refused import Refused
 from agentfactory.worlds.game_processes.game_process import GameProcess
+from agentfactory.worlds.game_processes.refused import Refused
 
 EPISODE = "agentfactory.worlds.gymnasium.episode:Episode"
 

@@ -9,8 +9,8 @@ from agentfactory.tools.config import Options, PositiveInt, Section
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.user_code.extras import check_extra
-from agentfactory.worlds.game_processes.refused import Refused
 from agentfactory.worlds.game_processes.game_process import GameProcess
+from agentfactory.worlds.game_processes.refused import Refused
 from agentfactory.worlds.gymnasium.gym import EPISODE
 
 
