@@ -64,10 +64,8 @@ def play(gym: Gym, row: dict[str, Any], rng: random.Random) -> tuple[bool, list[
     lake = [line.replace("[", "").replace("]", "") for line in seen.splitlines()[1:]]
     ended = False
     while not ended:
-        if rng.random() < TURNS_WRONG:
-            move = TURNED[safe_way(lake, here)]
-        else:
-            move = rng.choice(list(STEPS))
+        wrong = rng.random() < TURNS_WRONG
+        move = TURNED[safe_way(lake, here)] if wrong else rng.choice(list(STEPS))
         result = gym.act(action=move)
         ended = not isinstance(result, dict)
         result = result.value if ended else result

@@ -35,7 +35,7 @@ class TextArenaSource(TaskSource):
     """In games for two: an opponent that makes random legal moves, drawn by the task's seed, or always the first legal
     move in a fixed order."""
     plays: Literal["first", "second", "both"] = "both"
-    """In games for two: the agent is player 0 (first), player 1 (second), or player 1 in tasks with odd seeds (both)."""
+    """In games for two: the agent is player 0 (first), player 1 (second), or player 1 if the seed is odd (both)."""
     question: str = QUESTION
     """The task in words; the game's own rules follow it."""
 

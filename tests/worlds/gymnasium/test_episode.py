@@ -55,7 +55,7 @@ def test_an_action_is_read(space: spaces.Space[Any], names: list[str], given: An
     ],
 )
 def test_an_action_that_is_none_is_refused(space: spaces.Space[Any], names: list[str], given: Any, told: str) -> None:
-    with pytest.raises(ValueError, match="^action: got ") as refused:
+    with pytest.raises(ValueError, match=r"^action: got ") as refused:
         action_reader(space, names)[1](given)
     assert told in str(refused.value)
 
