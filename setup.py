@@ -29,6 +29,9 @@ OPTIONAL = {
     "screens": ["playwright>=1.50"],
     # needs Java, too
     "scienceworld": ["scienceworld>=1.2.3,<1.3"],
+    # with pygame, which draws them: 15 MB
+    "gymnasium": ["gymnasium[classic-control,toy-text]>=1.4,<2"],
+    "textarena": ["textarena>=0.7.4,<0.8"],
 }
 EXTRAS = {
     **OPTIONAL,
@@ -154,6 +157,7 @@ setup(
         "agentfactory.worlds": [
             "alfworld=agentfactory.worlds.alfworld.alfworld:AlfWorld",
             "browse=agentfactory.worlds.browse.browse:Browse",
+            "gym=agentfactory.worlds.gymnasium.gym:Gym",
             "harbor=agentfactory.worlds.harbor.harbor:Harbor",
             "image_interpreter=agentfactory.worlds.images.image_interpreter:ImageInterpreter",
             "image_tools=agentfactory.worlds.images.image_tools:ImageTools",
@@ -162,11 +166,14 @@ setup(
             "scienceworld=agentfactory.worlds.scienceworld.scienceworld:ScienceWorld",
             "screen=agentfactory.worlds.screens.screen:Screen",
             "search=agentfactory.worlds.search.search:Search",
+            "textarena=agentfactory.worlds.textarena.game:TextArena",
             "webshop=agentfactory.worlds.webshop.webshop:WebShop",
         ],
         "agentfactory.sources": [
+            "gym=agentfactory.worlds.gymnasium.tasks:GymSource",
             "harbor=agentfactory.worlds.harbor.tasks:HarborSource",
             "reasoning_gym=agentfactory.worlds.reasoning_gym.gym_tasks:ReasoningGymTasks",
+            "textarena=agentfactory.worlds.textarena.tasks:TextArenaSource",
         ],
         "agentfactory.commands": ["index=agentfactory.worlds.search.index_command"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],

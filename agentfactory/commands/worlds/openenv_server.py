@@ -115,7 +115,7 @@ class Session:
     def __init__(self, world: ServedWorld) -> None:
         self._world, self._stack = world, AsyncExitStack()
         self._tools: ToolSession | None = None
-        self._episode = {"episode_id": "", "step_count": 0, "index": 0, "done": False}
+        self._episode: dict[str, Any] = {"episode_id": "", "step_count": 0, "index": 0, "done": False}
 
     async def close(self) -> None:
         """Release the episode's world."""

@@ -121,14 +121,14 @@ def _target(reference: str, root: dict[str, Any]) -> Any:
 
 def read_calls(text: str, name: str) -> list[tuple[str, dict[str, Any]]]:
     """Parse scripted calls: per line {"name": TOOL, "arguments": {...}}. Raises ValueError with the line's number."""
-    calls = []
+    calls: list[tuple[str, dict[str, Any]]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             match json.loads(line):
-                case {"name": str(tool), **rest} if isinstance(rest.get("arguments", {}), dict):
-                    calls.append((tool, rest.get("arguments", {})))
+                case {"name": str(tool), **rest} if isinstance(arguments := rest.get("arguments", {}), dict):
+                    calls.append((tool, arguments))
                 case other:
                     raise ValueError(f"got {str(other)[:60]}")
         except ValueError as error:

@@ -95,7 +95,7 @@ def _show(name: str, as_json: bool, say: Callable[[str], None]) -> None:
         found = load_object(world, Path.cwd(), prebuilt())
         sources = sources_of(world)
     label = world.rpartition(":")[2]
-    described = {
+    described: dict[str, Any] = {
         "name": label,
         "about": first_line(found),
         "place": prebuilt().get(world, world),
@@ -157,9 +157,13 @@ def _specs(found: Any) -> list[ToolSpec]:
 
 def _options(found: Any) -> list[dict[str, str]]:
     """Describe the constructor's arguments."""
-    if not isinstance(found, type) or found.__init__ is object.__init__:
+    # Any, because the class may be any
+    constructor: Any = (
+        vars(found).get("__init__", getattr(found, "__init__", None)) if isinstance(found, type) else None
+    )
+    if constructor is None or constructor is object.__init__:
         return []
-    texts = [found.__doc__, found.__init__.__doc__]
+    texts = [found.__doc__, constructor.__doc__]
     parsed = [parse_docstring(text or "", DocstringStyle.GOOGLE) for text in texts]
     about = {each.arg_name: each.description or "" for one in parsed for each in one.params}
     parameters = [*inspect.signature(found).parameters.values()]

@@ -1,0 +1,79 @@
+"""`data.gym`: a gymnasium environment's episodes, as data rows."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agentfactory.rollout.config import TaskSource
+from agentfactory.tools.config import Options, PositiveInt, Section
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.user_code.extras import check_extra
+from agentfactory.worlds.game_processes.game_process import GameProcess
+from agentfactory.worlds.game_processes.refused import Refused
+from agentfactory.worlds.gymnasium.gym import EPISODE
+
+
+class RandomMap(Section):
+    """FrozenLake's generated maps: one per task, drawn by its seed."""
+
+    size: int = Field(default=4, ge=2)
+    """Rows and columns."""
+    p: float = Field(default=0.8, gt=0, le=1)
+    """Probability that a cell is frozen."""
+
+
+class GymSource(TaskSource):
+    """Episodes of a gymnasium environment (docs/gymnasium.md)."""
+
+    world = "gym"
+
+    id: str
+    """Registered name, such as FrozenLake-v1; MODULE:NAME for one that a module registers when it is imported."""
+    options: Options = {}
+    """Arguments of gymnasium.make for it, such as {is_slippery: false}."""
+    random_map: RandomMap | None = None
+    """For FrozenLake: a new map per task, such as {size: 4, p: 0.8}. Null: the map of the options."""
+    tasks: PositiveInt = 1000
+    """Number of tasks, with the seeds from first_seed on."""
+    first_seed: int = Field(default=0, ge=0)
+    """Seed of the first task. Ranges of training and evaluation must not overlap."""
+    render_mode: Literal["ansi", "rgb_array"] | None = None
+    """Observations: text that the environment draws (ansi) or images (rgb_array). Null: ansi if the environment offers
+    it, else its observation space in words."""
+    actions: list[str] = []
+    """Names of the actions of a discrete space, in order, or of the numbers of an action. Empty: those that the
+    environment documents, if any."""
+    question: str | None = None
+    """The task in words. Null: the environment's documentation."""
+    max_steps: PositiveInt | None = None
+    """Steps after which an episode is truncated. Null: the environment's registered limit."""
+    success_return: float | None = None
+    """Return from which an ended episode counts as success. Null: the environment's registered reward threshold, unless
+    max_steps changes the limit it was registered for; without either, there is no metric success."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per seed, after making the environment once. See TaskSource."""
+        check_extra("gymnasium")
+        settings = self.model_dump(
+            mode="json", include={"id", "options", "random_map", "render_mode", "actions", "max_steps"}
+        )
+        process = GameProcess(EPISODE, "gym")
+        try:
+            found = process.call("check", settings, self.first_seed)
+        except Refused as refused:
+            field, problem, fix = refused.args
+            raise SettingError(f"gym.{field}", problem, fix) from None
+        except ToolInfrastructureError as error:
+            raise SettingError(
+                "gym.id", f"got {self.id!r}: {error}", "correct the environment or its options"
+            ) from error
+        finally:
+            process.close()
+        question = found["question"] if self.question is None else self.question
+        if not question:
+            raise SettingError("gym.question", f"got null, and {self.id} has no description", "describe the task")
+        registered = found["threshold"] if self.max_steps is None else None
+        settings["success_return"] = registered if self.success_return is None else self.success_return
+        seeds = range(self.first_seed, self.first_seed + self.tasks)
+        return [{"question": question, "gym": settings, "seed": seed} for seed in seeds]

@@ -1,0 +1,61 @@
+"""`data.textarena`: games of textarena, as data rows."""
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agentfactory.rollout.config import TaskSource
+from agentfactory.tools.config import Options, PositiveInt
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.user_code.extras import check_extra
+from agentfactory.worlds.game_processes.game_process import GameProcess
+from agentfactory.worlds.game_processes.refused import Refused
+from agentfactory.worlds.textarena.game import PLAY
+from agentfactory.worlds.textarena.games import players
+
+QUESTION = "Play the game that is described below, and win it. Make one move per turn."
+
+
+class TextArenaSource(TaskSource):
+    """Games of textarena (docs/textarena.md)."""
+
+    world = "textarena"
+
+    game: str
+    """Registered name, such as TicTacToe-v0 or GuessTheNumber-v0."""
+    options: Options = {}
+    """Arguments of textarena.make for it, such as {max_turns: 20}."""
+    tasks: PositiveInt = 1000
+    """Number of tasks, with the seeds from first_seed on."""
+    first_seed: int = Field(default=0, ge=0)
+    """Seed of the first task. Ranges of training and evaluation must not overlap."""
+    opponent: Literal["random", "first"] = "random"
+    """In games for two: an opponent that makes random legal moves, drawn by the task's seed, or always the first legal
+    move in a fixed order."""
+    plays: Literal["first", "second", "both"] = "both"
+    """In games for two: the agent is player 0 (first), player 1 (second), or player 1 if the seed is odd (both)."""
+    question: str = QUESTION
+    """The task in words; the game's own rules follow it."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per seed, after beginning the first game once. See TaskSource."""
+        check_extra("textarena")
+        process = GameProcess(PLAY, "textarena")
+        row = self.model_dump(mode="json", include={"question", "game", "options", "opponent", "plays"})
+        try:
+            names = process.call("names")
+            if self.game not in names:
+                near = difflib.get_close_matches(self.game, names, 3, cutoff=0.6) or ["one of docs/textarena.md"]
+                known = "is left out: see docs/textarena.md" if players(self.game) is None else "is not registered"
+                raise SettingError("textarena.game", f"got {self.game!r}, which {known}", f"use {' or '.join(near)}")
+            process.call("reset", self.game, self.options, self.opponent, self.plays, self.first_seed)
+        except Refused as refused:
+            field, problem, fix = refused.args
+            raise SettingError(f"textarena.{field}", problem, fix) from None
+        except ToolInfrastructureError as error:
+            raise SettingError("textarena.game", f"got {self.game!r}: {error}", "correct its options") from error
+        finally:
+            process.close()
+        return [{**row, "seed": seed} for seed in range(self.first_seed, self.first_seed + self.tasks)]
