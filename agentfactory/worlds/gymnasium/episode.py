@@ -84,8 +84,8 @@ class Episode:
         self._made = self._environment = None
         spec = _spec(settings["id"])
         self._mode = settings["render_mode"] or ("ansi" if "ansi" in _render_modes(spec) else None)
-        limit = {} if settings["max_steps"] is None else {"max_episode_steps": settings["max_steps"]}
-        mode = {} if self._mode is None else {"render_mode": self._mode}
+        limit: dict[str, Any] = {} if settings["max_steps"] is None else {"max_episode_steps": settings["max_steps"]}
+        mode: dict[str, Any] = {} if self._mode is None else {"render_mode": self._mode}
         try:
             self._environment = gymnasium.make(settings["id"], disable_env_checker=True, **limit, **mode, **options)
         except gymnasium.error.DependencyNotInstalled as error:

@@ -21,6 +21,9 @@ class Gym(Environment):
     def __init__(self) -> None:
         check_extra("gymnasium")
         self._process = GameProcess(EPISODE, "gym")
+        self._ended = False
+        self._threshold: float | None = None
+        self._anchor: str | None = None
         self._clear()
 
     @classmethod
@@ -90,8 +93,8 @@ class Gym(Environment):
 
     def _clear(self) -> None:
         self._return, self._steps, self._ended = 0.0, 0, False
-        self._threshold: float | None = None
-        self._anchor: str | None = None
+        self._threshold = None
+        self._anchor = None
 
 
 def _parts(shown: dict[str, Any], text: str = "") -> Any:

@@ -21,6 +21,8 @@ class TextArena(Environment):
     def __init__(self) -> None:
         check_extra("textarena")
         self._process = GameProcess(PLAY, "textarena")
+        self._verdict: float | None = None
+        self._anchor: str | None = None
         self._clear()
 
     @classmethod
@@ -84,5 +86,5 @@ class TextArena(Environment):
 
     def _clear(self) -> None:
         self._moves = self._illegal = 0
-        self._verdict: float | None = None
-        self._anchor: str | None = None
+        self._verdict = None
+        self._anchor = None
