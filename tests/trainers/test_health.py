@@ -342,7 +342,7 @@ def test_late_chains_that_are_lost_are_told(figures: dict[str, float], text: str
     ((number, finding),) = findings(*lines)
     assert (number, finding.symptom) == (4, Symptom.LATE_CHAINS)
     assert finding.text.startswith(f"step 4: {text}")
-    assert "fix: rollout.late_chains=wait, or a higher rollout.max_staleness; see docs/staleness.md" in finding.text
+    assert "fix: a higher rollout.max_staleness, or rollout.late_chains=wait; see docs/staleness.md" in finding.text
     few = {
         "cancelled/chains": 4.0,
         "cancelled/tokens": 400.0,

@@ -254,7 +254,7 @@ class Health:
         """Return the most likely cause, judging by the metrics."""
         turns, last = figures.get("turns", 0.0), self._steps[-1]
         if symptom is Symptom.LATE_CHAINS:
-            return "fix: rollout.late_chains=wait, or a higher rollout.max_staleness"
+            return "fix: a higher rollout.max_staleness, or rollout.late_chains=wait"
         malformed, cut = (
             f"{last.get(name, 0) * turns:.1f} of {turns:.1f} turns a chain" for name in (_MALFORMED, _CUT)
         )
