@@ -5,9 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tasks import rows
-from transcripts import with_calculator, with_python
+from agentfactory.tools.user_code.loading import load_object
 
+HERE = Path(__file__).parent
+rows = load_object("tasks.py:rows", HERE)
+with_calculator, with_python = (
+    load_object(f"transcripts.py:{name}", HERE) for name in ("with_calculator", "with_python")
+)
 TRAINING, HELD_OUT = 480, 100
 KNOWN = {
     *("human", "chicken", "bird", "duck", "dog", "cat", "cow", "horse", "lion", "elephant", "giraffe", "tiger", "deer"),

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks import rows
-from word_problems import word_problems
-
 from agentfactory.tools.prebuilt.calculator import calculator
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
 from agentfactory.tools.user_code.loading import load_object
 
-add_call = load_object("../quickstart/transcripts.py:add_call", Path(__file__).parent)
+HERE = Path(__file__).parent
+add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
+rows, word_problems = (load_object(name, HERE) for name in ("tasks.py:rows", "word_problems.py:word_problems"))
 
 PYTHON: dict[str, tuple[int, Callable[[dict[str, Any]], str]]] = {
     "gcd": (15, lambda task: "import math\nprint(math.gcd({}))".format(", ".join(map(str, task["numbers"])))),

@@ -18,7 +18,8 @@ def mix(seed: int = 0, weights: tuple[float, ...] = (1.0, 2.0, 5.0)) -> TaskMix:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_sources_come_in_proportion_to_their_weights(seed: int) -> None:
     """The probability of a worse fit by chance is not tiny."""
-    counts = Counter(mix(seed).place(position)[0] for position in range(8000))
+    made = mix(seed)
+    counts = Counter(made.place(position)[0] for position in range(8000))
     found = chisquare([counts[source] for source in range(3)], [1000, 2000, 5000])
     assert found.pvalue > 0.001
 
@@ -27,7 +28,8 @@ def test_a_place_depends_on_its_position_alone() -> None:
     made, other = mix(), mix()
     later = [other.place(position) for position in (5000, 3, 1024, 0)]
     assert [made.place(position) for position in (0, 3, 1024, 5000)] == [later[3], later[1], later[2], later[0]]
-    assert [mix(1).place(position) for position in range(50)] != [made.place(position) for position in range(50)]
+    another = mix(1)
+    assert [another.place(position) for position in range(50)] != [made.place(position) for position in range(50)]
 
 
 def test_each_source_keeps_its_own_order_and_visits_each_row_once_an_epoch() -> None:
