@@ -20,8 +20,8 @@ add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 TRANSCRIPTS = 3000
 TURNS_WRONG = 0.6
 """Probability of a move to the right of the safe way; other moves are random."""
-SUCCESSES = 0.2
-"""Share of transcripts that reach the goal: without it, the model would hardly ever see the end of the way."""
+GOOD = 0.15
+"""Share of transcripts that take the safe way: without it, the model would hardly ever see the goal."""
 STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 TURNED = {"left": "up", "up": "right", "right": "down", "down": "left"}
 
@@ -39,39 +39,30 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def play_badly(rows: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
-    """Return conversations of the bad policy, in random order, with a fixed share of lucky ones."""
-    wanted = {True: round(TRANSCRIPTS * SUCCESSES)}
-    wanted[False] = TRANSCRIPTS - wanted[True]
-    transcripts = []
+    """Return conversations of the bad policy, and a few of the good one."""
     gym = Gym()
     try:
-        while len(transcripts) < TRANSCRIPTS:
-            success, messages = play(gym, rng.choice(rows), rng)
-            if wanted[success]:
-                wanted[success] -= 1
-                transcripts.append(messages)
+        return [play(gym, rng.choice(rows), rng, good=rng.random() < GOOD) for _ in range(TRANSCRIPTS)]
     finally:
         gym.close()
-    rng.shuffle(transcripts)
-    return transcripts
 
 
-def play(gym: Gym, row: dict[str, Any], rng: random.Random) -> tuple[bool, list[dict[str, Any]]]:
-    """Play an episode; return whether it reached the goal, and the conversation."""
+def play(gym: Gym, row: dict[str, Any], rng: random.Random, good: bool) -> list[dict[str, Any]]:
+    """Play an episode by the safe way, or badly; return the conversation."""
     seen = gym.reset(**row)
     messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in (row["question"], seen)]
     here: Cell = (0, 0)
     lake = [line.replace("[", "").replace("]", "") for line in seen.splitlines()[1:]]
     ended = False
     while not ended:
-        wrong = rng.random() < TURNS_WRONG
-        move = TURNED[safe_way(lake, here)] if wrong else rng.choice(list(STEPS))
+        right = safe_way(lake, here)
+        move = right if good else TURNED[right] if rng.random() < TURNS_WRONG else rng.choice(list(STEPS))
         result = gym.act(action=move)
         ended = not isinstance(result, dict)
         result = result.value if ended else result
         add_call(messages, "act", {"action": move}, result["observation"])
         here = moved(lake, here, move)
-    return gym.reward()["success"] == 1, messages[:-1]
+    return messages[:-1]
 
 
 def moved(lake: list[str], here: Cell, move: str) -> Cell:

@@ -12,6 +12,7 @@ RECIPE = str(REPOSITORY / "recipes" / "reasoning_gym" / "small.yaml")
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_verifier_teaches_to_spell_backward(tmp_path: Path, seed: int) -> None:
+    pytest.importorskip("reasoning_gym")
     overrides = [setting.replace("train.", "grpo.train.") for setting in shortened(steps=40)]
     summary = train(RECIPE, seed, tmp_path, *overrides)
     assert_risen(summary, full=0.80)
