@@ -150,6 +150,17 @@ def test_a_world_that_hangs_is_named(world: str, told: str, garden: str, capsys:
     assert told in capsys.readouterr().err
 
 
+def test_a_world_without_tools_may_judge_the_last_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "from agentfactory import Environment\n\n\nclass Riddle(Environment):\n"
+    text += "    def reset(self):\n        return 'Why?'\n\n"
+    text += "    def reward(self, prediction):\n        return len(prediction)\n"
+    (tmp_path / "riddle.py").write_text(text)
+    assert main(["worlds", "try", f"{tmp_path / 'riddle.py'}:Riddle"]) == 0
+    shown = capsys.readouterr().out
+    assert "it has no tools: the reward reads the model's last message" in shown
+    assert "reward: reward 0" in shown
+
+
 def test_an_error_that_the_model_reads_is_no_fault(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worlds", "try", f"{garden}Tells", "--turns", "2"]) == 0
     assert "error (tool_error): ValueError: it is wet" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What `make learn` runs, too: a network learns from reasoning-gym's verifier to spell words backward."""
+"""Part of `make learn`: a network learns from reasoning-gym's verifier to spell words backward."""
 
 from pathlib import Path
 

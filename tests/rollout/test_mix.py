@@ -37,6 +37,7 @@ def test_each_source_keeps_its_own_order_and_visits_each_row_once_an_epoch() -> 
     drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for position in range(3000):
         source, row = made.place(position)
+        assert made.source(position) == source
         drawn[source].append(row)
     for source, tasks in enumerate(ORDERS):
         order = TaskOrder(tasks, 0, shuffle=True)

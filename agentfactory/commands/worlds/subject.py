@@ -24,7 +24,7 @@ _RECIPES = Path(__file__).parents[2] / "recipes"
 
 @dataclass
 class Subject:
-    """What a name on the command line means: a world, or a recipe. `source` is the name of its registered task source,
+    """The world or recipe that a command line names. `source` is the name of its registered task source,
     if it has one."""
 
     name: str

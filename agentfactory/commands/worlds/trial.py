@@ -40,7 +40,7 @@ class WorldFailed(Exception):
 
 @dataclass
 class Episode:
-    """What to play: `row` replaces the first one of the tasks; `calls` replace random calls."""
+    """Settings of the trial: `row` replaces the first row of the tasks; `calls` replace random calls."""
 
     turns: int
     seed: int
@@ -79,7 +79,10 @@ async def play(subject: Subject, episode: Episode) -> None:
                 async with toolset.chain("try", task) as session:
                     if session.opening is not None:
                         show(f"first observation:\n{_indented(_shown(session.opening))}")
-                    await _take_turns(session, toolset.specs, episode, show)
+                    if toolset.specs or not toolset.judges_predictions:
+                        await _take_turns(session, toolset.specs, episode, show)
+                    else:
+                        show("it has no tools: the reward reads the model's last message, which is empty here")
                     verdict = await session.reward()
         except (ToolInfrastructureError, NoLegalCall, WorldFailed) as error:
             told = str(error).replace(f"mcp_servers.{name}.timeout_seconds", "--seconds")

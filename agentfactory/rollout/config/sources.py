@@ -66,7 +66,7 @@ class SourceConfig(DataConfig, ChainConfig):
 
     @property
     def rows_alone(self) -> dict[str, Any]:
-        """What `data` would say for these rows, without settings of chains."""
+        """The fields of a section `data` with only these rows, without settings of chains."""
         said = {name: getattr(self, name) for name in DataConfig.model_fields if name in self.model_fields_set}
         return said | (self.model_extra or {})
 

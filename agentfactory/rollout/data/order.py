@@ -96,21 +96,29 @@ class TaskMix:
             starts.append(starts[-1] + len(order.tasks))
         self._starts = starts
 
+    def source(self, position: int) -> int:
+        """Return the source at `position`, counted from 0. Unlike `place`, it never shuffles an epoch."""
+        return self._drawn_at(position)[0]
+
     def place(self, position: int) -> tuple[int, int]:
         """Return the source at `position`, and the row of its tasks; both count from 0."""
-        if len(self.orders) == 1:
-            return 0, self.orders[0].row(position)
-        block, index = divmod(position, self._BLOCK)
-        while len(self._blocks) <= block:
-            self._draw()
-        sources, positions = self._blocks[block]
-        source = sources[index]
-        return source, self.orders[source].row(positions[index])
+        source, own = self._drawn_at(position)
+        return source, self.orders[source].row(own)
 
     def number(self, position: int) -> int:
         """Return the row at `position`, counted over the tasks of all sources."""
         source, row = self.place(position)
         return self._starts[source] + row
+
+    def _drawn_at(self, position: int) -> tuple[int, int]:
+        """Return the source at `position`, and the position in its own order."""
+        if len(self.orders) == 1:
+            return 0, position
+        block, index = divmod(position, self._BLOCK)
+        while len(self._blocks) <= block:
+            self._draw()
+        sources, positions = self._blocks[block]
+        return sources[index], positions[index]
 
     def _draw(self) -> None:
         draws = random.Random(f"sources/{self.seed}/{len(self._blocks)}")

@@ -187,7 +187,7 @@ class GroupProducer:
         return self._source(group).runner.rewards.has_group_rewards and group.state is State.RUNNING
 
     def _source(self, group: OpenGroup) -> Source[ChainRunner]:
-        return self.sources[self.order.place(group.place.position)[0]]
+        return self.sources[self.order.source(group.place.position)]
 
     async def _take_figures(self) -> dict[str, float]:
         figures = {**self.cancellations.take_figures(), **self.filter.take_figures()}
@@ -210,7 +210,7 @@ class GroupProducer:
     def _passes_over(self, position: int) -> bool:
         if position in self._begun:
             return True
-        if self.mixing is not None and self.mixing.passes_over(position, self.order.place(position)[0]):
+        if self.mixing is not None and self.mixing.passes_over(position, self.order.source(position)):
             return True
         return self.curriculum is not None and self.curriculum.passes_over(position, self.order.number(position))
 
@@ -218,7 +218,7 @@ class GroupProducer:
         if self.curriculum is not None:
             self.curriculum.observe(self.order.number(position), seen)
         if self.mixing is not None:
-            self.mixing.observe(self.order.place(position)[0], seen)
+            self.mixing.observe(self.order.source(position), seen)
 
     def _begin_group(self) -> OpenGroup:
         place = self._take_place()
