@@ -14,10 +14,13 @@ is rendered from a cache. A chain has 30 turns and ends with 16 thousand tokens.
 - delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and
   the time that the viewer takes for the page of one of its chains (page).
 
+`--sources` instead compares chains of 8 sources of tasks with those of one, twice each: 10,240 chains of 10 turns,
+4,096 at a time (--quick: 512 chains of 30). Each source has settings of its own, and so its own tools and runner.
+
 `--before COMMIT` also runs that commit's worker, with 256 chains, in this run. The last line is JSON.
 `chains_4096_vs_1024` is the CPU time of 4,096 chains divided by 4 times that of 1,024 (--quick: of 256 and 128).
 
-    python benchmarks/scale.py [--quick] [--before COMMIT]
+    python benchmarks/scale.py [--quick] [--sources | --before COMMIT]
 """
 
 import argparse
@@ -30,6 +33,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +54,10 @@ METRICS = "".join(
     )
 )
 """The load that the stub reports."""
+SOURCES = 8
+"""Number of sources that `--sources` compares with one."""
+CONCURRENCY = 4096
+"""Largest number of chains at a time."""
 BATCHES = 16
 """Number of batches in which the groups are delivered, so that rank 0 need not hold them all."""
 
@@ -133,7 +141,10 @@ def make_folder(folder: Path, chains: int) -> None:
     fast.chat_template = (templates / "qwen2_5.jinja").read_text(encoding="utf-8")
     fast.save_pretrained(folder / "model")
     draw = random.Random(2)
-    tasks = ({"question": " ".join(draw.choices(vocabulary, k=OPENING_WORDS))} for _ in range(chains // GROUP))
+    tasks = [{"question": " ".join(draw.choices(vocabulary, k=OPENING_WORDS))} for _ in range(chains // GROUP)]
+    for number in range(SOURCES):
+        lines = (json.dumps(task) + "\n" for task in tasks[number::SOURCES])
+        (folder / f"tasks-{number}.jsonl").write_text("".join(lines))
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     (folder / "pages.py").write_text(TOOL_FILE.replace("ANSWER_WORDS", str(ANSWER_WORDS)))
     (folder / "pages.txt").write_text(" ".join(draw.choices(vocabulary, k=PAGES_WORDS)))
@@ -196,8 +207,8 @@ class Run:
     mib: float
 
 
-def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
-    """Start workers as rank 0 does, and take their batches."""
+def run_workers(folder: Path, url: str, chains: int, workers: int, turns: int, sources: int) -> Run:
+    """Start workers as rank 0 does, and take their batches. Each chain ends after `turns` turns."""
     import urllib.request
 
     import psutil
@@ -208,20 +219,25 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
     from agentfactory.rollout.workers.worker_socket import Job
 
     groups = chains // GROUP
+    data: dict[str, Any] = {"path": str(folder / "tasks.jsonl")}
+    if sources > 1:
+        # a setting of its own gives a source its own tools and runner
+        paths = ((f"s{number}", str(folder / f"tasks-{number}.jsonl"), 7200 + number) for number in range(sources))
+        data = {"sources": [{"name": name, "path": path, "timeout_seconds": most} for name, path, most in paths]}
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(folder / "model"), "lora": {"rank": 8}},
-            "data": {"path": str(folder / "tasks.jsonl")},
+            "data": data,
             "tools": ["pages.py:read"],
             "rewards": ["pages.py:chance"],
             "server": {"engine": "vllm"},
             "rollout": {
                 "group_size": GROUP,
-                "max_turns": TURNS,
+                "max_turns": turns,
                 "max_tokens": 128,
                 "max_total_tokens": 20_000,
                 "timeout_seconds": 7200,
-                "concurrency": chains,
+                "concurrency": min(chains, CONCURRENCY),
                 "max_staleness": BATCHES - 1,
                 **({"workers": workers} if workers > 1 else {}),
             },
@@ -240,29 +256,32 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
     source = RolloutWorkers(Job(recipe, folder, [url], trajectories, folder, *counts), folder, lambda _: True)
     processes = psutil.Process().children()
     used, started = [sum(process.cpu_times()[:2]) for process in processes], time.perf_counter()
-    turns = tokens = 0
+    tokens = taken = 0
+    drawn: Counter[str] = Counter()
     for version in range(BATCHES):
         source.published(Published(version, f"bench-v{version}", f"bench-v{version}"))
         for group in source.next_batch(groups // BATCHES):
+            drawn[group.source] += 1
             for chain in group.trajectories:
-                assert chain.turns == TURNS, chain.error
-                turns += chain.turns
+                assert chain.turns == turns, chain.error
+                taken += chain.turns
                 tokens = max(tokens, len(chain.rows[0].token_ids))
     seconds = time.perf_counter() - started
     cpu = [sum(process.cpu_times()[:2]) - before for process, before in zip(processes, used, strict=True)]
     mib = sum(process.memory_info().rss for process in processes) / 2**20
     source.close()
     after = received()
-    assert turns == after["requests"] - before["requests"] == chains * TURNS
+    assert taken == after["requests"] - before["requests"] == chains * turns
     assert len(cpu) == workers
+    assert len(drawn) == sources
     lags = sorted(lag for file in folder.glob("lags-*") for lag in array("d", file.read_bytes()))
     return Run(
         chains,
         workers,
         max(cpu) / (sum(cpu) / workers),
-        1e3 * sum(cpu) / turns,
+        1e3 * sum(cpu) / taken,
         lags[int(len(lags) * 0.99)],
-        (after["bytes"] - before["bytes"]) / turns,
+        (after["bytes"] - before["bytes"]) / taken,
         seconds,
         mib,
     )
@@ -332,8 +351,8 @@ def tokenizing() -> float:
     return 1e3 * (time.process_time() - started) / len(texts)
 
 
-def measure(chains: int, code: Path, workers: int = 1) -> Run:
-    """Run workers of the checkout `code`, with a separate stub."""
+def measure(chains: int, code: Path, workers: int = 1, **options: int) -> Run:
+    """Run workers of the checkout `code`, with a separate stub. `options` are `turns` and `sources`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -343,6 +362,7 @@ def measure(chains: int, code: Path, workers: int = 1) -> Run:
         assert stub.stdout is not None
         try:
             command += ["--url", stub.stdout.readline().strip(), "--chains", str(chains), "--workers", str(workers)]
+            command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
         finally:
             stub.terminate()
@@ -352,6 +372,7 @@ def measure(chains: int, code: Path, workers: int = 1) -> Run:
             raise SystemExit(f"{' '.join(command)} failed\n{log.read_text()[-3000:] if log.exists() else ''}")
     run = Run(**json.loads(done.stdout.splitlines()[-1]))
     several = f" of {workers} workers (the busiest {run.balance:.2f} of the mean)" if workers > 1 else ""
+    several += f" of {found} sources" if (found := options.get("sources", 1)) > 1 else ""
     spent = f"{run.ms_per_turn:5.2f} ms of CPU per turn, lag p99 {run.lag_p99_ms:6.1f} ms"
     size = f"{run.bytes_per_turn:,.0f} bytes per turn, {run.seconds:.0f} s, {run.mib:,.0f} MiB"
     print(f"  {run.chains:5} chains{several}: {spent}, {size}", flush=True)
@@ -387,22 +408,39 @@ def compare(quick: bool, before: str | None) -> None:
     print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
 
 
+def compare_sources(quick: bool) -> None:
+    """Run chains of one source and of several, alternately, and print the summary."""
+    here = Path(__file__).resolve().parent.parent
+    chains, turns = (512, TURNS) if quick else (10_240, 10)
+    spent: dict[int, list[float]] = {1: [], SOURCES: []}
+    for sources in (1, SOURCES) * 2:
+        spent[sources].append(measure(chains, here, turns=turns, sources=sources).ms_per_turn)
+    one, several = (sum(values) / 2 for values in spent.values())
+    ratios = {"ms_per_turn": several, f"sources_{SOURCES}_vs_1": several / one}
+    print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
+
+
 def main() -> None:
     """Run the benchmark; the hidden options are for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="128 and 256 chains in place of 256 to 4,096")
     parser.add_argument("--before", metavar="COMMIT", help="also run the worker of this commit")
+    parser.add_argument("--sources", nargs="?", type=int, const=SOURCES, help="compare 8 sources of tasks with one")
     parser.add_argument("--stub", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--chains", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=TURNS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.stub:
         asyncio.run(serve_stub(arguments.folder))
     elif arguments.url:
-        run = run_workers(arguments.folder, arguments.url, arguments.chains, arguments.workers)
+        sizes = (arguments.chains, arguments.workers, arguments.turns, arguments.sources or 1)
+        run = run_workers(arguments.folder, arguments.url, *sizes)
         print(json.dumps(vars(run)), flush=True)
+    elif arguments.sources:
+        compare_sources(arguments.quick)
     else:
         compare(arguments.quick, arguments.before)
 
