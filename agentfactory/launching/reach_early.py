@@ -59,25 +59,24 @@ def check_servers_answer(recipe: Recipe) -> None:
 
 
 def check_teacher_answers(recipe: Recipe) -> None:
-    """Raise SettingError if the server at `teacher.url` does not answer, or cannot grade the policy's tokens."""
-    server = recipe.teacher.server if recipe.teacher is not None else None
-    if server is None:
+    """Raise SettingError if the server of a teacher does not answer, or cannot grade the policy's tokens."""
+    if not (servers := recipe.teacher_servers):
         return
     # imported here, because most recipes have no such teacher
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
-    from agentfactory.rollout.inference.teacher_client import TeacherClient
+    from agentfactory.rollout.inference.teacher_client import open_teachers
 
     async def check_once() -> None:
-        longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
-        async with TeacherClient(server, recipe.model.path, longest, retry_seconds) as teacher:
+        async with open_teachers(servers, recipe) as teachers:
             # an earlier stage may have yet to make the policy; the worker repeats the check
             is_there = is_hub_name(recipe.model.path) or Path(recipe.model.path).is_dir()
-            await (teacher.check() if is_there else teacher.check_server())
+            for teacher in dict.fromkeys(teachers.values()):
+                try:
+                    await (teacher.check() if is_there else teacher.check_server())
+                except ServerUnreachableError as error:
+                    raise SettingError(teacher.server.field, str(error), "restart the server") from error
 
-    try:
-        run_interruptibly(check_once())
-    except ServerUnreachableError as error:
-        raise SettingError("teacher.url", str(error), "restart the server") from error
+    run_interruptibly(check_once())
 
 
 def check_tools_open(recipe: Recipe) -> None:

@@ -35,7 +35,7 @@ _MAY_DIFFER = (
     *("mcp_servers.*.isolation", "mcp_servers.*.pool", "mcp_servers.*.timeout_seconds"),
     *("limits.calls_per_second", "limits.seconds_per_call", "limits.parallel_calls"),
     # the worker checks that the weights there are the same
-    *("teacher.url", "teacher.api_key_env"),
+    *("teacher.url", "teacher.api_key_env", "data.sources.*.teacher_url"),
 )
 _BEFORE = {
     **{"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"},

@@ -340,7 +340,7 @@ def _with_rollouts(
         images=folder.images,
         batch_size=train.batch_size,
         total=total,
-        teacher=recipe.teacher.server if recipe.teacher is not None else None,
+        teachers=recipe.teacher_servers,
         trained=train_state.trained,
         versions=train_state.labels,
         context=recipe.teacher.context if recipe.teacher is not None else None,

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards, RolloutConfig
+from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.addresses import is_http_address
@@ -319,8 +320,8 @@ def _check_teacher(recipe: Recipe) -> None:
         raise SettingError("teacher", problem, fix)
     if teacher is None:
         return
-    if teacher.url is not None:
-        _check_teacher_server(recipe, teacher.url)
+    for server in recipe.teacher_servers.values():
+        _check_teacher_server(recipe, server)
     path = teacher.model
     if path is not None and os.path.isabs(path) and (folder := Path(path)).is_dir():
         if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
@@ -352,12 +353,11 @@ def _check_one_row(rollout: RolloutConfig) -> None:
         raise SettingError("rollout.context.keep_images", f"got {rollout.context.keep_images} {problem}", "set null")
 
 
-def _check_teacher_server(recipe: Recipe, url: str) -> None:
+def _check_teacher_server(recipe: Recipe, server: TeacherServer) -> None:
     """Check what a teacher behind a server cannot do."""
+    url, field = server.url, server.field
     if not is_http_address(url):
-        raise SettingError(
-            "teacher.url", f"got {url!r}, which is no address", "write one such as http://127.0.0.1:8000"
-        )
+        raise SettingError(field, f"got {url!r}, which is no address", "write one such as http://127.0.0.1:8000")
     if recipe.rollout.temperature != 1.0:
         problem = f"got {recipe.rollout.temperature:g}, and the server at teacher.url gives log-probabilities at 1 only"
         raise SettingError("rollout.temperature", problem, "use 1, or teacher.model")
@@ -367,7 +367,7 @@ def _check_teacher_server(recipe: Recipe, url: str) -> None:
     own = {address.rstrip("/") for address in recipe.server.urls}
     if url.rstrip("/") in own and recipe.model.lora is None:
         problem = f"{url} is server.url, too, whose weights change at every step"
-        raise SettingError("teacher.url", problem, "name another server, or train an adapter (model.lora)")
+        raise SettingError(field, problem, "name another server, or train an adapter (model.lora)")
 
 
 def _check_replaced(train: TrainConfig) -> None:

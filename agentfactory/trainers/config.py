@@ -1,5 +1,6 @@
 """The part of a recipe that the trainers package owns: train, sync, placement and track."""
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
+from agentfactory.rollout.config.sources import SourceConfig, sections
 from agentfactory.tools.config import Choice, Options, PositiveFloat, Section, TypedOptions
 from agentfactory.tools.errors import SettingError
 
@@ -622,6 +624,30 @@ class TrainRecipe(RolloutRecipe):
         """See RolloutRecipe."""
         shows_success = self.teacher is not None and self.teacher.context == "solution"
         return self.train.advantage.estimator != "none" or shows_success
+
+    @property
+    def teacher_servers(self) -> dict[str, TeacherServer]:
+        """The server that grades the chains of each source, by the source's name (see Part); empty if no server
+        does."""
+        server = None if self.teacher is None else self.teacher.server
+        if server is None:
+            return {}
+        found = {}
+        for section, data in sections(self.data, "data"):
+            source = data if isinstance(data, SourceConfig) else None
+            own = None if source is None else source.teacher_url
+            found["" if source is None else source.name] = (
+                server if own is None else replace(server, url=own, field=f"{section}.teacher_url")
+            )
+        return found
+
+    @model_validator(mode="after")
+    def _own_teachers_replace_one(self) -> "TrainRecipe":
+        for index, source in enumerate([] if self.data is None else self.data.sources):
+            if source.teacher_url is not None and (self.teacher is None or self.teacher.url is None):
+                problem, fix = f"got {source.teacher_url!r} without teacher.url", "set teacher.url, for other sources"
+                raise SettingError(f"data.sources.{index}.teacher_url", problem, fix)
+        return self
 
     @model_validator(mode="after")
     def _has_no_dropout(self) -> "TrainRecipe":

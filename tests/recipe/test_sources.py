@@ -120,6 +120,7 @@ def test_a_saved_recipe_means_the_same(write: Callable[..., Recipe], tmp_path: P
         ({"agent": {"name": "outside", "options": {"prt": 1}}}, "data.sources.1.agent.options.prt: unknown key 'prt'"),
         ({"parser": "hermess"}, "hermess"),
         ({"harbor": "tasks"}, "data.sources.1: got path="),
+        ({"teacher_url": "http://127.0.0.1:1"}, "data.sources.1.teacher_url: got 'http://127.0.0.1:1' without teacher"),
         ({"sources": []}, "data.sources.1.sources: unknown key 'sources'"),
     ],
 )
@@ -134,6 +135,10 @@ def test_errors_name_the_field_of_the_source(write: Callable[..., Recipe], chang
     ("held_out", "told"),
     [
         ([{**SUMS, "weight": 2}], "eval.data.sources.0.weight: got 2, but each held-out task is visited once"),
+        (
+            [{**SUMS, "teacher_url": "http://127.0.0.1:1"}],
+            "eval.data.sources.0.teacher_url: got 'http://127.0.0.1:1', ",
+        ),
         ([{"name": "halls", "path": "none.jsonl"}], "eval.data.sources.0.path: task/none.jsonl: no such file"),
         ([{**SUMS, "rewards": []}], "eval.data.sources.0.rewards: empty, and no environment gives a reward"),
     ],
@@ -144,6 +149,20 @@ def test_errors_name_the_field_of_a_held_out_source(
     with pytest.raises(SettingError) as error:
         write([SUMS, HALLS], held_out)
     assert told in str(error.value)
+
+
+def test_a_source_has_the_recipes_teacher_or_its_own(write: Callable[..., Recipe]) -> None:
+    teacher, first, second = {"url": "http://127.0.0.1:1", "divergence": "reverse_kl", "top_k": 5}, 1, 2
+    own = f"http://127.0.0.1:{second}"
+    recipe = write([SUMS, {**HALLS, "teacher_url": own}], teacher=teacher)
+    found = {name: (server.url, server.top_k, server.field) for name, server in recipe.teacher_servers.items()}
+    assert found == {
+        "sums": (f"http://127.0.0.1:{first}", 5, "teacher.url"),
+        "halls": (own, 5, "data.sources.1.teacher_url"),
+    }
+    assert write([SUMS]).teacher_servers == {}
+    with pytest.raises(SettingError, match=r"data.sources.1.teacher_url: got 'nowhere', which is no address"):
+        write([SUMS, {**HALLS, "teacher_url": "nowhere"}], teacher=teacher)
 
 
 def test_sources_stand_alone(write: Callable[..., Recipe]) -> None:
@@ -163,6 +182,9 @@ def test_resume_refuses_another_mixture_but_not_another_pool(write: Callable[...
     folder = RunFolder.create(before.output, before.to_saved())
     check_recipe(write([SUMS, json.loads(json.dumps(slow).replace("5", "9"))]), folder, None)
     check_recipe(write([SUMS, {**slow, "timeout_seconds": 9}]), folder, None)
+    taught = {"teacher": {"url": "http://127.0.0.1:1"}, "output": "taught"}
+    taught_folder = RunFolder.create((first := write([SUMS, slow], **taught)).output, first.to_saved())
+    check_recipe(write([SUMS, {**slow, "teacher_url": "http://127.0.0.1:2"}], **taught), taught_folder, None)
     for changes, told in (
         ({"weight": 3}, r"data.sources.1.weight: got 3.0, but .* was trained with 1.0"),
         ({"system_prompt": "Run."}, r"data.sources.1.system_prompt: got 'Run.', but .* was trained with None"),

@@ -157,7 +157,7 @@ async def test_chains_that_may_be_trained_are_graded_outside_their_place(tmp_pat
     assert (graded.outcome, graded.reward, graded.metrics["teacher_tokens"]) == (Outcome.COMPLETED, 1.0, 7.0)
     assert graded.timeline[-1].activity is Activity.TEACHER
     assert graded.seconds >= graded.timeline[-1].end - 1e-3
-    assert (failed.outcome, failed.reward, failed.error) == (Outcome.INFERENCE_ERROR, None, "teacher.url: no grades")
+    assert (failed.outcome, failed.reward, failed.error) == (Outcome.INFERENCE_ERROR, None, "teacher: no grades")
     assert failed.metrics["teacher_tokens"] == 0
     assert (dropped.outcome, dropped.metrics["teacher_tokens"]) == (Outcome.MAX_TURNS, 0.0)
     assert Activity.TEACHER not in {stretch.activity for stretch in dropped.timeline}

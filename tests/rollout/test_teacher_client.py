@@ -23,7 +23,7 @@ from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE, NEEDED_ROUTES
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
-from agentfactory.rollout.inference.teacher_client import CANARY_FILE, TeacherClient
+from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
@@ -253,7 +253,7 @@ async def test_logits_are_no_log_probabilities(model: Path) -> None:
 async def test_a_server_with_other_weights_ends_the_run(model: Path, tmp_path: Path) -> None:
     async with teaching(model) as (teacher, client):
         await client.check()
-        await client.remember(tmp_path)
+        await client.remember(tmp_path / "teacher.json")
         await client.check_weights()
         teacher.shift = 0.015
         await client.check_weights()
@@ -265,12 +265,12 @@ async def test_a_server_with_other_weights_ends_the_run(model: Path, tmp_path: P
         async with TeacherClient(TeacherServer(teacher.url), str(model), LONGEST, 1.0) as later:
             await later.check()
             with pytest.raises(SettingError, match=reason):
-                await later.remember(tmp_path)
+                await later.remember(tmp_path / "teacher.json")
             teacher.shift = 0.0
-            await later.remember(tmp_path)
-        (tmp_path / CANARY_FILE).write_text("{")
+            await later.remember(tmp_path / "teacher.json")
+        (tmp_path / "teacher.json").write_text("{")
         with pytest.raises(SettingError, match=r"teacher\.url: .*teacher\.json is damaged"):
-            await client.remember(tmp_path)
+            await client.remember(tmp_path / "teacher.json")
         teacher.label = "step-1"
         with pytest.raises(SettingError, match=r"graded with weights called 'step-1', and before with 'default'"):
             await client.grade(chain(two_turns()))
@@ -412,8 +412,8 @@ async def test_a_policy_that_an_earlier_stage_makes_is_no_reason_to_refuse_the_s
     async with teaching(tmp_path / "not-yet") as (teacher, client):
         policy = SimpleNamespace(path=str(tmp_path / "not-yet"))
         rollout, server = SimpleNamespace(max_total_tokens=LONGEST), SimpleNamespace(retry_seconds=1.0)
-        recipe: Any = SimpleNamespace(model=policy, rollout=rollout, server=server, teacher=None)
-        recipe.teacher = SimpleNamespace(server=TeacherServer(teacher.url))
+        recipe: Any = SimpleNamespace(model=policy, rollout=rollout, server=server)
+        recipe.teacher_servers = {"": TeacherServer(teacher.url)}
         await asyncio.to_thread(check_teacher_answers, recipe)
         assert not teacher.asked
         with pytest.raises(SettingError, match=r"not-yet has no tokenizer"):

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from agentfactory.rollout.groups.group_files import read_groups
-from agentfactory.rollout.inference.teacher_client import CANARY_FILE
 from agentfactory.rollout.trajectory import Activity
 from tests.forked import TRAINER, Forked
 from tests.rollout.test_faults import BATCH, MEMBERS, STEPS, Run, Server, check_whole, servers, training
@@ -120,6 +121,37 @@ async def test_a_teacher_that_is_gone_ends_the_run_which_resumes_at_its_new_addr
                 assert np.array_equal(row.teacher_logprobs, again.teacher_logprobs)
 
 
+async def test_each_source_is_graded_by_its_own_teacher(
+    tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
+) -> None:
+    for name in ("weak", "strong"):
+        (tmp_path / name).mkdir()
+    with (
+        servers(tmp_path, warm_start) as (policy,),
+        servers(tmp_path / "weak", warm_start, max_model_len=513) as (weak,),
+        servers(tmp_path / "strong", strong, max_model_len=513) as (teacher,),
+    ):
+        sources = [{"name": "others", "path": str(tasks)}]
+        sources.append({"name": "own", "path": str(tasks), "teacher_url": teacher.url})
+        with distilling(tmp_path, warm_start, tasks, policy, weak.url, data={"sources": sources}) as run:
+            await check_whole(run)
+        assert {file.name for file in (run.output / "trajectories").glob("teacher*")} == {
+            "teacher.json",
+            "teacher-own.json",
+        }
+    networks = {"others": warm_start, "own": strong}
+    for name, folder in networks.items():
+        network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        groups = [group for group in run.groups() if group.source == name]
+        assert groups
+        for row in (row for group in groups for chain in group.trajectories for row in chain.rows):
+            ids = torch.tensor([*row.token_ids])
+            with torch.no_grad():
+                logprobs = network(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            expected = logprobs[torch.from_numpy(row.graded()) - 1]
+            torch.testing.assert_close(torch.tensor([*row.teacher_logprobs]), expected, atol=1e-3, rtol=0)  # type: ignore[misc]
+
+
 async def test_other_weights_at_the_same_address_end_the_run(
     tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
 ) -> None:
@@ -136,7 +168,7 @@ async def test_other_weights_at_the_same_address_end_the_run(
             assert await run.end() == 1
         assert f"teacher.url: {teacher.url} has other weights than when the run began" in run.said()
         groups = {group.id: group for group in run.groups()}
-        assert (run.output / "trajectories" / CANARY_FILE).exists()
+        assert (run.output / "trajectories" / "teacher.json").exists()
         # nothing that they graded was trained: it ends before the next batch
         trained = (run.output / "trajectories" / "acknowledged.txt").read_text().split()
         assert len(trained) % BATCH == 0

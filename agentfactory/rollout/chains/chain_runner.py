@@ -311,7 +311,7 @@ class Runner(ABC):
                 with episode.timeline.measure(Activity.TEACHER):
                     tokens = await grade(trajectory)
             except InferenceError as error:
-                self._fail(trajectory, InferenceError(f"teacher.url: {error}"))
+                self._fail(trajectory, InferenceError(f"teacher: {error}"))
                 trajectory.reward = trajectory.turn_rewards = None
             trajectory.seconds = episode.timeline.seconds
         trajectory.metrics |= {"teacher_tokens": float(tokens), "teacher_seconds": time.monotonic() - began}

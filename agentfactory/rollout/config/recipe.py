@@ -231,6 +231,9 @@ class RolloutRecipe(ToolsRecipe):
             if source.weight != 1.0:
                 problem, fix = f"got {source.weight:g}, but each held-out task is visited once", "remove it"
                 raise SettingError(f"eval.data.sources.{index}.weight", problem, fix)
+            if source.teacher_url is not None:
+                problem, fix = f"got {source.teacher_url!r}, but no teacher grades held-out tasks", "remove it"
+                raise SettingError(f"eval.data.sources.{index}.teacher_url", problem, fix)
         return self
 
     def parts(self) -> "list[Part[Self]]":

@@ -121,8 +121,9 @@ class ServerConfig(Choice):
 @dataclass(frozen=True)
 class TeacherServer:
     """A teacher's server, and the number of its most likely tokens that are asked for at each sampled token (None: the
-    log-probability of the sampled token alone)."""
+    log-probability of the sampled token alone). `field` is where the recipe has its address."""
 
     url: str
     api_key_env: str | None = None
     top_k: int | None = None
+    field: str = "teacher.url"

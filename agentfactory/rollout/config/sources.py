@@ -39,6 +39,8 @@ class SourceConfig(DataConfig, ChainConfig):
     """Name, for metrics and messages. A source of `eval.data` with the name of one of `data` has its settings."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the groups, relative to the other sources' weights. For `data` only."""
+    teacher_url: str | None = None
+    """Address of the server that grades its chains. Null: `teacher.url`. For `data` only."""
     tools: list[str] = []
     """See the recipe's `tools`."""
     mcp_servers: dict[str, McpServerConfig] = {}

@@ -6,7 +6,8 @@ They are those at temperature 1, whatever the sampling parameters.
 
 import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.http_transport import (
     ContextOverflowError,
@@ -33,8 +35,6 @@ from agentfactory.tools.files.disk import write_whole
 
 ANSWERS_WITHIN = 10.0
 """Seconds within which the server must describe itself."""
-CANARY_FILE = "teacher.json"
-"""Name of the file, in a folder of trajectories, with the fixed contexts and their log-probabilities."""
 CANARY_TEXTS = (
     "The quick brown fox jumps over the lazy dog. Then it rests in the shade of an old oak tree and waits for night.",
     "def add(a: int, b: int) -> int:\n    return a + b\n\n\nprint(add(12, 30))  # 42\n",
@@ -76,7 +76,7 @@ class TeacherClient:
 
     def __init__(self, server: TeacherServer, policy: str, longest: int, retry_seconds: float) -> None:
         """`policy` is the folder or hub name of the policy's model, and `longest` the length of its longest chains."""
-        self._server = server
+        self.server = server
         self._policy = policy
         self._longest = longest
         self._client = InferenceClient(server.url, server.api_key_env, retry_seconds, section="teacher")
@@ -97,14 +97,14 @@ class TeacherClient:
 
     async def check_server(self) -> dict[str, Any]:
         """Check the server without the policy: its routes and context length. Return the card of its model."""
-        url = self._server.url
+        url = self.server.url
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
                 await self._client.check_routes()
                 cards = await self._client.models(self._client.urls[0])
         except TimeoutError:
             problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
-            raise SettingError("teacher.url", problem, "restart the server") from None
+            raise SettingError(self.server.field, problem, "restart the server") from None
         except ServerUnreachableError as error:
             problem, _, fix = str(error).rpartition("; ")
             if not problem:
@@ -112,59 +112,59 @@ class TeacherClient:
             if "SGLang" in problem or fix.endswith("?"):
                 # the advice for server.url would change the policy's server
                 fix = f"{_ENGINES}, and write its address without a path such as /v1"
-            raise SettingError("teacher.url", problem, fix.removeprefix("fix: ")) from error
+            raise SettingError(self.server.field, problem, fix.removeprefix("fix: ")) from error
         card = next((card for card in cards if not card.get("parent")), None)
         if card is None:
-            raise SettingError("teacher.url", f"{url} lists no model at /v1/models", "start a server with a model")
+            raise SettingError(self.server.field, f"{url} lists no model at /v1/models", "start a server with a model")
         self._model = card["id"]
         self._limit = card.get("max_model_len")
         # the server also samples a token
         if self._limit is not None and self._limit <= self._longest:
             problem = f"{url} reads {self._limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
             fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
-            raise SettingError("teacher.url", problem, fix)
+            raise SettingError(self.server.field, problem, fix)
         return card
 
     async def check(self) -> None:
         """Check that the server can grade this policy: its routes, context length, tokenizer, and one answer."""
-        url, card = self._server.url, await self.check_server()
+        url, card = self.server.url, await self.check_server()
         own, theirs = await asyncio.to_thread(self._load_tokenizers, card.get("root"))
-        if (self._server.top_k or 0) > len(own):
-            problem = f"got {self._server.top_k}, and the policy's vocabulary has {len(own)} tokens"
+        if (self.server.top_k or 0) > len(own):
+            problem = f"got {self.server.top_k}, and the policy's vocabulary has {len(own)} tokens"
             raise SettingError("teacher.top_k", problem, "lower it")
         try:
             self._missing = {} if theirs is None else tokens_missing(own, theirs, url)
         except SettingError as error:
-            raise error.at("teacher.url") from None
+            raise error.at(self.server.field) from None
         contexts = [own.encode(text, add_special_tokens=False)[: self._longest] for text in CANARY_TEXTS]
         contexts = [ids for ids in contexts if len(ids) > 1 and self._missing.keys().isdisjoint(ids)]
         if not contexts:
             problem = "the policy's tokenizer has no text that could show whether the teacher's weights change"
-            raise SettingError("teacher.url", problem, "use teacher.model")
+            raise SettingError(self.server.field, problem, "use teacher.model")
         try:
             self._canary = await self._fresh_canary(contexts)
         except InferenceError as error:
-            raise SettingError("teacher.url", f"{url} cannot grade tokens: {error}", _ENGINES) from error
+            raise SettingError(self.server.field, f"{url} cannot grade tokens: {error}", _ENGINES) from error
 
     def _load_tokenizers(self, root: Any) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
         """Load the policy's tokenizer, and that of the server's model unless it is the policy's."""
         own = load_tokenizer(self._policy)
         if root == self._policy:
             return own, None
-        problem = f"the model at {self._server.url} calls itself {root!r}, which has no tokenizer here: whether its "
+        problem = f"the model at {self.server.url} calls itself {root!r}, which has no tokenizer here: whether its "
         problem += "ids mean the policy's tokens cannot be checked"
         fix = "put its tokenizer files into a folder of that name here, or serve it by its hub name"
         if not isinstance(root, str) or not root or (os.path.isabs(root) and not Path(root).is_dir()):
-            raise SettingError("teacher.url", problem, fix)
+            raise SettingError(self.server.field, problem, fix)
         try:
             return own, load_tokenizer(root)
         except SettingError as error:
-            raise SettingError("teacher.url", problem, fix) from error
+            raise SettingError(self.server.field, problem, fix) from error
 
     def _remedy(self, error: str) -> str:
         """Return the fix for a refused request."""
-        if self._server.top_k is not None and "logprobs" in error and "max" in error:
-            return f"start vLLM with --max-logprobs {self._server.top_k}, or lower teacher.top_k"
+        if self.server.top_k is not None and "logprobs" in error and "max" in error:
+            return f"start vLLM with --max-logprobs {self.server.top_k}, or lower teacher.top_k"
         if "vocab" in error or "token_ids: must be" in error:
             return "name a teacher whose vocabulary has all of the policy's ids"
         return _ENGINES
@@ -182,10 +182,9 @@ class TeacherClient:
     def _ask_all(self, ids: list[int]) -> Awaitable[_Grades]:
         return self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")
 
-    async def remember(self, folder: Path, writes: bool = True) -> None:
-        """Compare the server's weights with those that this run began with, by the file in `folder`, or write it
-        (`writes`) if this is the beginning. Call it after `check`."""
-        file = folder / CANARY_FILE
+    async def remember(self, file: Path, writes: bool = True) -> None:
+        """Compare the server's weights with those that this run began with, by `file`, or write it (`writes`) if this
+        is the beginning. Call it after `check`."""
         if not file.exists():
             if writes:
                 write_whole(file, msgspec.json.encode(self._canary))
@@ -194,7 +193,7 @@ class TeacherClient:
             self._canary = msgspec.json.decode(file.read_bytes(), type=_Canary)
         except msgspec.DecodeError as error:
             raise SettingError(
-                "teacher.url", f"{file} is damaged: {error}", "begin another run with output=OTHER"
+                self.server.field, f"{file} is damaged: {error}", "begin another run with output=OTHER"
             ) from error
         await self.check_weights()
 
@@ -206,15 +205,13 @@ class TeacherClient:
         try:
             found = await self._canary_values(canary.contexts)
         except InferenceError as error:
-            raise SettingError("teacher.url", f"its fixed contexts fail: {error}", "restart the server") from error
+            raise SettingError(self.server.field, f"its fixed contexts fail: {error}", "restart the server") from error
         drift = _drift([np.asarray(values) for values in canary.logprobs], found)
         if not drift <= canary.tolerance:
             tokens = sum(map(len, canary.logprobs))
-            problem = (
-                f"{self._server.url} has other weights than when the run began: the log-probabilities of {tokens} "
-            )
+            problem = f"{self.server.url} has other weights than when the run began: the log-probabilities of {tokens} "
             problem += f"fixed tokens differ by {drift:.3g} nats on average (equal: up to {canary.tolerance:.3g})"
-            raise SettingError("teacher.url", problem, "serve the first weights again, and resume")
+            raise SettingError(self.server.field, problem, "serve the first weights again, and resume")
 
     # ---- grades
 
@@ -228,7 +225,7 @@ class TeacherClient:
                 continue
             if row.images:
                 problem = f"chain {chain.id} has images, which are not sent to a teacher's server"
-                raise SettingError("teacher.url", problem, "use teacher.model, of the policy's family")
+                raise SettingError(self.server.field, problem, "use teacher.model, of the policy's family")
             ids = [int(token) for token in row.token_ids[: graded[-1] + 1]]
             self._check_tokens(ids)
             grades = await self._ask(ids, graded, chain.id)
@@ -246,39 +243,64 @@ class TeacherClient:
         try:
             await asyncio.gather(*map(self.grade, chains))
         except InferenceError as error:
-            raise SettingError("teacher.url", f"{self._server.url} cannot grade tokens: {error}", _ENGINES) from error
+            raise SettingError(
+                self.server.field, f"{self.server.url} cannot grade tokens: {error}", _ENGINES
+            ) from error
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         if found := sorted(self._missing.keys() & set(ids)):
             named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
             problem = f"its model has no token {named}, which the policy's chains contain"
             fix = "name a teacher with it, or set model.chat_template to one without it"
-            raise SettingError("teacher.url", problem, fix)
+            raise SettingError(self.server.field, problem, fix)
 
     async def _ask(self, ids: Sequence[int], places: Int[np.ndarray, "places"], chain: str) -> _Grades:
         """Return the grades of the tokens at `places`, of which none is 0. The requests of one `chain` go to one
         replica."""
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._server.top_k or 0}
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self.server.top_k or 0}
         try:
             completion = await self._client.generate(ids, self._model, sampling, chain=chain)
         except ContextOverflowError as error:
             problem = f"a chain of {len(ids)} tokens does not fit into its context: {error}"
             raise SettingError(
-                "teacher.url", problem, "serve it with a longer one, or lower rollout.max_total_tokens"
+                self.server.field, problem, "serve it with a longer one, or lower rollout.max_total_tokens"
             ) from error
         except RefusedError as error:
             reason, _, fix = str(error).partition("; fix: ")
-            problem = f"{self._server.url} refuses to grade {len(ids)} tokens: {reason}"
-            raise SettingError("teacher.url", problem, fix or self._remedy(reason)) from error
+            problem = f"{self.server.url} refuses to grade {len(ids)} tokens: {reason}"
+            raise SettingError(self.server.field, problem, fix or self._remedy(reason)) from error
         except ServerUnreachableError as error:
-            raise ServerUnreachableError(f"teacher.url: {error}; fix: start it again, and resume the run") from error
+            raise ServerUnreachableError(
+                f"{self.server.field}: {error}; fix: start it again, and resume the run"
+            ) from error
         for span in completion.versions:
             self._label = self._label or span.version
             if span.version != self._label:
-                problem = f"{self._server.url} graded with weights called {span.version!r}, and before with "
+                problem = f"{self.server.url} graded with weights called {span.version!r}, and before with "
                 fix = "name a server whose weights nobody updates, and begin again"
-                raise SettingError("teacher.url", f"{problem}{self._label!r}", fix)
-        return _grades(completion.prompt_logprobs, ids, places, self._server.top_k)
+                raise SettingError(self.server.field, f"{problem}{self._label!r}", fix)
+        return _grades(completion.prompt_logprobs, ids, places, self.server.top_k)
+
+
+def canary_file(server: TeacherServer, source: str) -> str:
+    """Return the name of the file, in a folder of trajectories, with a server's fixed contexts and their
+    log-probabilities. `source` has the server."""
+    return "teacher.json" if server.field == TeacherServer.field else f"teacher-{source}.json"
+
+
+@asynccontextmanager
+async def open_teachers(
+    servers: Mapping[str, TeacherServer], recipe: RolloutRecipe
+) -> AsyncIterator[dict[str, TeacherClient]]:
+    """Open the clients of the servers, which are given by the source of their chains. Sources with the same server
+    share one."""
+    longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
+    opened: dict[TeacherServer, TeacherClient] = {}
+    async with AsyncExitStack() as stack:
+        for server in dict.fromkeys(servers.values()):
+            teacher = TeacherClient(server, recipe.model.path, longest, retry_seconds)
+            opened[server] = await stack.enter_async_context(teacher)
+        yield {name: opened[server] for name, server in servers.items()}
 
 
 def _drift(before: Sequence[np.ndarray], now: Sequence[np.ndarray]) -> float:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,7 +30,7 @@ from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.groups.teacher_context import TeacherContext
 from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
-from agentfactory.rollout.inference.teacher_client import TeacherClient
+from agentfactory.rollout.inference.teacher_client import TeacherClient, canary_file, open_teachers
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.sources import Source, load_all, mix_of
 from agentfactory.rollout.text.templates import RenderError
@@ -80,7 +80,7 @@ class Worker:
         self._restored: dict[str, asyncio.Future[bool]] = {}
         self.trajectories = Path(start["trajectories"])
         self.images = Path(start["images"])
-        self.teacher = None if start["teacher"] is None else TeacherServer(**start["teacher"])
+        self.teachers = {source: TeacherServer(**server) for source, server in start["teachers"].items()}
         self.batch_size: int = start["batch_size"]
         self.total: int = start["total"]
         self.trained: list[str] = start["trained"]
@@ -97,14 +97,14 @@ class Worker:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
         loaded = [*self.loaded, *self.held_out]
         opened = open_sources(self.recipe, loaded, self.base, self.urls, processes=self.share.of, images=self.images)
-        async with opened as every, self._open_teacher() as teacher:
+        async with opened as every, self._open_teachers() as teachers:
             sources, held_out = every[: len(self.loaded)], every[len(self.loaded) :]
             for source in [*held_out, *sources]:
                 await source.check()
             runner, self._places = sources[0].runner, sources[0].runner.places
             sources = [replace(source, runner=source.watched()) for source in sources]
             held_out = [source.run_by(sources) for source in held_out]
-            trained = [self._prepared(source, teacher) for source in sources]
+            trained = [self._prepared(source, teachers.get(source.name)) for source in sources]
             renderer = runner.renderer
             await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
             collect_rarely()
@@ -127,8 +127,10 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 # first, because grading many groups takes time
                 tasks.create_task(self._live())
-                if teacher is not None and resumed is not None:
-                    await teacher.grade_again([pending.group for pending in resumed.pending])
+                if resumed is not None:
+                    for name, teacher in teachers.items():
+                        groups = (pending.group for pending in resumed.pending)
+                        await teacher.grade_again([group for group in groups if group.source == name])
                 producer = GroupProducer(
                     self.recipe.rollout,
                     trained,
@@ -136,7 +138,7 @@ class Worker:
                     admission,
                     published,
                     saved,
-                    partial(self._deliver, sources, teacher),
+                    partial(self._deliver, sources, set(teachers.values())),
                     resumed,
                     self.share,
                     self._watch(sources, first=version == 0),
@@ -170,17 +172,15 @@ class Worker:
         return source if teacher is None else replace(source, runner=source.runner.graded_by(teacher.grade))
 
     @asynccontextmanager
-    async def _open_teacher(self) -> AsyncIterator[TeacherClient | None]:
-        """Connect to the teacher's server, and check that it has the weights that this run began with."""
-        if self.teacher is None:
-            yield None
-            return
-        recipe = self.recipe
-        longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
-        async with TeacherClient(self.teacher, recipe.model.path, longest, retry_seconds) as teacher:
-            await teacher.check()
-            await teacher.remember(self.trajectories, writes=self.share.number == 0)
-            yield teacher
+    async def _open_teachers(self) -> AsyncIterator[dict[str, TeacherClient]]:
+        """Connect to the teachers' servers, and check that they have the weights that this run began with. Yields the
+        clients by source."""
+        async with open_teachers(self.teachers, self.recipe) as found:
+            files = {teacher: canary_file(teacher.server, source) for source, teacher in found.items()}
+            for teacher, file in files.items():
+                await teacher.check()
+                await teacher.remember(self.trajectories / file, writes=self.share.number == 0)
+            yield found
 
     async def _messages(self) -> AsyncIterator[dict[str, Any]]:
         while (message := await receive(self.reader)) is not None:
@@ -287,13 +287,13 @@ class Worker:
     async def _deliver(
         self,
         sources: Sequence[Source[ChainRunner]],
-        teacher: TeacherClient | None,
+        teachers: Collection[TeacherClient],
         batch: list[Delivered],
         figures: dict[str, float],
     ) -> None:
         for source in sources:
             source.runner.setup.tool_errors.report()
-        if teacher is not None:
+        for teacher in teachers:
             # its grades since the last batch are from the same weights
             await teacher.check_weights()
         for delivered in batch:

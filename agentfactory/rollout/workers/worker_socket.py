@@ -143,7 +143,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 class Job:
     """The job of a run's workers. `batch_size` and `total` count groups of all workers. For a resumed run, `trained`
     has the ids of the groups already trained, and `versions` maps the labels in the spans of saved groups to policy
-    versions. `teacher` is a teacher behind a server, and `context` the recipe's teacher.context."""
+    versions. `teachers` are the teachers behind servers, by source, and `context` is the recipe's teacher.context."""
 
     recipe: RolloutRecipe
     base: Path
@@ -152,7 +152,7 @@ class Job:
     images: Path
     batch_size: int
     total: int
-    teacher: TeacherServer | None = None
+    teachers: Mapping[str, TeacherServer] = field(default_factory=dict)
     trained: Collection[str] = ()
     versions: Mapping[str, int] = field(default_factory=dict)
     context: str | None = None
@@ -211,7 +211,7 @@ class WorkerProcess:
             urls=job.urls,
             trajectories=str(job.trajectories),
             images=str(job.images),
-            teacher=None if job.teacher is None else asdict(job.teacher),
+            teachers={source: asdict(server) for source, server in job.teachers.items()},
             batch_size=job.batch_size // share.of,
             total=job.total // share.of,
             trained=sorted(job.trained),
