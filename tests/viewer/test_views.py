@@ -782,3 +782,27 @@ def test_ten_thousand_steps_and_a_hundred_thousand_groups(
     assert first < 10
     assert built < 1
     assert histogram < 5
+
+
+def test_chains_are_filtered_by_the_source_of_their_tasks(tmp_path: Path, page: "Page") -> None:
+    run = RunFolder.create(tmp_path / "mixed", yaml.safe_dump(RECIPE))
+    groups = [
+        Group(f"g{number}", {"question": "Where?"}, [chain(f"g{number}.0", [], [])], source=name)
+        for number, name in enumerate(("hunt", NASTY, "hunt"))
+    ]
+    write_groups(run.trajectories / "train.jsonl", groups)
+    with viewing(run.path) as url:
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 3)
+        page.goto(f"{url}#/trajectories")
+        choice, rows = page.get_by_label("tasks of any source"), page.locator("tbody tr")
+        choice.select_option("hunt")
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 2")
+        assert {row.split("\t")[0] for row in rows.all_inner_texts()} == {"g0.0", "g2.0"}
+        choice.select_option(NASTY)
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
+        assert rows.all_inner_texts()[0].split("\t")[0] == "g1.0"
+    # a run without sources has no such filter
+    with viewing(many_chains(tmp_path / "plain", 1).path) as url:
+        page.goto(f"{url}#/trajectories")
+        rows.first.wait_for()
+        assert choice.is_hidden()

@@ -2,7 +2,7 @@
 
 // The list of trajectories and groups, with its filters. The URL contains the query.
 
-const FILTERS = ["view", "run", "source", "outcome", "success", "tool", "version_min", "version_max", "step_min", "step_max",
+const FILTERS = ["view", "run", "source", "tasks", "outcome", "success", "tool", "version_min", "version_max", "step_min", "step_max",
   "reward_min", "reward_max", "text", "group", "sort", "ascending", "page"];
 
 function addressOf(row) {
@@ -98,6 +98,7 @@ class ListPage {
       more,
       select("run", "all runs", []),
       select("source", "from anywhere", []),
+      select("tasks", "tasks of any source", []),
       select("outcome", "any outcome", []),
       select("success", "any success", []),
       select("tool", "any tool", []),
@@ -180,6 +181,9 @@ class ListPage {
     const counted = (found) => Object.entries(found).map(([name, count]) => [name, `${name.replaceAll("_", " ")} (${figure(count)})`]);
     this.fill("run", "all runs", (lastState?.runs ?? []).map((run) => [run.id, run.label]));
     this.fill("source", "from anywhere", counted(facets.source));
+    this.fill("tasks", "tasks of any source", counted(facets.tasks));
+    // a run without sources has nothing to choose
+    this.choices.tasks.hidden = this.choices.tasks.options.length === 1;
     this.fill("outcome", "any outcome", counted(facets.outcome));
     const successes = { yes: "successful", no: "not successful" };
     this.fill("success", "any success", Object.entries(facets.success).map(([name, count]) => [name, `${successes[name]} (${figure(count)})`]));

@@ -55,7 +55,7 @@ function fileSource(data) {
   const succeeded = (row) => (row.success === null ? null : row.success >= 1 ? "yes" : "no");
 
   function matches(row, number, query) {
-    const same = { run: "run", source: "source", outcome: "outcome", group: "group_id" };
+    const same = { run: "run", source: "source", tasks: "tasks", outcome: "outcome", group: "group_id" };
     for (const [name, column] of Object.entries(same)) if (query[name] && row[column] !== query[name]) return false;
     for (const name of ["version", "step", "reward"]) {
       const low = query[`${name}_min`];
@@ -102,6 +102,7 @@ function fileSource(data) {
   const facets = {
     source: counts(facts.map((row) => row.source)),
     outcome: counts(facts.map((row) => row.outcome)),
+    tasks: counts(facts.map((row) => row.tasks).filter((name) => name !== null)),
     success: counts(facts.map(succeeded).filter((value) => value !== null)),
     tool: counts(facts.flatMap((row) => row.tools)),
   };

@@ -22,7 +22,7 @@ CREATE TABLE chains (
     id INTEGER PRIMARY KEY AUTOINCREMENT, run TEXT, file TEXT, source TEXT, byte INTEGER, length INTEGER,
     place INTEGER, group_id TEXT, chain TEXT, version INTEGER, step INTEGER, outcome TEXT, stop TEXT, reward REAL,
     success REAL, turns INTEGER, calls INTEGER, errors INTEGER, tokens INTEGER, sampled INTEGER, seconds REAL,
-    error TEXT, preview TEXT
+    error TEXT, preview TEXT, tasks TEXT
 );
 CREATE INDEX by_line ON chains (run, file, byte);
 CREATE INDEX by_group ON chains (run, group_id);
@@ -34,11 +34,11 @@ CREATE TABLE found (search INTEGER, chain INTEGER, PRIMARY KEY (search, chain)) 
 
 _COLUMNS = (
     "run, file, source, byte, length, place, group_id, chain, version, step, outcome, stop, reward, success, turns, "
-    "calls, errors, tokens, sampled, seconds, error, preview"
+    "calls, errors, tokens, sampled, seconds, error, preview, tasks"
 )
 _LISTED = "id, " + _COLUMNS.replace("length, ", "")
 # in the order of the columns, without `id`
-_INSERT = f"INSERT INTO chains ({_COLUMNS}) VALUES ({', '.join('?' * 22)})"
+_INSERT = f"INSERT INTO chains ({_COLUMNS}) VALUES ({', '.join('?' * 23)})"
 
 # ordered in the outer query, where `reward` is the mean
 _GROUPED = """
@@ -95,11 +95,12 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
     group = outline(line)
     try:
         group["task"]  # must exist, because text search reads it
-        preview = task_text(group)[:_PREVIEW]
+        # the task, and the name of its source
+        shown = (task_text(group)[:_PREVIEW], group.get("source") or None)
         version, source = _version_of(file, group), source_of(file)
         place_in_file = (run, file, source, byte, len(line))
         return [
-            _row(place_in_file, place, str(group["id"]), version, chain, preview)
+            _row(place_in_file, place, str(group["id"]), version, chain, shown)
             for place, chain in enumerate(group["trajectories"])
         ]
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -107,7 +108,7 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
 
 
 def _row(
-    where: tuple[Any, ...], place: int, group: str, version: int | None, chain: dict[str, Any], preview: str
+    where: tuple[Any, ...], place: int, group: str, version: int | None, chain: dict[str, Any], shown: tuple[str, Any]
 ) -> tuple[tuple[Any, ...], set[str]]:
     names = [name for message in chain["messages"] for name, _ in calls_of(message)]
     metrics, rows = chain.get("metrics") or {}, chain.get("rows") or []
@@ -126,7 +127,8 @@ def _row(
         _number(metrics.get("sampled_tokens")),
         float(chain.get("seconds", 0.0)),
         _text(chain.get("error")),
-        preview,
+        shown[0],
+        _text(shown[1]),
     )
     return (*where, place, group, str(chain["id"]), version, None, *figures), set(names)
 
@@ -273,7 +275,8 @@ class Index:
         return [row["tool"] for row in self._read("SELECT tool FROM used WHERE chain = ? ORDER BY tool", (chain,))]
 
     def facets(self) -> dict[str, dict[str, int]]:
-        """Return the values of `outcome`, `source`, `success` and `tool` to choose from, with their numbers of chains."""
+        """Return the values of `outcome`, `source`, `tasks`, `success` and `tool` to choose from, with their numbers of
+        chains."""
         counted = {
             name: self._read(
                 f"SELECT {name} AS name, count(*) AS count FROM chains GROUP BY {name} ORDER BY count DESC LIMIT ?",
@@ -281,6 +284,8 @@ class Index:
             )
             for name in ("outcome", "source")
         }
+        named = "SELECT tasks AS name, count(*) AS count FROM chains WHERE tasks IS NOT NULL GROUP BY name LIMIT ?"
+        counted["tasks"] = self._read(named, (_FACETS,))
         succeeded = "CASE WHEN success >= 1 THEN 'yes' WHEN success < 1 THEN 'no' END"
         counted["success"] = self._read(
             f"SELECT {succeeded} AS name, count(*) AS count FROM chains WHERE success IS NOT NULL GROUP BY name", ()

@@ -8,7 +8,7 @@ from typing import Any
 MOST_ROWS = 200
 _MOST_PAGES = 10**9
 
-_EXACT = {"run": "run", "source": "source", "outcome": "outcome", "group": "group_id"}
+_EXACT = {"run": "run", "source": "source", "tasks": "tasks", "outcome": "outcome", "group": "group_id"}
 _SUCCESS = {"yes": "success >= 1", "no": "success < 1"}
 """Chains without `success` are in neither."""
 _RANGES = {"version": "version", "step": "step", "reward": "reward"}
