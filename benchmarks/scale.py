@@ -14,8 +14,9 @@ is rendered from a cache. A chain has 30 turns and ends with 16 thousand tokens.
 - delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and
   the time that the viewer takes for the page of one of its chains (page).
 
-`--sources` instead compares chains of 8 sources of tasks with those of one, twice each: 10,240 chains of 10 turns,
-4,096 at a time (--quick: 512 chains of 30). Each source has settings of its own, and so its own tools and runner.
+`--sources` instead compares chains of 8 sources of tasks with those of one, twice: 10,240 chains of 5 turns, 4,096 at a
+time (--quick: 512 chains of 30). Each source has settings of its own, and so its own tools and runner. Both run at the
+same time, so that other work on the machine slows both.
 
 `--before COMMIT` also runs that commit's worker, with 256 chains, in this run. The last line is JSON.
 `chains_4096_vs_1024` is the CPU time of 4,096 chains divided by 4 times that of 1,024 (--quick: of 256 and 128).
@@ -34,6 +35,7 @@ import tempfile
 import time
 from array import array
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -409,12 +411,17 @@ def compare(quick: bool, before: str | None) -> None:
 
 
 def compare_sources(quick: bool) -> None:
-    """Run chains of one source and of several, alternately, and print the summary."""
+    """Run chains of one source and of several at the same time, and print the summary."""
     here = Path(__file__).resolve().parent.parent
-    chains, turns = (512, TURNS) if quick else (10_240, 10)
+    chains, turns = (512, TURNS) if quick else (10_240, 5)
     spent: dict[int, list[float]] = {1: [], SOURCES: []}
-    for sources in (1, SOURCES) * 2:
-        spent[sources].append(measure(chains, here, turns=turns, sources=sources).ms_per_turn)
+    with ThreadPoolExecutor() as pool:
+        for _ in range(2):
+            runs = {
+                sources: pool.submit(measure, chains, here, turns=turns, sources=sources) for sources in (1, SOURCES)
+            }
+            for sources, run in runs.items():
+                spent[sources].append(run.result().ms_per_turn)
     one, several = (sum(values) / 2 for values in spent.values())
     ratios = {"ms_per_turn": several, f"sources_{SOURCES}_vs_1": several / one}
     print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
