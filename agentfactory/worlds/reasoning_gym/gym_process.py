@@ -114,7 +114,7 @@ def _tasks(spec: Spec, skip: int, count: int) -> Iterator[dict[str, Any]]:
     while len(seen) < wanted:
         if size >= _TRIES * wanted:
             problem = f"it has {len(seen)} different tasks in {size} with these options, not {wanted}"
-            fix = "lower data.reasoning_gym.size (and skip), or choose options or a level with more tasks"
+            fix = "lower size (and skip), or choose options or a level with more tasks"
             raise Refused(spec["name"], problem, fix)
         size = max(2 * size, wanted)
         dataset = data_set({**spec, "size": size})
@@ -171,7 +171,7 @@ def data_set(spec: Spec) -> ProceduralDataset:
     fields = [field.name for field in dataclasses.fields(config_class) if field.name not in _OURS]
     for option in options:
         if option in _OURS:
-            raise Refused(f"{name}.options.{option}", "it is set for all data sets", f"set data.reasoning_gym.{option}")
+            raise Refused(f"{name}.options.{option}", "it is set for all data sets", f"set reasoning_gym.{option}")
         if option not in fields:
             close = difflib.get_close_matches(option, fields, 1)
             fix = f"did you mean {close[0]}?" if close else f"its options are {', '.join(fields) or 'none'}"

@@ -134,7 +134,7 @@ def test_held_out_tasks_differ(one_process: None) -> None:
         ),
         (
             {"leg_counting": {"options": {"seed": 3}}},
-            ".leg_counting.options.seed: it is set for all data sets; fix: set data.reasoning_gym.seed",
+            ".leg_counting.options.seed: it is set for all data sets; fix: set reasoning_gym.seed",
         ),
         ({"leg_counting": {"level": 77}}, ".leg_counting.level: got 77; fix: use 0 to "),
         (
@@ -143,7 +143,7 @@ def test_held_out_tasks_differ(one_process: None) -> None:
         ),
         (
             {"gcd": {"options": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 3}}},
-            ".gcd: it has 9 different tasks in 1600 with these options, not 50; fix: lower data.reasoning_gym.size",
+            ".gcd: it has 9 different tasks in 1600 with these options, not 50; fix: lower size",
         ),
     ],
 )
