@@ -13,7 +13,7 @@ from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, advise
 from agentfactory.rollout.evaluation.alarms import Alarms
 from agentfactory.rollout.evaluation.evaluate import offer_of
-from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
+from agentfactory.rollout.evaluation.first_look import FirstGroups, Look, Offer, look_at
 from agentfactory.rollout.evaluation.look_text import Schedule, describe
 from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read
 from agentfactory.rollout.text.parsers import PARSERS, load_parser
@@ -327,3 +327,12 @@ def test_waits_for_processes_are_told_with_the_setting() -> None:
                 "chains spend 75% of their time waiting for a process of tool server pad (1.5 s each): each chain "
                 "starts a process of its own; fix: mcp_servers.pad.isolation: shared"
             )
+
+
+def test_each_source_is_looked_at_once() -> None:
+    names = ["a", "a", "b", "a", "c", "b", "c", "d"]
+    groups = [Group(f"g{number}", {}, [], source=name) for number, name in enumerate(names)]
+    first = FirstGroups(3, "abcd")
+    taken = [first.take(group) for group in groups]
+    assert taken == [[], [], groups[:3], [], [groups[4]], [], [], [groups[7]]]
+    assert [FirstGroups(1, ()).take(group) for group in groups] == [[]] * len(groups)

@@ -7,7 +7,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -135,6 +135,28 @@ class Look:
         names = re.compile(rf"""["'`<]{name}\b|\b{name}["'`>(]""")
         naming = sum(names.search(text) is not None for text in self.unread[:READ_TEXTS])
         return max(0, naming - (self.other_format[1] if self.other_format else 0))
+
+
+class FirstGroups:
+    """The groups of a beginning run that are looked at: the first batch, and the first group of each source that it
+    lacks."""
+
+    def __init__(self, batch: int, sources: Collection[str]) -> None:
+        """`sources` are the names of those to look at."""
+        self._wanted = batch
+        self._unseen = set(sources)
+        self._begun: list[Group] = []
+
+    def take(self, group: Group) -> list[Group]:
+        """Note a group that has ended. Return the groups to look at now, mostly none."""
+        if group.source not in self._unseen:
+            return []
+        self._begun.append(group)
+        if len(self._begun) < self._wanted:
+            return []
+        found, self._begun, self._wanted = self._begun, [], 1
+        self._unseen -= {one.source for one in found}
+        return found
 
 
 def calls_tool(chain: Trajectory) -> bool:

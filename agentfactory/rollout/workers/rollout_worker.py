@@ -21,7 +21,7 @@ from agentfactory.rollout.data import Place, Share
 from agentfactory.rollout.evaluation.advice import PAGE, advise
 from agentfactory.rollout.evaluation.alarms import Alarms
 from agentfactory.rollout.evaluation.evaluate import evaluate, looks_at, offer_of, open_sources
-from agentfactory.rollout.evaluation.first_look import Look
+from agentfactory.rollout.evaluation.first_look import FirstGroups, Look
 from agentfactory.rollout.evaluation.look_text import Schedule, describe
 from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.groups.producer import GroupProducer
@@ -211,17 +211,17 @@ class Worker:
 
     def _watch(self, sources: Sequence[Source[ChainRunner]], first: bool) -> Callable[[Group], None]:
         """Return a function that receives each complete group, and gives alarms. If the run begins (`first`) without
-        held-out tasks, it also shows the look of the first batch."""
+        held-out tasks, it also shows the look of the first batch, and of the first group of each source that it
+        lacks."""
         batch = self.share.part(self.batch_size)
         named = {source.name: source for source in sources}
         alarms = {name: Alarms(offer_of(source.runner), batch) for name, source in named.items()}
-        begun: list[Group] | None = [] if first and not self.held_out and self.share.number == 0 else None
+        unseen = named if first and not self.held_out and self.share.number == 0 else ()
+        begun = FirstGroups(batch, unseen)
 
         def note(group: Group) -> None:
-            if begun is not None and len(begun) < batch:
-                begun.append(group)
-                if len(begun) == batch:
-                    self._show(looks_at(begun, sources))
+            if groups := begun.take(group):
+                self._show(looks_at(groups, sources))
             for advice in alarms[group.source].note(group):
                 of = f"source {group.source}: " if group.source else ""
                 notify(logger, f"{of}{advice.topic}", f"{of}{advice}", times=0, see=PAGE)
