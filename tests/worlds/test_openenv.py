@@ -120,7 +120,7 @@ async def test_a_world_that_breaks_ends_the_episode_only(recipe: Path) -> None:
             await session.answer(call("water"))
             broken = await session.answer(call("water"))
             assert broken is not None
-            assert broken["data"]["code"] == "EXECUTION_ERROR"
+            assert broken["data"]["code"] == "SESSION_ERROR"
             assert "the pump broke" in broken["data"]["message"]
         await session.close()
 
