@@ -214,13 +214,14 @@ class Session:
 
     def _read(self, kind: str, text: str | bytes) -> Step:
         try:
-            answer = json.loads(text) if isinstance(text, str) else None
+            answer: Any = json.loads(text) if isinstance(text, str) else None
         except (ValueError, RecursionError):
             answer = None
         match answer:
-            case {"type": "error", "data": {"code": str(code), **data}}:
-                raise self._error(kind, code, data)
-            case {"type": "observation", "data": {"observation": dict(observation), **data}}:
+            case {"type": "error", "data": {"code": str(code)}}:
+                raise self._error(kind, code, answer["data"])
+            case {"type": "observation", "data": {"observation": dict(observation)}}:
+                data = answer["data"]
                 reward, done = data.get("reward"), data.get("done", False)
                 if isinstance(done, bool) and (reward is None or _is_number(reward)):
                     return Step(observation, None if reward is None else float(reward), done)
@@ -230,8 +231,8 @@ class Session:
         told = str(data.get("message", ""))
         if code == "CAPACITY_REACHED":
             most = data.get("max_sessions")
-            fix = f"raise the server's max_concurrent_envs, or play at most {most} chains: mcp_servers: "
-            fix += f"{{openenv: {{module: openenv, pool: {{capacity: {most}}}}}}}"
+            pool = f"mcp_servers: {{openenv: {{module: openenv, pool: {{capacity: {most}}}}}}}"
+            fix = f"raise the server's max_concurrent_envs, or make chains wait: {pool}"
             return ServerFault(f"{self.name} has no free session: {told}", fix)
         if code in _OF_ACTIONS:
             faults = data.get("errors") if isinstance(data.get("errors"), list) else None

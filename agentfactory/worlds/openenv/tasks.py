@@ -28,8 +28,8 @@ class OpenEnvSource(TaskSource):
     """Environment variable with the server's key. Null: the key in the address, or that of a server of ours on this
     machine."""
     reset: Options = {}
-    """Further arguments of the environment's reset, such as {difficulty: 2}. A server ignores those that its environment
-    does not know."""
+    """Further arguments of the environment's reset, such as {difficulty: 2}. OpenEnv's servers ignore those that an
+    environment does not know."""
     tasks: PositiveInt = 1000
     """Number of tasks, with the seeds from first_seed on."""
     first_seed: int = Field(default=0, ge=0)
@@ -111,8 +111,8 @@ async def _tools_of(session: Session, has_tools: bool) -> list[dict[str, Any]] |
     match listed:
         case {"tools": [dict(), *_] as tools} if all(isinstance(tool, dict) and "name" in tool for tool in tools):
             return tools
-        case {"metadata": {"error": str(error)}}:
-            raise ServerFault(f"{session.name} does not list its tools: {error}", "correct the server")
+        case {"metadata": {"error": why}}:
+            raise ServerFault(f"{session.name} does not list its tools: {why}", "correct the server")
     if not has_tools:
         return None
     raise ServerFault(f"{session.name} offers no tools, and its actions are calls of tools", "correct the server")

@@ -2,8 +2,10 @@
 server."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.openenv import server as server_module
 from agentfactory.worlds.openenv.tasks import OpenEnvSource
-from tests.waiting import until
+from tests.waiting import until, wait_for
 from tests.worlds.openenv.servers import LineServer, served
 from tests.worlds.test_openenv import GARDEN, ROWS
 
@@ -204,7 +206,7 @@ async def test_a_chain_that_waits_for_its_model_answers_pings() -> None:
         (
             {},
             {"url": "http://127.0.0.1:9"},
-            "openenv.url: got 'http://127.0.0.1:9': http.* does not answer: .*; fix: start",
+            "openenv.url: got 'http://127.0.0.1:9': http.* does not answer: .*; fix",
         ),
     ],
 )
@@ -249,3 +251,71 @@ async def test_a_world_of_ours_is_played_by_its_address(tmp_path: Path, monkeypa
                 assert (await act(session, tool_name="end_episode")).finish
         assert judged is not None
         assert (judged.reward, judged.metrics) == (1, {"steps": 3, "ended": 1})
+
+
+@contextmanager
+def openenvs_server(python: str, kind: str, places: int) -> Iterator[str]:
+    """Run OpenEnv's own server of an environment in `openenv_app.py`; yield its address."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, str(Path(__file__).with_name("openenv_app.py")), kind, str(places)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield wait_for(process.stdout.readline, 120).strip()
+        finally:
+            process.kill()
+
+
+@pytest.mark.long
+@pytest.mark.processes
+async def test_openenvs_own_server_with_plain_actions(openenv_python: str) -> None:
+    with openenvs_server(openenv_python, "line", 2) as url:
+        tasks = await rows(url)
+        assert tasks[0]["question"] == "Move to the goal."
+
+        async def play(number: int) -> bool:
+            async with toolset.chain(str(number), tasks[number % 3]) as session:
+                return (await act(session, by=-1)).error is None
+
+        async with playing(pool={"capacity": 2}) as toolset:
+            assert all(await asyncio.gather(*map(play, range(20))))
+        async with playing() as toolset:
+            async with toolset.chain("a", tasks[1]) as session:
+                assert "Input should be less than or equal to 2" in str((await act(session, by=9)).content)
+                assert (await act(session, by=1, note="crash")).content == "ValueError: crashed"
+                step = await act(session, by=1)
+                assert isinstance(step.content, list)
+                assert [part["type"] for part in step.content] == ["text", "text", "image_url"]
+                assert step.content[0]["text"] == "text: You are at 1, the goal is 2."
+                assert (await act(session, by=1)).finish
+                judged = await session.reward()
+                assert judged is not None
+                assert judged.reward == 0.75
+            async with toolset.chain("b", tasks[0]), toolset.chain("c", tasks[1]) as dying:
+                with pytest.raises(ToolInfrastructureError, match="Server at capacity: 2/2"):
+                    async with toolset.chain("d", tasks[2]):
+                        pass
+                with pytest.raises(ToolInfrastructureError, match="closed the connection"):
+                    await act(dying, by=1, note="die")
+
+
+@pytest.mark.long
+@pytest.mark.processes
+async def test_openenvs_own_server_with_tools(openenv_python: str) -> None:
+    with openenvs_server(openenv_python, "shop", 2) as url:
+        (task, *_) = await rows(url, question="Buy two things.")
+        async with playing() as toolset, toolset.chain("a", task) as session:
+            assert str(session.opening).splitlines()[2:5] == [
+                *("buy: Buy an item.", "- item (string)", "- count (integer, default 1)"),
+            ]
+            assert "Unknown tool: 'sell'" in str((await act(session, tool_name="sell")).content)
+            wrong = await act(session, tool_name="buy", arguments={"item": "x"})
+            assert wrong.error is CallError.TOOL_ERROR
+            assert "sold out" in str(wrong.content)
+            assert (await act(session, tool_name="buy", arguments={"item": "bread"})).content == "bought 1 bread"
+            last = await act(session, tool_name="buy", arguments={"item": "milk", "count": 2})
+            assert last.finish
+            assert last.content == "The episode has ended. Return: 4.\n\nbought 2 milk"
+            judged = await session.reward()
+        assert judged is not None
+        assert judged.metrics == {"steps": 4, "ended": 1}
