@@ -62,9 +62,9 @@ class Shop(MCPEnvironment):
 
     def __init__(self) -> None:
         self.sold = 0
-        tools = FastMCP("shop")
+        server = FastMCP("shop")
 
-        @tools.tool()
+        @server.tool()
         def buy(item: str, count: int = 1) -> str:
             """Buy an item."""
             if item == "x":
@@ -72,7 +72,7 @@ class Shop(MCPEnvironment):
             self.sold += count
             return f"bought {count} {item}"
 
-        super().__init__(tools)
+        super().__init__(server)
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Observation:
         self.sold = 0
