@@ -28,7 +28,7 @@ def in_words(schema: dict[str, Any]) -> str:
     schema = inline(schema)
     if _own_fields(schema):
         return "An action is an object with these fields:\n" + "\n".join(_lines(schema))
-    kind = _kind(schema)
+    kind = _kind({**schema, "properties": {}})
     return "An action is an empty object." if kind == "object" else f"An action is: {kind}"
 
 

@@ -9,7 +9,7 @@ from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool
 from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.openenv.observations import digest, shown
-from agentfactory.worlds.openenv.server import ANSWER_SECONDS, RefusedAction, Server, ServerFault, Session
+from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
 
 _OF_SERVERS = "transport_error"
 """The kind of a tool's error that no model causes."""
@@ -32,14 +32,10 @@ class OpenEnv(Environment):
     """An episode of an OpenEnv server's environment: the reward is its return, the sum of the rewards of its steps.
 
     A data row has `openenv` (the settings of its source) and `seed`; `data.openenv` makes such rows.
-
-    Args:
-        seconds: Time limit of a reset or a step. Raise mcp_servers.openenv.timeout_seconds above it.
     """
 
-    def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self) -> None:
         check_extra("openenv")
-        self._seconds = seconds
         self._episode: _Episode | None = None
 
     @classmethod
@@ -56,7 +52,7 @@ class OpenEnv(Environment):
         """
         await self.release()
         server = Server(openenv["url"], openenv["api_key_env"])
-        episode = self._episode = _Episode(await server.connect(self._seconds), openenv)
+        episode = self._episode = _Episode(await server.connect(openenv["seconds"]), openenv)
         try:
             begun = await episode.session.reset({"seed": seed, **openenv["reset"]})
         except RefusedAction as error:

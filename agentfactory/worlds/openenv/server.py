@@ -19,8 +19,6 @@ from agentfactory.worlds.browse.fetch import content_of
 
 MESSAGE_BYTES = 32 << 20
 """Maximum size of a server's message."""
-ANSWER_SECONDS = 50.0
-"""Time limit of a reset or a step; a tool's own limit is 60 by default."""
 _OPEN_SECONDS = 10.0
 """Time limit of a request, and of opening a WebSocket."""
 _CLOSE_SECONDS = 5.0
@@ -106,7 +104,7 @@ class Server:
             raise ServerFault(f"{self}{path} is no description (status {response.status}): {text}", _NO_SERVER)
         return found
 
-    async def connect(self, seconds: float = ANSWER_SECONDS) -> "Session":
+    async def connect(self, seconds: float) -> "Session":
         """Open a session, whose answers have the time limit `seconds`. Raises ServerFault."""
         # of an extra
         from websockets.asyncio.client import connect
@@ -203,7 +201,8 @@ class Session:
             except RefusedAction:
                 raise
             except TimeoutError:
-                fault = ServerFault(f"{self.name} did not answer a {kind} within {self.seconds:g} s", _BROKEN)
+                told = f"{self.name} did not answer a {kind} within {self.seconds:g} s"
+                fault = ServerFault(told, f"{_BROKEN}, or raise data.openenv.seconds")
             except ConnectionClosed as error:
                 fault = ServerFault(f"{self.name} closed the connection before it answered a {kind}: {error}", _BROKEN)
             except ServerFault as error:

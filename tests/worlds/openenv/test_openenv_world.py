@@ -136,8 +136,8 @@ FAULTS = {
 async def test_a_chain_whose_server_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MESSAGE_BYTES", 65_536)
     faults = {fault.replace("[" * 100_000, "[" * 60_000): told for fault, told in FAULTS.items()}
-    async with LineServer().serve() as server, playing(options={"seconds": 0.2}) as toolset:
-        task, other, _ = await rows(server)
+    async with LineServer().serve() as server, playing() as toolset:
+        task, other, _ = await rows(server, seconds=0.2)
 
         def failing(fault: str, at: str) -> dict[str, Any]:
             return {**task, "openenv": {**task["openenv"], "reset": {"fault": fault, "at": at}}}
@@ -194,7 +194,7 @@ async def test_a_chain_that_waits_for_its_model_answers_pings() -> None:
         ({"/schema": (403, "no")}, {"api_key_env": "A_KEY"}, "openenv.api_key_env: got 'A_KEY', whose key http"),
         ({}, {"api_key_env": "NO_KEY"}, "openenv.api_key_env: the variable NO_KEY is not set; fix: export it"),
         ({"/metadata": (200, {"name": "x"})}, {}, "openenv.question: got null, and the metadata"),
-        ({}, {"observation": ["txt"]}, "openenv.observation: got 'txt'; the first observation of http.* has text, ce"),
+        ({}, {"observation": ["txt"]}, "openenv.observation: got 'txt'; observations of http.* have text, cells, met"),
         ({}, {"reset": {"seed": 3}}, "openenv.reset: got seed, which is set for each task; fix: set first_seed"),
         ({}, {"reset": {"fault": "dies"}}, "openenv.url: got .* closed the connection before it answered a reset"),
         (
