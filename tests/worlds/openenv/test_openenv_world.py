@@ -232,12 +232,13 @@ async def test_a_world_of_ours_is_played_by_its_address(tmp_path: Path, monkeypa
         assert tasks[0]["openenv"]["tools"] is True
         async with playing() as toolset:
             async with toolset.chain("a", tasks[1]) as session:
-                assert str(session.opening).splitlines() == [
+                lines = str(session.opening).splitlines()
+                assert lines[:5] == [
                     'An action calls a tool: {"tool_name": NAME, "arguments": {...}}. The tools:',
                     *("", "water: Water a bed.", "- litres (integer, default 1)", ""),
-                    "end_episode: End the episode, which is then judged. Call it when the task is done.",
-                    *("- no arguments", "", "system: You garden.", "user: Water 2 beds.", "", "There are 2 dry beds."),
                 ]
+                assert lines[5].startswith("end_episode: End the episode")
+                assert lines[-5:] == ["", "system: You garden.", "user: Water 2 beds.", "", "There are 2 dry beds."]
                 unknown = await act(session, tool_name="rain")
                 assert unknown.error is CallError.TOOL_ERROR
                 assert "There is no tool 'rain'" in str(unknown.content)
