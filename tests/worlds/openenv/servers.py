@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,14 @@ ACTION = {
 
 class LineServer:
     """A server of a line of cells. The field `fault` of a reset says how the session fails, at the reset or, with
-    `at: step`, at a step. `places` are the sessions that it gives at a time."""
+    `at: step`, at a step. `places` are the sessions that it gives at a time; steps wait for `may_answer`."""
 
     def __init__(self, places: int = 1000) -> None:
         self.url = ""
         self.places, self.sessions, self.most = places, 0, 0
         self.sockets: list[Any] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.pages: dict[str, tuple[int, Any]] = {
             "/schema": (200, {"action": ACTION}),
             "/metadata": (200, {"name": "line", "description": "Move to the goal."}),
@@ -45,11 +46,6 @@ class LineServer:
 
         async with serve(self._session, "127.0.0.1", 0, process_request=self._page, max_size=None) as server:
             self.url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-            yield self
-
-    @contextmanager
-    def in_thread(self) -> Iterator["LineServer"]:
-        with running(self.serve()):
             yield self
 
     def _page(self, connection: Any, request: Any) -> Any:
@@ -99,7 +95,7 @@ class LineServer:
             if "fault" in asked and asked.get("at", "reset") == message["type"]:
                 await self._fail(socket, asked["fault"])
             if message["type"] == "step":
-                await asyncio.sleep(asked.get("seconds", 0))
+                await self.may_answer.wait()
             seen = {"text": f"You are at {at}, the goal is {goal}.", "cells": [at, goal], "metadata": {"hidden": goal}}
             reward = None if message["type"] == "reset" else 1.0 if at == goal else -0.25
             data = {"observation": seen, "reward": reward, "done": at == goal}
@@ -119,32 +115,6 @@ class LineServer:
                 await socket.send("x" * 100_000)
             case _:
                 await socket.send(fault)
-
-
-@contextmanager
-def running(context: Any) -> Iterator[Any]:
-    """Run an asynchronous context in a thread with an event loop of its own."""
-    loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
-    end = asyncio.Event()
-
-    async def run() -> None:
-        try:
-            async with context as value:
-                found.append(value)
-                ready.set()
-                await end.wait()
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
-    thread.start()
-    ready.wait()
-    try:
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(end.set)
-        thread.join()
-        loop.close()
 
 
 @asynccontextmanager

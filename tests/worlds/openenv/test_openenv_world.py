@@ -137,10 +137,11 @@ async def test_a_chain_whose_server_fails_ends_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server_module, "MESSAGE_BYTES", 65_536)
     faults = {fault.replace("[" * 100_000, "[" * 60_000): told for fault, told in FAULTS.items()}
     async with LineServer().serve() as server, playing() as toolset:
-        task, other, _ = await rows(server, seconds=0.2)
+        task, other, _ = await rows(server)
 
         def failing(fault: str, at: str) -> dict[str, Any]:
-            return {**task, "openenv": {**task["openenv"], "reset": {"fault": fault, "at": at}}}
+            seconds = 0.3 if fault == "hangs" else 50.0
+            return {**task, "openenv": {**task["openenv"], "seconds": seconds, "reset": {"fault": fault, "at": at}}}
 
         async def fail_at_step(fault: str, told: str) -> None:
             async with toolset.chain(f"step {fault}", failing(fault, "step")) as bad:
@@ -153,24 +154,30 @@ async def test_a_chain_whose_server_fails_ends_alone(monkeypatch: pytest.MonkeyP
                     pass
 
         async with toolset.chain("good", other) as good:
-            failing_ones = [fail(*each) for each in faults.items() for fail in (fail_at_step, fail_at_reset)]
-            await asyncio.gather(*failing_ones)
+            hanging = {"hangs": faults.pop("hangs")}
+            for some in (faults, hanging):
+                await asyncio.gather(*[fail(*each) for each in some.items() for fail in (fail_at_step, fail_at_reset)])
             assert (await act(good, by=1)).error is None
         await until(lambda: server.sessions == 0)
 
 
-async def test_a_step_that_is_given_up_counts_once_it_is_answered() -> None:
+async def test_a_step_that_is_given_up_counts_once_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with LineServer().serve() as server, playing() as toolset:
-        _, task, _ = await rows(server, reset={"seconds": 0.1})
+        _, task, _ = await rows(server)
         async with toolset.chain("a", task) as session:
+            server.may_answer.clear()
             assert (await act(session, seconds=0.02, by=-1)).error is CallError.TIMEOUT
+            server.may_answer.set()
             assert "You are at 0, the goal is 2" in str((await act(session, by=1)).content)
             judged = await session.reward()
         assert judged is not None
         assert (judged.reward, judged.metrics["steps"]) == (-0.5, 2)
-        # a chain that ends during a step leaves neither a session nor a task
+        # a chain that ends during a step does not wait for its answer
+        monkeypatch.setattr(server_module, "_CLOSE_SECONDS", 0.05)
         async with toolset.chain("b", task) as session:
+            server.may_answer.clear()
             assert (await act(session, seconds=0.02, by=-1)).error is CallError.TIMEOUT
+        server.may_answer.set()
         await until(lambda: server.sessions == 0)
 
 
