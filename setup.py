@@ -23,7 +23,7 @@ OPTIONAL = {
     "dense": ["sentence-transformers>=6,<7", "usearch>=2.20"],
     # SOCKS proxies: of aiohttp, and of the clients of MCP servers and the hub
     "socks": ["aiohttp-socks>=0.10", "socksio>=1"],
-    # `worlds serve --as openenv`
+    # worlds of OpenEnv servers; `worlds serve --as openenv`
     "openenv": ["websockets>=15"],
     # needs Chromium, too
     "screens": ["playwright>=1.50"],
@@ -162,6 +162,7 @@ setup(
             "image_interpreter=agentfactory.worlds.images.image_interpreter:ImageInterpreter",
             "image_tools=agentfactory.worlds.images.image_tools:ImageTools",
             "marked_screen=agentfactory.worlds.screens.screen:MarkedScreen",
+            "openenv=agentfactory.worlds.openenv.openenv:OpenEnv",
             "reasoning_gym=agentfactory.worlds.reasoning_gym.reasoning_gym:ReasoningGym",
             "scienceworld=agentfactory.worlds.scienceworld.scienceworld:ScienceWorld",
             "screen=agentfactory.worlds.screens.screen:Screen",
@@ -172,6 +173,7 @@ setup(
         "agentfactory.sources": [
             "gym=agentfactory.worlds.gymnasium.tasks:GymSource",
             "harbor=agentfactory.worlds.harbor.tasks:HarborSource",
+            "openenv=agentfactory.worlds.openenv.tasks:OpenEnvSource",
             "reasoning_gym=agentfactory.worlds.reasoning_gym.gym_tasks:ReasoningGymTasks",
             "textarena=agentfactory.worlds.textarena.tasks:TextArenaSource",
         ],

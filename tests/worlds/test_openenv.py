@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.http.server_keys import key_file
 from agentfactory.tools.sessions.toolset import open_toolset
 
-OPENENV = "openenv==0.10.0"
 GARDEN = '''
 from agentfactory import Environment, finish, tool
 
@@ -120,7 +118,7 @@ async def test_a_world_that_breaks_ends_the_episode_only(recipe: Path) -> None:
             await session.answer(call("water"))
             broken = await session.answer(call("water"))
             assert broken is not None
-            assert broken["data"]["code"] == "EXECUTION_ERROR"
+            assert broken["data"]["code"] == "SESSION_ERROR"
             assert "the pump broke" in broken["data"]["message"]
         await session.close()
 
@@ -190,18 +188,6 @@ with GenericEnvClient(base_url=url, headers={"Authorization": f"Bearer {key}"}).
         raise AssertionError("a step after the end")
 print("played")
 """
-
-
-@pytest.fixture(scope="session")
-def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment with OpenEnv: AGENTFACTORY_OPENENV_PYTHON, or a new one."""
-    if given := os.environ.get("AGENTFACTORY_OPENENV_PYTHON"):
-        return given
-    folder = tmp_path_factory.mktemp("openenv")
-    venv.create(folder, with_pip=True)
-    python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", OPENENV], check=True)
-    return python
 
 
 @pytest.mark.long

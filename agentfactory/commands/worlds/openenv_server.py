@@ -184,7 +184,8 @@ class Session:
             return _error(error.code, str(error))
         except ToolInfrastructureError as error:
             await self.close()
-            return _error("EXECUTION_ERROR", f"{self._world.name}: {error}")
+            # not EXECUTION_ERROR, which an action may cause
+            return _error("SESSION_ERROR", f"{self._world.name}: {error}")
 
 
 def _error(code: str, text: str, **more: Any) -> dict[str, Any]:

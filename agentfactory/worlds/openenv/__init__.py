@@ -1,0 +1,1 @@
+"""Environments of OpenEnv servers, by address. OpenEnv's own package is not needed."""
