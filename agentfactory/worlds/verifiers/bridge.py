@@ -147,12 +147,11 @@ def _add_defaults(given: dict[str, Any], config: Any, max_turns: int | None) -> 
     seats = agent_config_fields(config)
     policies = [name for name, seat in seats.items() if seat.client is None]
     if len(policies) != 1:
-        *others, _ = policies or [""]
         known = ", ".join(seats)
         if not policies:
             raise Refused("env", f"every seat ({known}) has a client of its own", "remove that of the policy's seat")
         problem = f"the policy can play one seat, but {', '.join(policies)} have no client of their own"
-        raise Refused(f"env.{others[0]}", problem, "give every other seat a model and a client (base_url, api_key_var)")
+        raise Refused("env", problem, "give each of the others a model and a client (base_url, api_key_var)")
     bare = vf.default_agent_harness(config.taskset.id).id == "bash"
     for name, seat in seats.items():
         own = given.setdefault(name, {})

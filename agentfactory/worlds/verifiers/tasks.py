@@ -1,11 +1,14 @@
 """`data.verifiers`: tasks of an environment of verifiers, as data rows."""
 
+import os
+import shutil
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.config import Options, PositiveInt
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.watch import announced
 from agentfactory.worlds.verifiers.verifiers_process import load_rows
 
@@ -14,10 +17,10 @@ class VerifiersSource(TaskSource):
     """Tasks of an environment of verifiers (docs/verifiers.md)."""
 
     agent = "agentfactory.worlds.verifiers.verifiers_agent:VerifiersAgent"
-    paths: ClassVar[tuple[str, ...]] = ("python", "folder")
+    paths: ClassVar[tuple[str, ...]] = ("folder",)
 
     python: str
-    """Python of a virtual environment in which verifiers 0.4 and the environment are installed."""
+    """Full path of the Python in which verifiers 0.4 and the environment are installed, or its name on PATH."""
     id: str
     """Taskset: the name of its package, as in `vf-eval ID`."""
     folder: str | None = None
@@ -31,6 +34,16 @@ class VerifiersSource(TaskSource):
     """Number of the first task. Ranges of training and evaluation must not overlap."""
     tasks: PositiveInt | None = None
     """Number of tasks. Null: all."""
+
+    @field_validator("python")
+    @classmethod
+    def _is_a_program(cls, python: str) -> str:
+        # not one of `paths`: these follow links, as which virtual environments have their Python
+        found = shutil.which(os.path.expanduser(python))
+        if found is None or not os.path.isabs(found):
+            fix = "give the full path of the Python in which verifiers is installed"
+            raise SettingError("", f"got {python!r}, which is no program", fix)
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per task, after loading the environment once. See TaskSource."""
