@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from agentfactory.rollout.config.chains import ChainConfig, RewardConfig
+from agentfactory.rollout.config.chains import AgentConfig, ChainConfig, RewardConfig
 from agentfactory.rollout.config.curriculum import CurriculumConfig
 from agentfactory.rollout.config.data import DataConfig
 from agentfactory.rollout.config.model import ModelConfig

@@ -238,7 +238,10 @@ class Player:
             told = f"{error.type}: {error.message}" if error is not None else f"it stopped: {stopped}"
             return {"failed": told, "infrastructure": error is not None and error.type in _INFRASTRUCTURE}
         if len(traces) != 1:
-            return {"failed": f"its episode has {len(traces)} runs of {self._seat}; a chain is one", "infrastructure": False}
+            return {
+                "failed": f"its episode has {len(traces)} runs of {self._seat}; a chain is one",
+                "infrastructure": False,
+            }
         (trace,) = traces
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}

@@ -51,6 +51,4 @@ class VerifiersSource(TaskSource):
         with announced(f"loading {self.id}"):
             found = load_rows({**settings, "max_turns": None})
         shared = {name: settings[name] for name in ("python", "id", "folder", "options", "env")}
-        return [
-            {"question": row["question"], "verifiers": {"settings": shared, "data": row["data"]}} for row in found
-        ]
+        return [{"question": row["question"], "verifiers": {"settings": shared, "data": row["data"]}} for row in found]

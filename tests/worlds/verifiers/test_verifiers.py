@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.config import AgentConfig, RolloutRecipe
+from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.verifiers.tasks import VerifiersSource
@@ -26,7 +28,7 @@ real = [
     pytest.mark.skipif(not PYTHON, reason="AGENTFACTORY_VERIFIERS_PYTHON names no Python with verifiers and uv"),
 ]
 
-SUMS = '''
+SUMS = """
 import os, time
 import verifiers.v1 as vf
 
@@ -68,8 +70,8 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 
 
 __all__ = ["SumTaskset"]
-'''
-TALK = '''
+"""
+TALK = """
 import verifiers.v1 as vf
 
 
@@ -102,7 +104,7 @@ class TalkTaskset(vf.Taskset[TalkTask, vf.TasksetConfig]):
 
 
 __all__ = ["TalkTaskset", "TalkEnv"]
-'''
+"""
 BOXES = '''
 import verifiers.v1 as vf
 
@@ -167,7 +169,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "lacking.py").write_text("import no_such_package\n")
     (tmp_path / "broken.py").write_text("raise RuntimeError('not today')\n")
     (tmp_path / "dead.py").write_text("import os\nos._exit(7)\n")
-    (tmp_path / "offline.py").write_text(SUMS.replace("        for n in", "        raise OSError('no network')\n        for n in"))
+    (tmp_path / "offline.py").write_text(
+        SUMS.replace("        for n in", "        raise OSError('no network')\n        for n in")
+    )
     return tmp_path
 
 
@@ -236,7 +240,9 @@ class TestReal:
     async def test_single_turns_are_scored_by_verifiers(self, folder: Path) -> None:
         rows = source(folder, "sums", tasks=6).rows()
         replies = {"0 + 1 =": "It is 1", "1 + 2 =": "4", "2 + 3 =": "raise", "3 + 4 =": "7"}
-        async with played(folder, lambda prompt: next(v for k, v in replies.items() if f"{k}<|im_end|>" in prompt)) as chains:
+        async with played(
+            folder, lambda prompt: next(v for k, v in replies.items() if f"{k}<|im_end|>" in prompt)
+        ) as chains:
             await chains.runner.check(rows)
             found = await asyncio.gather(*(run(chains, row, f"c{n}") for n, row in enumerate(rows[:4])))
             chains.check(*found)
@@ -291,3 +297,44 @@ class TestReal:
             hung = await run(chains, rows[1])
             assert hung.outcome is Outcome.TIMEOUT
             assert (await run(chains, rows[2])).reward == pytest.approx(2.25)
+
+
+class TestRecipe:
+    """Recipes with the source: verifiers is not needed to read one."""
+
+    def test_the_source_brings_its_agent(self, tmp_path: Path) -> None:
+        found = recipe(data=rows_of("a"))
+        assert found.rollout.agent is not None
+        assert (found.rollout.agent.name, found.rollout.agent.reports) == ("verifiers", True)
+        assert isinstance(load_agent(found.rollout.agent, tmp_path), VerifiersAgent)
+        # a saved recipe names it
+        assert recipe(**found.model_dump(mode="json")).rollout == found.rollout
+        held_out = recipe(data={"path": "/rows.jsonl"}, eval={"data": rows_of("b")})
+        assert held_out.rollout.agent == found.rollout.agent
+
+    def test_of_several_sources_each_has_its_own_agent(self) -> None:
+        sources = [{"name": "sums", **rows_of("a")}, {"name": "others", "path": "/rows.jsonl"}]
+        parts = recipe(data={"sources": sources}).parts()
+        assert [part.recipe.rollout.agent and part.recipe.rollout.agent.name for part in parts] == ["verifiers", None]
+
+    def test_an_agent_of_the_recipes_own_is_refused(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"is set, but the source verifiers brings its own agent; fix: set it to null"
+        ):
+            recipe(data=rows_of("a"), rollout={"agent": "/agent.py:run"})
+
+    def test_an_agent_without_its_source_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(SettingError, match="a source whose tasks bring no agent"):
+            load_agent(AgentConfig(name="gym"), tmp_path)
+        with pytest.raises(SettingError, match=r"row 1 of data is not one of data\.verifiers"):
+            VerifiersAgent().check_rows([{"question": "1 + 1"}], "data")
+        with pytest.raises(ValueError, match=r"got 'verifier'; fix: write FILE\.py:NAME, or outside"):
+            AgentConfig(name="verifier")
+
+
+def rows_of(name: str) -> dict[str, Any]:
+    return {"verifiers": {"python": sys.executable, "id": name}}
+
+
+def recipe(**fields: Any) -> RolloutRecipe:
+    return RolloutRecipe.model_validate({"model": {"path": "x"}, **fields})
