@@ -1,7 +1,7 @@
 """The process that plays environments of verifiers. It runs in the Python that has verifiers, without AgentFactory.
 
-`bridge.py rows` reads the settings of a source from stdin, and writes its tasks to stdout. `bridge.py play SOCKET` plays
-a task for each line of the socket, concurrently, and answers with its reward.
+`bridge.py rows` reads the settings of a source from stdin, and writes its tasks to stdout. `bridge.py play SOCKET`
+plays a task for each line of the socket, concurrently, and answers with its reward.
 """
 
 import asyncio

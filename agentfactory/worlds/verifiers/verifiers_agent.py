@@ -1,4 +1,4 @@
-"""The agent that plays tasks of `data.verifiers`: verifiers itself, whose requests to the model are the chain's turns."""
+"""The agent that plays tasks of `data.verifiers`: verifiers, whose requests to the model are the chain's turns."""
 
 import asyncio
 import json
