@@ -94,10 +94,19 @@ def _load(settings: dict[str, Any]) -> "tuple[Any, str]":
     if excluded:
         problem = f"got {settings['id']!r}, whose tasks do not serialize {', '.join(excluded)}"
         raise Refused("id", problem, "remove exclude=True from these fields")
-    if shutil.which("uv") is None:
-        problem = f"{sys.executable} has no uv, with which verifiers starts its harnesses"
+    ours = sorted(id for name, id in _harnesses(config) if name.startswith("verifiers."))
+    if ours and shutil.which("uv") is None:
+        problem = f"{sys.executable} has no uv, with which verifiers starts the harness {ours[0]}"
         raise Refused("python", problem, f"{sys.executable} -m pip install uv")
     return env, seat
+
+
+def _harnesses(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield the module and the id of each seat's harness."""
+    import verifiers.v1 as vf
+
+    for harness in config.agent_harnesses().values():
+        yield vf.import_harness(harness.id).__name__, harness.id
 
 
 def _import(name: str) -> None:
