@@ -6,6 +6,7 @@ environment variable AGENTFACTORY_WORLD_KEY:
     vf-eval agentfactory-world --env.taskset.url http://127.0.0.1:8000
 """
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -56,13 +57,23 @@ class World:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
+        self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        # reads always, because only a reading client answers the server's pings, and the model may take its time
+        self._reading = asyncio.create_task(self._read())
         self.ended: dict[str, Any] | None = None
+
+    async def _read(self) -> None:
+        while True:
+            answer = await self._socket.receive()
+            self._answers.put_nowait(answer)
+            if answer.type is not aiohttp.WSMsgType.TEXT:
+                return
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         await self._socket.send_json({"type": kind, "data": data})
-        answer = await self._socket.receive()
+        answer = await self._answers.get()
         if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise ConnectionError(f"the server closed the connection: {answer.data!r}")
+            raise ConnectionError(f"the server closed the connection: {answer.data!r} {answer.extra or ''}")
         found = json.loads(answer.data)
         if found["type"] == "error":
             raise RuntimeError(f"the server refused {kind}: {found['data']['message']}")
