@@ -80,7 +80,7 @@ class DataConfig(Section):
         return None if self.registered is None else self.registered[1].world
 
     @property
-    def agent(self) -> str | None:
+    def source_agent(self) -> str | None:
         """The name of the source whose agent plays the tasks; None if the recipe's agent does."""
         return None if self.registered is None or self.registered[1].agent is None else self.registered[0]
 

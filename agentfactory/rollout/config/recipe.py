@@ -290,7 +290,7 @@ def _with_world(tools: list[str], servers: dict[str, McpServerConfig], data: Dat
 
 def _with_agent(rollout: RolloutConfig, data: DataConfig | None) -> RolloutConfig:
     """Return `rollout` with the agent of the source of `data`, if it has one."""
-    name = None if data is None else data.agent
+    name = None if data is None else data.source_agent
     if name is None or (rollout.agent is not None and rollout.agent.name == name):
         return rollout
     if rollout.agent is not None:

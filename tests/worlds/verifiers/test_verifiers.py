@@ -313,8 +313,11 @@ class TestRecipe:
 
     def test_of_several_sources_each_has_its_own_agent(self) -> None:
         sources = [{"name": "sums", **rows_of("a")}, {"name": "others", "path": "/rows.jsonl"}]
-        parts = recipe(data={"sources": sources}).parts()
-        assert [part.recipe.rollout.agent and part.recipe.rollout.agent.name for part in parts] == ["verifiers", None]
+        found = recipe(data={"sources": sources})
+        assert found.data is not None
+        assert [source.agent for source in found.data.sources] == [None, None]
+        agents = [part.recipe.rollout.agent for part in found.parts()]
+        assert [agent and agent.name for agent in agents] == ["verifiers", None]
 
     def test_an_agent_of_the_recipes_own_is_refused(self) -> None:
         with pytest.raises(
