@@ -4,7 +4,7 @@ import os
 import shutil
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.config import Options, PositiveInt
@@ -35,19 +35,14 @@ class VerifiersSource(TaskSource):
     tasks: PositiveInt | None = None
     """Number of tasks. Null: all."""
 
-    @field_validator("python")
-    @classmethod
-    def _is_a_program(cls, python: str) -> str:
-        # not one of `paths`: these follow links, as which virtual environments have their Python
-        found = shutil.which(os.path.expanduser(python))
-        if found is None or not os.path.isabs(found):
-            fix = "give the full path of the Python in which verifiers is installed"
-            raise SettingError("", f"got {python!r}, which is no program", fix)
-        return found
-
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per task, after loading the environment once. See TaskSource."""
-        settings = self.model_dump(mode="json")
+        # not one of `paths`: these follow links, as which virtual environments have their Python
+        python = shutil.which(os.path.expanduser(self.python))
+        if python is None or not os.path.isabs(python):
+            fix = "give the full path of the Python in which verifiers is installed"
+            raise SettingError("verifiers.python", f"got {self.python!r}, which is no program", fix)
+        settings = {**self.model_dump(mode="json"), "python": python}
         with announced(f"loading {self.id}"):
             found = load_rows({**settings, "max_turns": None})
         shared = {name: settings[name] for name in ("python", "id", "folder", "options", "env")}

@@ -199,8 +199,8 @@ def test_a_python_without_verifiers_is_named() -> None:
     with pytest.raises(SettingError, match=r"verifiers\.python: .* cannot import verifiers") as caught:
         VerifiersSource(python=sys.executable, id="sums").rows()
     assert "-m pip install 'verifiers" in caught.value.fix
-    with pytest.raises(ValueError, match=r"got '/no/python', which is no program; fix: give the full path"):
-        VerifiersSource(python="/no/python", id="sums")
+    with pytest.raises(SettingError, match=r"python: got '/no/python', which is no program; fix: give the full path"):
+        VerifiersSource(python="/no/python", id="sums").rows()
 
 
 class TestReal:
