@@ -87,9 +87,11 @@ class VerifiersProcess:
         """Start the process, and load the environment. Raise SettingError if a setting is invalid."""
         path = str(Path(self._folder.name, "socket"))
         connected: asyncio.Future[_Streams] = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_unix_server(
-            lambda *streams: connected.done() or connected.set_result(streams), path, limit=_LONGEST_LINE
-        )
+
+        def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected.set_result((reader, writer))
+
+        server = await asyncio.start_unix_server(connect, path, limit=_LONGEST_LINE)
         command = own_python(bridge.__file__, "play", path, executable=self.settings["python"])
         # ends the harnesses and tool servers that verifiers starts, whatever happens
         self._process = await asyncio.create_subprocess_exec(
@@ -109,7 +111,8 @@ class VerifiersProcess:
         exited = asyncio.ensure_future(self._process.wait())
         try:
             async with asyncio.timeout(LOAD_SECONDS), server:
-                await asyncio.wait([connected, exited], return_when=asyncio.FIRST_COMPLETED)
+                first: list[asyncio.Future[Any]] = [connected, exited]
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
                 line = b""
                 if connected.done():
                     reader, self._writer = connected.result()

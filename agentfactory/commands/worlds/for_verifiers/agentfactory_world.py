@@ -134,7 +134,7 @@ class WorldHarness(vf.Harness[vf.HarnessConfig]):
         async with (
             aiohttp.ClientSession(headers=_authorization(data.key_var)) as http,
             http.ws_connect(f"{data.url.replace('http', 'ws', 1)}/ws", max_msg_size=0) as socket,
-            AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=httpx.AsyncClient(timeout=None)) as model,
+            AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as model,
         ):
             world = World(socket)
             messages = await world.begin(data.index)
@@ -166,14 +166,15 @@ class WorldEnv(vf.Env[WorldEnvConfig]):
         await agents.agent.run(task)
 
 
-async def _converse(world: World, model: AsyncOpenAI, name: str, messages: list[dict[str, Any]]) -> str:
+async def _converse(world: World, model: AsyncOpenAI, name: str, messages: list[Any]) -> str:
     """Let the model act until it calls no tool, or the episode ends. Return its last text."""
-    tools = await world.tools()
+    tools: list[Any] = await world.tools()
     while True:
         answer = await model.chat.completions.create(model=name, messages=messages, tools=tools or omit)
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
-        for call in message.tool_calls or []:
+        calls: list[Any] = message.tool_calls or []
+        for call in calls:
             try:
                 arguments = json.loads(call.function.arguments or "{}")
                 if not isinstance(arguments, dict):
@@ -185,7 +186,7 @@ async def _converse(world: World, model: AsyncOpenAI, name: str, messages: list[
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             if world.ended is not None:
                 break
-        if world.ended is not None or not message.tool_calls:
+        if world.ended is not None or not calls:
             return message.content or ""
 
 
