@@ -177,7 +177,12 @@ class VerifiersProcess:
 
     async def _status(self) -> str:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        try:
+            # its launcher exits with its status, unless told to end before
+            async with asyncio.timeout(CANCEL_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.stdin.close()
         return f"ended with status {await self._process.wait()}"
 
     async def close(self) -> None:
