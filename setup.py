@@ -176,6 +176,7 @@ setup(
             "openenv=agentfactory.worlds.openenv.tasks:OpenEnvSource",
             "reasoning_gym=agentfactory.worlds.reasoning_gym.gym_tasks:ReasoningGymTasks",
             "textarena=agentfactory.worlds.textarena.tasks:TextArenaSource",
+            "verifiers=agentfactory.worlds.verifiers.tasks:VerifiersSource",
         ],
         "agentfactory.commands": ["index=agentfactory.worlds.search.index_command"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],

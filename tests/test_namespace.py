@@ -155,7 +155,7 @@ def test_the_core_names_no_world() -> None:
         place.name for place in (REPOSITORY / "agentfactory" / "worlds").iterdir() if (place / "__init__.py").exists()
     }
     named = {name for point in (WORLDS, SOURCES, COMMANDS) for name in registered(point)}
-    others = {"images", "index", "openenv", "search"}  # openenv: the protocol of `worlds serve`, too
+    others = {"images", "index", "search", "openenv", "verifiers"}  # also the names of sections, commands and protocols
     quoted = re.compile("|".join(f"[\"']{name}[\"']" for name in sorted((worlds | named) - others)))
     core = [found for found in texts() if re.match(r"agentfactory/(?!worlds/).*\.py$", found[0])]
     assert [name for name, text in core if quoted.search(text) or "agentfactory.worlds." in text] == []

@@ -333,7 +333,7 @@ def _add_worlds(command: argparse.ArgumentParser) -> None:
             action.add_argument("--seconds", type=float, metavar="S", default=60.0, help=about)
         else:
             about = "protocol; `tools serve` serves plain MCP"
-            action.add_argument("--as", dest="protocol", choices=("openenv",), required=True, help=about)
+            action.add_argument("--as", dest="protocol", choices=("openenv", "verifiers"), required=True, help=about)
             about = "port; 0: a free one; default: 8000"
             action.add_argument("--port", type=int, metavar="N", default=8000, help=about)
             about = "address to listen on; any but loopback needs --api-key-env; default: 127.0.0.1"

@@ -128,7 +128,7 @@ def _load_user_code(recipe: Recipe) -> None:
         load_context(context, Path.cwd())
     native = recipe.rollout.parser == AUTO or load_parser(recipe.rollout.parser, Path.cwd()).native
     if recipe.rollout.agent is not None:
-        if recipe.rollout.agent.name is not None and recipe.rollout.agent.outside is None:
+        if recipe.rollout.agent.name is not None and not recipe.rollout.agent.reports:
             _load(recipe.rollout.agent.name, "rollout.agent")
         # imported here, because it imports transformers
         from agentfactory.rollout.gateway.client_agents import ClientAgent
@@ -190,8 +190,8 @@ def gives_reward(recipe: Recipe) -> bool:
 
 
 def _may_report_reward(recipe: Recipe) -> bool:
-    """Return whether chains are played by external programs, which may report the reward."""
-    return recipe.rollout.agent is not None and recipe.rollout.agent.outside is not None
+    """Return whether chains are played by agents that may report the reward."""
+    return recipe.rollout.agent is not None and recipe.rollout.agent.reports
 
 
 def may_open_chains(recipe: Recipe) -> bool:

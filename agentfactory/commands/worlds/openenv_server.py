@@ -38,7 +38,10 @@ END = "end_episode"
 _END_TOOL = {
     "name": END,
     "description": "End the episode, which is then judged. Call it when the task is done.",
-    "input_schema": {"type": "object", "properties": {}},
+    "input_schema": {
+        "type": "object",
+        "properties": {"answer": {"type": "string", "description": "The final message, which some worlds judge"}},
+    },
 }
 _ERRORS = {
     CallError.UNKNOWN_TOOL: "tool_not_found",
@@ -158,7 +161,8 @@ class Session:
         reward = None
         if done:
             self._episode["done"] = True
-            if (verdict := await self._tools.reward()) is not None:
+            answer = action.arguments.get("answer") if action.tool_name == END else None
+            if (verdict := await self._tools.reward(str(answer or ""))) is not None:
                 reward, observation["metadata"] = verdict.reward, verdict.metrics
         return {"observation": observation, "reward": reward, "done": done}
 
@@ -222,7 +226,7 @@ def make_app(world: ServedWorld) -> Starlette:
 
     async def metadata(request: Request) -> Response:
         about = f"{world.name}, served by AgentFactory: {len(world.tasks):,} tasks"
-        return JSONResponse({"name": world.name, "description": about})
+        return JSONResponse({"name": world.name, "description": about, "tasks": len(world.tasks)})
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "healthy"})
@@ -231,8 +235,10 @@ def make_app(world: ServedWorld) -> Starlette:
     return Starlette(routes=[*routes, WebSocketRoute("/ws", session)])
 
 
-async def serve(subject: Subject, host: str, port: int, api_key_env: str | None, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Says `ready http://HOST:PORT` once it listens.
+async def serve(
+    subject: Subject, host: str, port: int, api_key_env: str | None, say: Callable[[str], None], client: str = ""
+) -> None:
+    """Serve until SIGINT or SIGTERM. Says `ready http://HOST:PORT` once it listens, and where the `client` is.
 
     Raises:
         SettingError: the world needs rows and has none, an address or the key cannot be used.
@@ -258,5 +264,5 @@ async def serve(subject: Subject, host: str, port: int, api_key_env: str | None,
         shown = f"[{host}]" if ":" in host else host
         with server_key(address, port, api_key_env) as (key, where):
             judged = "" if toolset.judges else "; it gives no reward: clients judge its episodes"
-            say(f"ready http://{shown}:{port}\n{subject.name}: {len(tasks):,} tasks{judged}\n{where}")
+            say(f"ready http://{shown}:{port}\n{subject.name}: {len(tasks):,} tasks{judged}\n{where}{client}")
             await serve_websockets(KeyGuard(make_app(world), key), listener)

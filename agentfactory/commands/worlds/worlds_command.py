@@ -33,6 +33,9 @@ from agentfactory.tools.user_code.entry_points import SOURCES, WORLDS, registere
 from agentfactory.tools.user_code.loading import load_object
 from agentfactory.tools.user_code.watch import limited
 
+_FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
+"""Folder of a module that needs verifiers, and nothing of AgentFactory."""
+
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Run `list`, `show`, `try` or `serve`.
@@ -53,7 +56,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             from agentfactory.commands.worlds.openenv_server import serve
 
             subject = open_subject(options.world, options.overrides, options.option)
-            run_interruptibly(serve(subject, options.host, options.port, options.api_key_env, say))
+            client = f"\nverifiers' taskset agentfactory-world is in {_FOR_VERIFIERS}"
+            client = client if options.protocol == "verifiers" else ""
+            run_interruptibly(serve(subject, options.host, options.port, options.api_key_env, say, client))
 
 
 def _list(as_json: bool, say: Callable[[str], None]) -> None:

@@ -242,7 +242,7 @@ class Runner(ABC):
         Raise SettingError or ToolInfrastructureError.
         """
         self.rewards.check_rows(tasks, section)
-        reports = (agent := self.setup.config.agent) is not None and agent.outside is not None
+        reports = (agent := self.setup.config.agent) is not None and agent.reports
         self.toolset.check_rows(tasks, section, has_rewards=reports or not self.rewards.is_empty)
         await self.task_images.check(tasks, section, self.rewards.takes)
         tell_null_fields(tasks, section, {**self.toolset.needed, **self.rewards.needed})

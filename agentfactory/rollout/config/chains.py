@@ -10,6 +10,7 @@ from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import Choice, NoOptions, PositiveInt, Section, TypedOptions
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind
+from agentfactory.tools.user_code.entry_points import SOURCES, registered
 
 
 class TruncateOptions(Section):
@@ -121,7 +122,8 @@ class AgentConfig(Choice):
 
     name: str | None = None
     """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`, constructed without arguments, or of an
-    async function that runs its own loop. `outside`: external programs that fetch tasks over HTTP."""
+    async function that runs its own loop. `outside`: external programs that fetch tasks over HTTP. A registered source
+    whose tasks bring their agent sets its own name here."""
     command: list[str] = []
     """Alternative to name: a program and its arguments. `${task.FIELD}` stands for a field of the row, `${chain}` for
     the chain's folder, which is the working directory. The environment variables `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
@@ -145,13 +147,19 @@ class AgentConfig(Choice):
         """The options of the agent `outside`; None for other agents."""
         return self.options if isinstance(self.options, OutsideOptions) else None
 
+    @property
+    def reports(self) -> bool:
+        """True if the agent reports the chain's reward: external programs, and agents of sources."""
+        return self.name is not None and ".py:" not in self.name
+
     @model_validator(mode="after")
     def _is_one_agent(self) -> "AgentConfig":
         if (self.name is None) == (not self.command):
             raise SettingError(
                 "", "it must have either a name or a command", "set one of name and command, and the other to null"
             )
-        if self.name is not None and self.name != "outside" and ".py:" not in self.name:
+        known = {"outside", *registered(SOURCES)}
+        if self.name is not None and self.name not in known and ".py:" not in self.name:
             raise SettingError("name", f"got {self.name!r}", "write FILE.py:NAME, or outside")
         return self
 

@@ -22,6 +22,9 @@ class TaskSource(Section):
     entry, "" for a value given in place of the section."""
     world: ClassVar[str | None] = None
     """Name of the world that plays the tasks. Recipes that use the source have it among their tools."""
+    agent: ClassVar[str | None] = None
+    """`package.module:NAME` of a ClientAgent that plays the tasks and reports rewards, created without arguments.
+    Recipes that use the source have it as rollout.agent, by the source's name."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
@@ -75,6 +78,11 @@ class DataConfig(Section):
     def world(self) -> str | None:
         """The name of the world that plays the tasks; None if the recipe's tools do."""
         return None if self.registered is None else self.registered[1].world
+
+    @property
+    def source_agent(self) -> str | None:
+        """The name of the source whose agent plays the tasks; None if the recipe's agent does."""
+        return None if self.registered is None or self.registered[1].agent is None else self.registered[0]
 
     @property
     def origins(self) -> dict[str, Any]:

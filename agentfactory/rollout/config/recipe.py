@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from agentfactory.rollout.config.chains import ChainConfig, RewardConfig
+from agentfactory.rollout.config.chains import AgentConfig, ChainConfig, RewardConfig
 from agentfactory.rollout.config.curriculum import CurriculumConfig
 from agentfactory.rollout.config.data import DataConfig
 from agentfactory.rollout.config.model import ModelConfig
@@ -211,6 +211,7 @@ class RolloutRecipe(ToolsRecipe):
     def _add_worlds(self) -> Self:
         for data in (self.data, self.eval.data):
             self.tools = _with_world(self.tools, self.mcp_servers, data)
+            self.rollout = _with_agent(self.rollout, data)
         return self
 
     @model_validator(mode="after")
@@ -260,6 +261,7 @@ class RolloutRecipe(ToolsRecipe):
             rollout = {name: own.pop(name) for name in [*own] if name not in OF_RECIPE}
             recipe = recipe.model_copy(update={**own, "rollout": recipe.rollout.model_copy(update=rollout)})
         recipe.tools = _with_world(recipe.tools, recipe.mcp_servers, data)
+        recipe.rollout = _with_agent(recipe.rollout, data)
         return Part(section, recipe, data)
 
     def longest_call(self) -> tuple[float, str]:
@@ -287,6 +289,17 @@ def _with_world(tools: list[str], servers: dict[str, McpServerConfig], data: Dat
     if world is None or world in {*tools, *(server.module for server in servers.values())}:
         return tools
     return [*tools, world]
+
+
+def _with_agent(rollout: RolloutConfig, data: DataConfig | None) -> RolloutConfig:
+    """Return `rollout` with the agent of the source of `data`, if it has one."""
+    name = None if data is None else data.source_agent
+    if name is None or (rollout.agent is not None and rollout.agent.name == name):
+        return rollout
+    if rollout.agent is not None:
+        problem = f"is set, but the source {name} brings its own agent"
+        raise SettingError("rollout.agent", problem, "set it to null")
+    return rollout.model_copy(update={"agent": AgentConfig(name=name)})
 
 
 def distinct(parts: Sequence[Part[RecipeT]]) -> list[Part[RecipeT]]:

@@ -118,7 +118,8 @@ class ChainTools:
 @dataclass(frozen=True)
 class Visit:
     """The inputs of an agent for one chain. `workspace` is the chain's folder, if the agent has folders. `report`
-    accepts the agent's own reward; `judged` is true if the recipe scores the chain without it."""
+    accepts the agent's own reward; `judged` is true if the recipe scores the chain without it. `max_turns` is the
+    chain's limit of turns."""
 
     endpoint: Endpoint
     task: Task
@@ -127,6 +128,7 @@ class Visit:
     workspace: Path | None
     report: Callable[[EnvironmentReward], None]
     judged: bool
+    max_turns: int
     listening: Listening | None = None
     """Serve the endpoint on an additional socket."""
 

@@ -65,6 +65,7 @@ class GatewayChain:
                     self.episode.workspace,
                     self._report,
                     self.judged,
+                    self.episode.max_turns,
                     partial(self.gateway.listening, endpoint.key),
                 )
                 agent = asyncio.create_task(self.agent.run(visit), name=f"agent of {visit.chain}")

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.rollout.chains.agent_hooks import AgentHooks
-from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.config import AgentConfig, source_of
 from agentfactory.rollout.gateway.client_agents import ClientAgent, FunctionAgent
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.user_code.entry_points import load_named
 from agentfactory.tools.user_code.loading import load_object
 from agentfactory.tools.user_code.watch import announced
 
@@ -26,6 +27,8 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
         return OutsideAgent(config.outside)
     if (reference := config.name) is None:
         return ProgramAgent(config, base)
+    if config.reports:
+        return _agent_of_source(reference)
     found = load_object(reference, base)
     if inspect.isasyncgenfunction(found):
         raise SettingError("rollout.agent", f"{reference} yields", "return the agent's answer, or None")
@@ -53,6 +56,14 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
     except TypeError as error:
         problem = f"{reference} cannot be created without arguments: {error}"
         raise SettingError("rollout.agent", problem, "give its parameters defaults") from error
+
+
+def _agent_of_source(name: str) -> ClientAgent:
+    source = source_of(name)
+    if source is None or source.agent is None:
+        raise SettingError("rollout.agent", f"got {name!r}, a source whose tasks bring no agent", "set it to null")
+    found: ClientAgent = load_named(source.agent)()
+    return found
 
 
 def _parameters(function: Callable[..., object]) -> int:
