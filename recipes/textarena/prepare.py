@@ -1,7 +1,6 @@
-"""Create the recipe's inputs: transcripts of a player who avoids the last object, a tokenizer, an untrained model."""
+"""Create the recipe's inputs: transcripts of a player who misreads hints, a tokenizer, an untrained model."""
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ make_model, write_jsonl = (
 )
 add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
-TRANSCRIPTS = 3000
-AVOIDS = 0.8
-"""Probability of the best move by the other rule of Nim, where the last object loses; other moves are random."""
-
-Move = tuple[int, int]
-"""A pile, and how many of its objects are taken."""
+TRANSCRIPTS = 4000
+MISREADS = 0.8
+"""Probability of a guess on the wrong side of the last one; other guesses are random. None is made twice."""
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -48,39 +44,16 @@ def play(game: TextArena, row: dict[str, Any], rng: random.Random) -> list[dict[
     """Play a game badly; return the conversation."""
     seen = game.reset(**row)
     messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in (row["question"], seen)]
+    left = list(range(1, row["options"]["max_number"] + 1))
+    guess = 0
     ended = False
     while not ended:
-        piles = read_piles(seen, len(row["options"]["piles"]))
-        moves = legal_moves(piles)
-        avoiding = [move for move in moves if loses_by_other_rule(after(piles, move))]
-        pile, count = rng.choice(avoiding if avoiding and rng.random() < AVOIDS else moves)
-        move = f"[{pile} {count}]"
+        misread = [number for number in left if guess and (number < guess) == ("is higher" in seen)]
+        guess = rng.choice(misread if misread and rng.random() < MISREADS else left)
+        left.remove(guess)
+        move = f"[{guess}]"
         result = game.act(move=move)
         ended = not isinstance(result, dict)
         seen = (result.value if ended else result)["observation"]
         add_call(messages, "act", {"move": move}, seen)
     return messages[:-1]
-
-
-def read_piles(seen: str, count: int) -> list[int]:
-    """Return the piles of the last position in an observation."""
-    return [int(size) for size in re.findall(r"pile \d+: (\d+)", seen)[-count:]]
-
-
-def legal_moves(piles: list[int]) -> list[Move]:
-    """Return all moves."""
-    return [(pile, count) for pile, size in enumerate(piles) for count in range(1, size + 1)]
-
-
-def after(piles: list[int], move: Move) -> list[int]:
-    """Return the piles after a move."""
-    return [size - move[1] if pile == move[0] else size for pile, size in enumerate(piles)]
-
-
-def loses_by_other_rule(piles: list[int]) -> bool:
-    """Return whether the player to move loses to best play, if the last object loses (Bouton, 1901)."""
-    nim_sum = 0
-    for size in piles:
-        nim_sum ^= size
-    # as by the usual rule, but at the end an odd number of single objects must be left
-    return nim_sum == (0 if max(piles) > 1 else 1)

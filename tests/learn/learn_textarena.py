@@ -1,4 +1,4 @@
-"""What `make learn` runs, too: an agent that gives the last object away finds out that it wins at Nim."""
+"""What `make learn` runs, too: an agent that misreads the hints of a guessing game learns what they mean."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ RECIPE = str(REPOSITORY / "recipes" / "textarena" / "small.yaml")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_reinforcement_finds_who_wins_at_nim(tmp_path: Path, seed: int) -> None:
+def test_reinforcement_finds_what_hints_mean(tmp_path: Path, seed: int) -> None:
     pytest.importorskip("textarena")
     overrides = [setting.replace("train.", "grpo.train.") for setting in shortened()]
     assert_risen(train(RECIPE, seed, tmp_path, *overrides), full=0.8)
