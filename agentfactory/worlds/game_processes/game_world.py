@@ -22,6 +22,7 @@ class GameWorld(Environment):
     """The game's package, and our extra for it."""
     place: ClassVar[str]
     """`MODULE:NAME` of the process's object."""
+    _anchor: str | None
 
     def __init__(self) -> None:
         check_extra(self.package)
@@ -64,7 +65,7 @@ class GameWorld(Environment):
 
     def release(self) -> None:
         """Forget the game."""
-        self._anchor: str | None = None
+        self._anchor = None
 
     def close(self) -> None:
         """End the process."""

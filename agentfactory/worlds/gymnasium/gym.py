@@ -15,6 +15,8 @@ class Gym(GameWorld):
 
     package = "gymnasium"
     place = "agentfactory.worlds.gymnasium.episode:Episode"
+    _ended: bool
+    _threshold: float | None
 
     def reset(self, gym: dict[str, Any], seed: int, **task: Any) -> Any:
         """Begin an episode. Return the actions, and the first observation.
@@ -24,7 +26,7 @@ class Gym(GameWorld):
             ToolInfrastructureError: the environment failed, or took too long.
         """
         begun = self._begin(gym, seed)
-        self._threshold: float | None = gym["success_return"]
+        self._threshold = gym["success_return"]
         return _parts(begun, begun["actions"])
 
     @tool

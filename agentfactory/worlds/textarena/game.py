@@ -14,6 +14,7 @@ class TextArena(GameWorld):
 
     package = "textarena"
     place = "agentfactory.worlds.textarena.play:Play"
+    _verdict: float | None
 
     def reset(self, game: str, options: dict[str, Any], opponent: str, plays: str, seed: int, **task: Any) -> str:
         """Begin a game; return its rules and the first position.
@@ -55,4 +56,4 @@ class TextArena(GameWorld):
         """Forget the game."""
         super().release()
         self._moves = self._illegal = 0
-        self._verdict: float | None = None
+        self._verdict = None
