@@ -2,34 +2,21 @@
 
 from typing import Any
 
-from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import finish, tool
-from agentfactory.tools.user_code.extras import check_extra
-from agentfactory.worlds.game_processes.game_process import GameProcess
+from agentfactory.worlds.game_processes.game_world import GameWorld
 from agentfactory.worlds.game_processes.refused import Refused
 
-EPISODE = "agentfactory.worlds.gymnasium.episode:Episode"
 
-
-class Gym(Environment):
+class Gym(GameWorld):
     """An episode of a gymnasium environment: the reward is its return, the sum of its rewards.
 
     A data row has `gym` (the settings of its source) and `seed`; `data.gym` makes such rows.
     """
 
-    def __init__(self) -> None:
-        check_extra("gymnasium")
-        self._process = GameProcess(EPISODE, "gym")
-        self._ended = False
-        self._threshold: float | None = None
-        self._anchor: str | None = None
-        self._clear()
-
-    @classmethod
-    def check_machine(cls) -> None:
-        """Raise SettingError if a package is missing."""
-        check_extra("gymnasium")
+    package = "gymnasium"
+    place = "agentfactory.worlds.gymnasium.episode:Episode"
+    _ended: bool
+    _threshold: float | None
 
     def reset(self, gym: dict[str, Any], seed: int, **task: Any) -> Any:
         """Begin an episode. Return the actions, and the first observation.
@@ -38,13 +25,8 @@ class Gym(Environment):
             SettingError: a setting is invalid.
             ToolInfrastructureError: the environment failed, or took too long.
         """
-        self._clear()
-        try:
-            begun = self._process.call("reset", gym, seed)
-        except Refused as refused:
-            raise SettingError(*refused.args) from None
+        begun = self._begin(gym, seed)
         self._threshold = gym["success_return"]
-        self._anchor = begun["anchor"]
         return _parts(begun, begun["actions"])
 
     @tool
@@ -79,22 +61,10 @@ class Gym(Environment):
             found["success"] = float(self._ended and self._return >= self._threshold)
         return found
 
-    def anchor(self) -> str | None:
-        """Return a digest of the last observation; None once the episode has ended."""
-        return self._anchor
-
     def release(self) -> None:
-        """Forget the episode. The process is kept for the next one."""
-        self._clear()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
-
-    def _clear(self) -> None:
+        """Forget the episode."""
+        super().release()
         self._return, self._steps, self._ended = 0.0, 0, False
-        self._threshold = None
-        self._anchor = None
 
 
 def _parts(shown: dict[str, Any], text: str = "") -> Any:

@@ -7,11 +7,7 @@ from pydantic import Field
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.config import Options, PositiveInt, Section
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.user_code.extras import check_extra
-from agentfactory.worlds.game_processes.game_process import GameProcess
-from agentfactory.worlds.game_processes.refused import Refused
-from agentfactory.worlds.gymnasium.gym import EPISODE
+from agentfactory.worlds.gymnasium.gym import Gym
 
 
 class RandomMap(Section):
@@ -54,22 +50,11 @@ class GymSource(TaskSource):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per seed, after making the environment once. See TaskSource."""
-        check_extra("gymnasium")
         settings = self.model_dump(
             mode="json", include={"id", "options", "random_map", "render_mode", "actions", "max_steps"}
         )
-        process = GameProcess(EPISODE, "gym")
-        try:
+        with Gym.checks("gym", "id", self.id) as process:
             found = process.call("check", settings, self.first_seed)
-        except Refused as refused:
-            field, problem, fix = refused.args
-            raise SettingError(f"gym.{field}", problem, fix) from None
-        except ToolInfrastructureError as error:
-            raise SettingError(
-                "gym.id", f"got {self.id!r}: {error}", "correct the environment or its options"
-            ) from error
-        finally:
-            process.close()
         question = found["question"] if self.question is None else self.question
         if not question:
             raise SettingError("gym.question", f"got null, and {self.id} has no description", "describe the task")

@@ -2,33 +2,19 @@
 
 from typing import Any
 
-from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import finish, tool
-from agentfactory.tools.user_code.extras import check_extra
-from agentfactory.worlds.game_processes.game_process import GameProcess
-from agentfactory.worlds.game_processes.refused import Refused
-
-PLAY = "agentfactory.worlds.textarena.play:Play"
+from agentfactory.worlds.game_processes.game_world import GameWorld
 
 
-class TextArena(Environment):
+class TextArena(GameWorld):
     """A game of textarena, alone or against a scripted opponent: the reward is the game's.
 
     A data row has `game`, `options`, `opponent`, `plays` and `seed`; `data.textarena` makes such rows.
     """
 
-    def __init__(self) -> None:
-        check_extra("textarena")
-        self._process = GameProcess(PLAY, "textarena")
-        self._verdict: float | None = None
-        self._anchor: str | None = None
-        self._clear()
-
-    @classmethod
-    def check_machine(cls) -> None:
-        """Raise SettingError if a package is missing."""
-        check_extra("textarena")
+    package = "textarena"
+    place = "agentfactory.worlds.textarena.play:Play"
+    _verdict: float | None
 
     def reset(self, game: str, options: dict[str, Any], opponent: str, plays: str, seed: int, **task: Any) -> str:
         """Begin a game; return its rules and the first position.
@@ -37,13 +23,7 @@ class TextArena(Environment):
             SettingError: an option is invalid.
             ToolInfrastructureError: the game failed, or took too long.
         """
-        self._clear()
-        try:
-            shown = self._process.call("reset", game, options, opponent, plays, seed)
-        except Refused as refused:
-            raise SettingError(*refused.args) from None
-        self._anchor = shown["anchor"]
-        return str(shown["text"])
+        return str(self._begin(game, options, opponent, plays, seed)["text"])
 
     @tool
     def act(self, move: str) -> Any:
@@ -72,19 +52,8 @@ class TextArena(Environment):
         numbers = {"moves": self._moves, "illegal": self._illegal, "finished": self._verdict is not None}
         return {"reward": reward, "success": float(reward >= 1), **{name: float(n) for name, n in numbers.items()}}
 
-    def anchor(self) -> str | None:
-        """Return a digest of the game's state; None once it is over."""
-        return self._anchor
-
     def release(self) -> None:
-        """Forget the game. The process is kept for the next one."""
-        self._clear()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
-
-    def _clear(self) -> None:
+        """Forget the game."""
+        super().release()
         self._moves = self._illegal = 0
         self._verdict = None
-        self._anchor = None

@@ -8,11 +8,7 @@ from pydantic import Field
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.config import Options, PositiveInt
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.user_code.extras import check_extra
-from agentfactory.worlds.game_processes.game_process import GameProcess
-from agentfactory.worlds.game_processes.refused import Refused
-from agentfactory.worlds.textarena.game import PLAY
+from agentfactory.worlds.textarena.game import TextArena
 from agentfactory.worlds.textarena.games import players
 
 QUESTION = "Play the game that is described below, and win it. Make one move per turn."
@@ -41,21 +37,12 @@ class TextArenaSource(TaskSource):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per seed, after beginning the first game once. See TaskSource."""
-        check_extra("textarena")
-        process = GameProcess(PLAY, "textarena")
         row = self.model_dump(mode="json", include={"question", "game", "options", "opponent", "plays"})
-        try:
+        with TextArena.checks("textarena", "game", self.game) as process:
             names = process.call("names")
             if self.game not in names:
                 near = difflib.get_close_matches(self.game, names, 3, cutoff=0.6) or ["one of docs/textarena.md"]
                 known = "is left out: see docs/textarena.md" if players(self.game) is None else "is not registered"
                 raise SettingError("textarena.game", f"got {self.game!r}, which {known}", f"use {' or '.join(near)}")
             process.call("reset", self.game, self.options, self.opponent, self.plays, self.first_seed)
-        except Refused as refused:
-            field, problem, fix = refused.args
-            raise SettingError(f"textarena.{field}", problem, fix) from None
-        except ToolInfrastructureError as error:
-            raise SettingError("textarena.game", f"got {self.game!r}: {error}", "correct its options") from error
-        finally:
-            process.close()
         return [{**row, "seed": seed} for seed in range(self.first_seed, self.first_seed + self.tasks)]

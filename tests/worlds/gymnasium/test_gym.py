@@ -70,10 +70,10 @@ async def test_pixels() -> None:
 @pytest.mark.parametrize(
     ("kind", "action", "told"),
     [
-        ("Raises", 0, "gym failed in act(): RuntimeError: out of ice"),
-        ("Exits", 0, "gym failed in act(): SystemExit: 3"),
-        ("Exits", 1, "gym ended its process in act()"),
-        ("Hangs", 1, "gym did not answer within 4 s in act()"),
+        ("Raises", 0, "gymnasium failed in act(): RuntimeError: out of ice"),
+        ("Exits", 0, "gymnasium failed in act(): SystemExit: 3"),
+        ("Exits", 1, "gymnasium ended its process in act()"),
+        ("Hangs", 1, "gymnasium did not answer within 4 s in act()"),
     ],
 )
 async def test_a_chain_whose_environment_fails_ends_alone(
