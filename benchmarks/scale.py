@@ -412,6 +412,8 @@ def compare(quick: bool, before: str | None) -> None:
 
 def compare_sources(quick: bool) -> None:
     """Run chains of one source and of several at the same time, and print the summary."""
+    import transformers  # noqa: F401  # two threads must not import it at the same time
+
     here = Path(__file__).resolve().parent.parent
     chains, turns = (512, TURNS) if quick else (10_240, 5)
     spent: dict[int, list[float]] = {1: [], SOURCES: []}
