@@ -113,7 +113,7 @@ def part_named(part: Part[Recipe]) -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        raise error.at(part.field(error.field)) from error.__cause__
+        raise part.located(error) from error.__cause__
 
 
 def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lack: Lack) -> None:
@@ -238,7 +238,7 @@ def _check_rows(part: Part[Recipe], purpose: Purpose, prepared: Path | None) -> 
     if data.registered is not None:
         tasks = load_tasks(data, section)
         if acts:
-            check_resets(recipe, tasks, section)
+            _check_tasks(recipe, tasks, section, acts)
     if (path := data.file) is None:
         return
     is_made = prepared is not None and path.is_relative_to(prepared)

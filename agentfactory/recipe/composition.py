@@ -1,5 +1,6 @@
 """Composition of recipe files and overrides into one mapping: YAML, `extends:`, dotted overrides, absolute paths."""
 
+import copy
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -178,8 +179,11 @@ def override(composed: Composed, name: str, value: Any) -> None:
         section = section.get(key)
         if section is None:
             break
+        above = ".".join(parents[:depth])
+        if above in _LISTS and isinstance(section, list):
+            _override_entry(composed, above, [*parents, last][depth:], value)
+            return
         if not isinstance(section, dict):
-            above = ".".join(parents[:depth])
             raise SettingError(
                 name, f"{above} is {short(section)}, not a section", f"set {above} itself", source=COMMAND_LINE
             )
@@ -187,6 +191,34 @@ def override(composed: Composed, name: str, value: Any) -> None:
     for key in reversed(parents):
         nested = {key: nested}
     composed.merge(anchor(_from_here(nested, Path.cwd()), Path.cwd()), COMMAND_LINE)
+
+
+_LISTS = ("data.sources", "eval.data.sources")
+"""Lists of sections, of which the command line may set a field by the number or the name of the entry."""
+
+
+def _override_entry(composed: Composed, above: str, keys: list[str], value: Any) -> None:
+    """Set the field `keys[1:]` of the entry `keys[0]` of a list of sections."""
+    entries = value_at(composed.data, above)
+    names = [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
+    asked, *inner = keys
+    number = int(asked) if asked.isdecimal() else names.index(asked) if asked in names else len(entries)
+    if number >= len(entries) or not inner:
+        known = ", ".join(f"{place} ({name})" for place, name in enumerate(names))
+        raise SettingError(f"{above}.{asked}", f"the entries are {known}", "set a field of one", source=COMMAND_LINE)
+    nested: Any = value
+    for key in reversed(inner):
+        nested = {key: nested}
+    root: Any = [nested]
+    for key in reversed(above.split(".")):
+        root = {key: root}
+    (given,) = value_at(anchor(_from_here(root, Path.cwd()), Path.cwd()), above)
+    changed = copy.deepcopy(entries)
+    _merge(changed[number], given)
+    whole: Any = changed
+    for key in reversed(above.split(".")):
+        whole = {key: whole}
+    composed.merge(whole, COMMAND_LINE)
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from agentfactory.recipe.choices import CHOICES, chosen
 from agentfactory.recipe.familiar_names import familiar
 from agentfactory.recipe.yaml_text import parse_yaml
-from agentfactory.rollout.config import DataConfig, source_of
+from agentfactory.rollout.config import DataConfig, TaskSource, source_of
 from agentfactory.tools.config import Choice, fields_of
 from agentfactory.tools.errors import SettingError, short
 
@@ -61,6 +61,9 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
                 or familiar(name, error["input"])
                 or did_you_mean(name, list(fields_of(section)), model),
             )
+        case "extra_forbidden" if issubclass(section, TaskSource):
+            # its fields are its own: other programs' names for ours do not occur in it
+            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(fields_of(section)))
         case "extra_forbidden" if (fix := familiar(name, error["input"])) is not None:
             return name, f"unknown key {keys[-1]!r}", fix
         case "extra_forbidden":
@@ -88,9 +91,12 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}, not a list", f"write [{written}]" if written else "write a list"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes if it looks like another type"
+        case "too_short":
+            return name, f"got {got}", f"give at least {context['min_length']}"
     if (meant := _without_quotes(error["input"])) is not None:
         return name, f"got {got}, which is text", f"write it without quotes: {meant}"
-    return name, f"got {got}", wanted.replace("Input should be", "it must be")
+    # pydantic adds how it tried to read the value
+    return name, f"got {got}", wanted.replace("Input should be", "it must be").partition(", unable to parse")[0]
 
 
 def _other_choice(section: type[Choice], choice: str, keys: list[str]) -> str | None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.config import EqualRewards, RolloutConfig
+from agentfactory.rollout.config import EqualRewards, Part, RolloutConfig
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.tools.errors import SettingError, short
@@ -281,8 +281,8 @@ def _check_sft(recipe: Recipe) -> None:
 def _check_algorithm(recipe: Recipe) -> None:
     train, estimator = recipe.train, recipe.train.advantage.estimator
     compares = Estimator(train.advantage).compares
-    if compares and recipe.rollout.group_size < 2:
-        raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
+    if compares:
+        _check_group_size(recipe, f"got 1: {estimator} compares the chains of a task")
     _check_replaced(train)
     if train.loss.kl.place == "reward" and estimator == "none":
         raise SettingError("train.loss.kl.place", "got 'reward', and estimator=none omits rewards", "use loss")
@@ -339,9 +339,15 @@ def _check_teacher(recipe: Recipe) -> None:
         raise SettingError("rollout.equal_rewards", problem, "use keep")
     if teacher.context is not None:
         _check_one_row(recipe.rollout)
-        if teacher.context == "solution" and recipe.rollout.group_size < 2:
-            problem = "got 1 with teacher.context=solution, which is another chain of the group"
-            raise SettingError("rollout.group_size", problem, "use at least 2")
+        if teacher.context == "solution":
+            _check_group_size(recipe, "got 1 with teacher.context=solution, which is another chain of the group")
+
+
+def _check_group_size(recipe: Recipe, problem: str) -> None:
+    """Raise SettingError with this `problem` if groups of a source have a single chain."""
+    for part in recipe.parts() or [Part("data", recipe)]:
+        if part.recipe.rollout.group_size < 2:
+            raise part.located(SettingError("rollout.group_size", problem, "use at least 2"))
 
 
 def _check_one_row(rollout: RolloutConfig) -> None:

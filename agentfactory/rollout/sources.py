@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.config import Part, RolloutConfig, RolloutRecipe
-from agentfactory.rollout.data import Task, TaskMix, TaskOrder, load_tasks
+from agentfactory.rollout.data import Task, TaskMix, TaskOrder, load_tasks, notices
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -59,7 +59,7 @@ class Source(Generic[RunnerT]):
         try:
             await self.runner.check(self.tasks, self.part.section)
         except SettingError as error:
-            raise error.at(self.part.field(error.field)) from error.__cause__
+            raise self.part.located(error) from error.__cause__
         except ToolInfrastructureError as error:
             if not self.name:
                 raise
@@ -85,6 +85,13 @@ def load_all(parts: Sequence[Part[Any]], tell: bool = False) -> list[Loaded]:
     return [Loaded(part, load_tasks(part.recipe.data, part.section, tell)) for part in parts]
 
 
+def tell_shared_tasks(training: Sequence[Loaded], held_out: Sequence[Loaded]) -> None:
+    """Notify the user of held-out tasks that are also training tasks."""
+    tasks = [task for one in training for task in one.tasks]
+    for one in held_out:
+        notices.tell_shared_tasks(tasks, one.tasks, one.part.section)
+
+
 def mix_of(loaded: Sequence[Loaded], seed: int) -> TaskMix:
     """Return the order of the tasks of all parts."""
     orders = [TaskOrder(one.tasks, seed, one.part.recipe.data.shuffle) for one in loaded]
@@ -105,7 +112,7 @@ async def open_all(
                 try:
                     runner = await stack.enter_async_context(opener(one.part.recipe))
                 except SettingError as error:
-                    raise error.at(one.part.field(error.field)) from error.__cause__
+                    raise one.part.located(error) from error.__cause__
                 if found:
                     runner.places = found[0].runner.places
             found.append(Source(one.part, one.tasks, runner))

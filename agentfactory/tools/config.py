@@ -24,9 +24,10 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of every recipe section: unknown keys are errors, and a field's docstring is its description."""
+    """Base of every recipe section: unknown keys and infinite numbers are errors, and a field's docstring is its
+    description."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def fields_of(section: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -268,6 +268,16 @@ def test_random_calls_fit_the_schema(schema: dict[str, object]) -> None:
     assert drawn[0] == drawn[1]
 
 
+def test_a_recipe_with_sources_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "worlds.py").write_text(GARDEN)
+    sources = [{"name": name, "path": "rows.jsonl", "tools": ["worlds.py:Garden"]} for name in ("bed", "lawn")]
+    (tmp_path / "rows.jsonl").write_text('{"question": "go", "beds": 1}\n')
+    fields = {"model": {"path": "m"}, "data": {"sources": sources}, "train": {"steps": 1}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    assert main(["worlds", "try", str(tmp_path / "recipe.yaml")]) == 2
+    assert "data.sources: got 2 sources, and one world is played; fix: name the world" in capsys.readouterr().err
+
+
 def test_random_texts_are_those_of_the_world() -> None:
     calls = RandomCalls([ToolSpec("act", "", {"properties": {"text": {"type": "string"}}, "required": ["text"]})], 0)
     calls.see("Say [up] now")

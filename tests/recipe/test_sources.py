@@ -122,6 +122,8 @@ def test_a_saved_recipe_means_the_same(write: Callable[..., Recipe], tmp_path: P
         ({"harbor": "tasks"}, "data.sources.1: got path="),
         ({"teacher_url": "http://127.0.0.1:1"}, "data.sources.1.teacher_url: got 'http://127.0.0.1:1' without teacher"),
         ({"sources": []}, "data.sources.1.sources: unknown key 'sources'"),
+        ({"weight": float("inf")}, "data.sources.1.weight: got inf"),
+        ({"group_size": 1}, "data.sources.1.group_size: got 1: grpo compares the chains of a task; fix: use at least"),
     ],
 )
 def test_errors_name_the_field_of_the_source(write: Callable[..., Recipe], changes: dict[str, Any], told: str) -> None:
@@ -194,3 +196,27 @@ def test_resume_refuses_another_mixture_but_not_another_pool(write: Callable[...
             check_recipe(write([SUMS, {**slow, **changes}]), folder, None)
     with pytest.raises(SettingError, match=r"data.sources.1.\S+: missing, but .* was trained with"):
         check_recipe(write([SUMS]), folder, None)
+
+
+def test_an_error_about_the_whole_recipe_names_the_source(
+    write: Callable[..., Recipe],
+) -> None:
+    with pytest.raises(SettingError, match=r"rewards: empty, .*, in eval.data.sources.0 \(renamed\); fix: "):
+        write([{**SUMS, "rewards": ["mine.py:right"]}], [{**SUMS, "name": "renamed"}], rewards=[])
+
+
+def test_the_command_line_sets_a_field_of_a_source_by_number_or_name(
+    write: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    write([SUMS, HALLS])
+    changes = ["data.sources.1.weight=3", "data.sources.sums.limits.calls=4", "data.sources.0.path=task/halls.jsonl"]
+    recipe = load_recipe(tmp_path / "task" / "recipe.yaml", changes)
+    assert isinstance(recipe, Recipe)
+    assert recipe.data is not None
+    sums, halls = recipe.data.sources
+    assert (sums.name, sums.weight, halls.weight) == ("sums", 1.0, 3.0)
+    assert sums.file == tmp_path / "task" / "halls.jsonl"
+    assert recipe.parts()[0].recipe.limits.calls == 4
+    for wrong in ("data.sources.2.weight=3", "data.sources.hall.weight=3", "data.sources.0=3"):
+        with pytest.raises(SettingError, match=r"data.sources.\w+: the entries are 0 \(sums\), 1 \(halls\)"):
+            load_recipe(tmp_path / "task" / "recipe.yaml", [wrong])

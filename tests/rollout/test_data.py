@@ -10,6 +10,7 @@ import pytest
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import Place, TaskOrder, load_tasks
+from agentfactory.rollout.data.notices import tell_shared_tasks
 from agentfactory.tools.errors import SettingError
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]
@@ -141,6 +142,15 @@ def test_a_place_and_its_groups_id_say_the_same() -> None:
     for other in ("sampled-00012", "g12", "g000012-", "g000012.3"):
         with pytest.raises(ValueError, match=r"not the id of a group, such as g000012 or g000012-1"):
             Place.of(other)
+
+
+def test_held_out_tasks_that_are_trained_on_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    training = [{"question": "a", "seed": 1}, {"question": "a", "seed": 2}]
+    tell_shared_tasks(training, [{"question": "a", "seed": 3}, {"seed": 2, "question": "a"}], "eval.data")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("eval.data: 1 of 2 rows are also training tasks, the first is row 2; use ")
+    tell_shared_tasks(training, [{"question": "a", "seed": 3}], "eval.data")
+    assert len(caplog.records) == 1
 
 
 def test_opening_messages() -> None:

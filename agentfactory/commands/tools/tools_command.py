@@ -54,6 +54,8 @@ TRIED_ROWS = 3
 """Number of tasks that `check` calls the rewards on."""
 SLOW_SECONDS = 3.0
 """`check` reports a server that takes longer than this to open, unless one of DOWNLOADERS starts it."""
+_OF_TWO = "rename it, or give one of them `prefix` or `deny` by an entry of mcp_servers"
+"""Fix for two tools with one name."""
 DOWNLOADERS = ("npx", "uvx")
 """Programs that query a registry first, and may download the server."""
 LARGE_BYTES = 100 << 20
@@ -336,7 +338,7 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
     for server in servers:
         for spec in server.specs:
             if owners[spec.name] > 1:
-                server.problems.append(f"another server has a tool {spec.name} too; set `prefix` or `deny` of one")
+                server.problems.append(f"another server has a tool {spec.name} too; {_OF_TWO}")
         entry = recipe.mcp_servers.get(server.name)
         downloads = entry is not None and Path(entry.command or "").name in DOWNLOADERS
         is_slow = server.seconds > SLOW_SECONDS and not downloads

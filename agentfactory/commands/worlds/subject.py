@@ -36,6 +36,9 @@ class Subject:
         data = self.recipe.data
         if data is None:
             return []
+        if data.sources:
+            fix = "name the world of one instead, or a recipe with the rows of one as `data`"
+            raise SettingError("data.sources", f"got {len(data.sources)} sources, and one world is played", fix)
         if data.file is not None and not data.file.exists():
             fix = "create it: `agentfactory train` runs the recipe's `prepare` first"
             raise SettingError("data.path", f"there is no {display(data.file)} yet", fix)
@@ -105,6 +108,9 @@ def world_and_source(name: str, overrides: Sequence[str]) -> tuple[str, str | No
         world, sources = name, sources_of(name)
     elif name in own:
         source = source_of(name)
+        if source is not None and source.agent is not None:
+            fix = f"train on them by `data: {{{name}: ...}}`, or evaluate a model by `eval.data: {{{name}: ...}}`"
+            raise SettingError("", f"the tasks of {name} are played by its own agent, and not by a world here", fix)
         if source is None or source.world is None:
             fix = "name a recipe that has both"
             raise SettingError("", f"the task source {name} names no world that plays its tasks", fix)

@@ -80,7 +80,8 @@ def _try(options: argparse.Namespace) -> None:
         try:
             calls = read_calls(options.calls.read_text(encoding="utf-8"), str(options.calls))
         except (OSError, ValueError) as error:
-            raise SettingError("--calls", str(error)) from None
+            fix = 'give a file with a line {"name": TOOL, "arguments": {...}} per call'
+            raise SettingError("--calls", str(error), fix) from None
     episode = Episode(options.turns, options.seed, options.seconds, _given_row(options.row), calls)
     with limited(options.seconds, "--seconds"), redirect_stdout(sys.stderr):
         subject = open_subject(options.world, options.overrides, options.option, options.seconds)

@@ -120,7 +120,8 @@ class DataConfig(Section):
         if len(given) != 1:
             others = [*registered(SOURCES), *({"sources"} & type(self).model_fields.keys())]
             *first, last = ["path", "source", *others]
-            got = " and ".join(f"{name}={value}" for name, value in given.items()) or f"no {', '.join(first)} or {last}"
+            shown = (name if isinstance(value, TaskSource) else f"{name}={value}" for name, value in given.items())
+            got = " and ".join(shown) or f"no {', '.join(first)} or {last}"
             fix = f"set one: path (a file of rows), source (FILE.py:NAME) or {' or '.join(others)}; null for the others"
             raise SettingError("", f"got {got}", fix)
         (origin,) = given

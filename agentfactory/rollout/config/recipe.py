@@ -1,7 +1,7 @@
 """The recipe fields of the rollout package: the sections rollout and eval, and the whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -183,6 +183,14 @@ class Part(Generic[RecipeT]):
             return f"{self.section}.{name}"
         return f"{self.section}.{rest}" if first == "rollout" and rest.partition(".")[0] in own else name
 
+    def located(self, error: SettingError) -> SettingError:
+        """Return an error about this part's recipe as one about the whole recipe. If the field is the whole recipe's,
+        the problem names the source."""
+        field = self.field(error.field)
+        is_own = self.source is None or not field or f"{field}.".startswith(f"{self.section}.")
+        problem = error.problem if is_own else f"{error.problem}, in {self.section} ({self.name})"
+        return SettingError(field, problem, error.fix, error.source)
+
     def acts_like(self, other: "Part[Any]") -> bool:
         """Return whether chains of both have the same settings, and can share their tools."""
         mine, others = self.recipe, other.recipe
@@ -209,9 +217,12 @@ class RolloutRecipe(ToolsRecipe):
 
     @model_validator(mode="after")
     def _add_worlds(self) -> Self:
-        for data in (self.data, self.eval.data):
-            self.tools = _with_world(self.tools, self.mcp_servers, data)
-            self.rollout = _with_agent(self.rollout, data)
+        both = (self.data, self.eval.data)
+        if not any(data is not None and data.sources for data in both):
+            # otherwise each part has its own
+            for data in both:
+                self.tools = _with_world(self.tools, self.mcp_servers, data)
+                self.rollout = _with_agent(self.rollout, data)
         return self
 
     @model_validator(mode="after")
@@ -253,16 +264,19 @@ class RolloutRecipe(ToolsRecipe):
     def _part(self, section: str, data: DataConfig, below: SourceConfig | None = None) -> "Part[Self]":
         held_out = self.eval.model_copy(update={"data": None, "every": 0})
         recipe = self.model_copy(update={"data": data, "eval": held_out})
-        if not isinstance(data, SourceConfig):
-            return Part(section, recipe)
-        recipe.data = TasksConfig.model_validate(data.rows_alone)
-        for source in filter(None, (below, data)):
-            own = {name: getattr(source, name) for name in source.own}
-            rollout = {name: own.pop(name) for name in [*own] if name not in OF_RECIPE}
-            recipe = recipe.model_copy(update={**own, "rollout": recipe.rollout.model_copy(update=rollout)})
+        part = Part(section, recipe, data if isinstance(data, SourceConfig) else None)
+        if isinstance(data, SourceConfig):
+            recipe.data = TasksConfig.model_validate(data.rows_alone)
+            for source in filter(None, (below, data)):
+                own = {name: getattr(source, name) for name in source.own}
+                rollout = {name: own.pop(name) for name in [*own] if name not in OF_RECIPE}
+                recipe = recipe.model_copy(update={**own, "rollout": recipe.rollout.model_copy(update=rollout)})
         recipe.tools = _with_world(recipe.tools, recipe.mcp_servers, data)
-        recipe.rollout = _with_agent(recipe.rollout, data)
-        return Part(section, recipe, data)
+        try:
+            recipe.rollout = _with_agent(recipe.rollout, data)
+        except SettingError as error:
+            raise part.located(error) from None
+        return replace(part, recipe=recipe)
 
     def longest_call(self) -> tuple[float, str]:
         """See ToolsRecipe: a reset may take as long as its chain."""
@@ -297,7 +311,7 @@ def _with_agent(rollout: RolloutConfig, data: DataConfig | None) -> RolloutConfi
     if name is None or (rollout.agent is not None and rollout.agent.name == name):
         return rollout
     if rollout.agent is not None:
-        problem = f"is set, but the source {name} brings its own agent"
+        problem = f"is set, but data.{name} brings its own agent"
         raise SettingError("rollout.agent", problem, "set it to null")
     return rollout.model_copy(update={"agent": AgentConfig(name=name)})
 

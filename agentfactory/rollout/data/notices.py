@@ -1,5 +1,6 @@
 """Notices to the user of what rows lose on their way to the model."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,3 +94,18 @@ def tell_answered_rows(tasks: Sequence[dict[str, Any]], section: str) -> None:
     if ended:
         text = f"{section}: the messages of row {ended[0]} ({len(ended)} of {len(tasks)} rows) end with the assistant"
         notify(logger, f"answered rows of {section}", f"{text}, and the model answers once more", times=0)
+
+
+def tell_shared_tasks(training: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]], section: str) -> None:
+    """Notify the user of rows of `section` that are also training tasks: success on them does not show that the agent
+    has learned more than those."""
+    known = {_identity(task) for task in training}
+    shared = [number for number, task in enumerate(held_out, 1) if _identity(task) in known]
+    if shared:
+        text = f"{section}: {len(shared)} of {len(held_out)} rows are also training tasks, the first is row {shared[0]}"
+        fix = "use other rows or seeds to measure what the agent has learned beyond them"
+        notify(logger, f"training tasks in {section}", f"{text}; {fix}", times=0)
+
+
+def _identity(task: dict[str, Any]) -> int:
+    return hash(json.dumps(task, sort_keys=True, default=repr))

@@ -32,7 +32,7 @@ from agentfactory.rollout.inference.concurrency import ConcurrencyControl
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.teacher_client import TeacherClient, canary_file, open_teachers
 from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.sources import Source, load_all, mix_of
+from agentfactory.rollout.sources import Source, load_all, mix_of, tell_shared_tasks
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
@@ -91,6 +91,8 @@ class Worker:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
         self.loaded = load_all(self.parts, tell=True)
         self.held_out = load_all(_parts(self.recipe.held_out_parts(), self.share), tell=True)
+        if self.share.number == 0:
+            tell_shared_tasks(self.loaded, self.held_out)
         self.order = mix_of(self.loaded, self.recipe.seed)
 
     async def run(self) -> None:

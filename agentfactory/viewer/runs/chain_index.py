@@ -95,12 +95,11 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
     group = outline(line)
     try:
         group["task"]  # must exist, because text search reads it
-        # the task, and the name of its source
-        shown = (task_text(group)[:_PREVIEW], group.get("source") or None)
+        task = (task_text(group)[:_PREVIEW], _text(group.get("source") or None))
         version, source = _version_of(file, group), source_of(file)
         place_in_file = (run, file, source, byte, len(line))
         return [
-            _row(place_in_file, place, str(group["id"]), version, chain, shown)
+            _row(place_in_file, place, str(group["id"]), version, chain, task)
             for place, chain in enumerate(group["trajectories"])
         ]
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -108,8 +107,9 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
 
 
 def _row(
-    where: tuple[Any, ...], place: int, group: str, version: int | None, chain: dict[str, Any], shown: tuple[str, Any]
+    where: tuple[Any, ...], place: int, group: str, version: int | None, chain: dict[str, Any], task: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], set[str]]:
+    """Return a row of the index. `task` has the preview of the chain's task, and the name of its source."""
     names = [name for message in chain["messages"] for name, _ in calls_of(message)]
     metrics, rows = chain.get("metrics") or {}, chain.get("rows") or []
     # `outline` has replaced the token streams that it recognizes with counts
@@ -127,10 +127,8 @@ def _row(
         _number(metrics.get("sampled_tokens")),
         float(chain.get("seconds", 0.0)),
         _text(chain.get("error")),
-        shown[0],
-        _text(shown[1]),
     )
-    return (*where, place, group, str(chain["id"]), version, None, *figures), set(names)
+    return (*where, place, group, str(chain["id"]), version, None, *figures, *task), set(names)
 
 
 def _number(value: Any) -> float | None:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.config import Options, PositiveInt, Section
@@ -47,6 +47,13 @@ class GymSource(TaskSource):
     success_return: float | None = None
     """Return from which an ended episode counts as success. Null: the environment's registered reward threshold, unless
     max_steps changes the limit it was registered for; without either, there is no metric success."""
+
+    @field_validator("actions")
+    @classmethod
+    def _are_told_apart(cls, actions: list[str]) -> list[str]:
+        if twice := [name for number, name in enumerate(actions) if name in actions[:number]]:
+            raise SettingError("", f"two actions are called {twice[0]!r}", "rename one")
+        return actions
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per seed, after making the environment once. See TaskSource."""

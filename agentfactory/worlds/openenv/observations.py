@@ -16,7 +16,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _LEAST_PIXELS = 8
 """Minimum height and width of an array that is a picture."""
 _OF_CALLS = ("tool_name", "error")
-"""Fields of the result of a tool that say nothing new, or are told as an error."""
+"""Fields of a tool's result that the model does not read: it knows the name, and gets the error as an error."""
 
 Part = str | ImageContent
 

@@ -25,7 +25,7 @@ _CLOSE_SECONDS = 5.0
 """Time for a server to end a session, after which its place is free."""
 _DESCRIPTION_BYTES = 4 << 20
 _OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
-"""Codes of errors that an action causes. The session goes on."""
+"""Error codes of refused actions, after which the session continues."""
 _SHOWN = 200
 _NO_SERVER = "give the address of an OpenEnv server, without /ws, /web or /schema"
 _BROKEN = "look at the server's log"

@@ -52,6 +52,8 @@ class ReasoningGymTasks(TaskSource):
         if isinstance(datasets, str):
             datasets = [datasets]
         if isinstance(datasets, list) and all(isinstance(name, str) for name in datasets):
+            if twice := [name for number, name in enumerate(datasets) if name in datasets[:number]]:
+                raise SettingError("", f"it has {twice[0]!r} twice", f"give it a weight: {{{twice[0]}: {{weight: 2}}}}")
             datasets = dict.fromkeys(datasets)
         if isinstance(datasets, dict):
             return {name: {} if settings is None else settings for name, settings in datasets.items()}

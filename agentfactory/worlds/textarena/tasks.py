@@ -41,8 +41,12 @@ class TextArenaSource(TaskSource):
         with TextArena.checks("textarena", "game", self.game) as process:
             names = process.call("names")
             if self.game not in names:
-                near = difflib.get_close_matches(self.game, names, 3, cutoff=0.6) or ["one of docs/textarena.md"]
-                known = "is left out: see docs/textarena.md" if players(self.game) is None else "is not registered"
-                raise SettingError("textarena.game", f"got {self.game!r}, which {known}", f"use {' or '.join(near)}")
+                near = difflib.get_close_matches(self.game, names, 3, cutoff=0.6) or ["one of them"]
+                problem = f"got {self.game!r}, which is not among the games of docs/textarena.md"
+                raise SettingError("textarena.game", problem, f"use {' or '.join(near)}")
+            idle = {"opponent", "plays"} & self.model_fields_set if players(self.game) == 1 else ()
+            for name in sorted(idle):
+                problem = f"got {getattr(self, name)!r}, and {self.game} has one player"
+                raise SettingError(f"textarena.{name}", problem, "remove it")
             process.call("reset", self.game, self.options, self.opponent, self.plays, self.first_seed)
         return [{**row, "seed": seed} for seed in range(self.first_seed, self.first_seed + self.tasks)]

@@ -47,6 +47,8 @@ def load_rows(settings: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         found = json.loads(process.stdout)
     except ValueError as error:
+        if not process.stdout and process.returncode == 0:
+            raise SettingError("verifiers.python", f"got {python!r}, which is no Python", _PYTHON_FIX) from None
         problem = f"got {settings['id']!r}; its process ended with status {process.returncode} while it loaded"
         raise SettingError("verifiers.id", f"{problem}; its output is above", "correct the environment") from error
     if "refused" in found:

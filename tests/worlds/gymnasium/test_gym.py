@@ -142,6 +142,7 @@ def test_processes_end_with_their_last_user() -> None:
         ({"id": "FrozenLak-v1"}, "gym.id: got 'FrozenLak-v1': "),
         ({"id": f"{ODD}:BrokenReset-v0", "first_seed": 7}, "RuntimeError: no lake"),
         ({"id": "CartPole-v1", "render_mode": "ansi"}, "gym.render_mode: got 'ansi'; "),
+        ({"id": "FrozenLake-v1", "actions": ["a", "b", "a", "d"]}, "two actions are called 'a'; fix: rename one"),
     ],
 )
 def test_a_source_names_the_field(fields: dict[str, Any], told: str) -> None:

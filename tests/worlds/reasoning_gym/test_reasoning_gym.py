@@ -154,7 +154,12 @@ def test_errors_name_the_field_and_the_fix(datasets: Any, told: str, one_process
 
 
 def test_fields_are_checked_at_once() -> None:
-    for wrong in ({"datasets": []}, {"datasets": {"gcd": {"weigth": 1}}}, {"datasets": "gcd", "size": 0}):
+    for wrong in (
+        {"datasets": ["gcd", "gcd"]},
+        {"datasets": []},
+        {"datasets": {"gcd": {"weigth": 1}}},
+        {"datasets": "gcd", "size": 0},
+    ):
         with pytest.raises(ValidationError):
             ReasoningGymTasks(**wrong)
     with pytest.raises(ValueError, match=r"reasoning_gym: got .*; use rows that data.reasoning_gym gave"):

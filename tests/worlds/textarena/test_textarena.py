@@ -141,7 +141,8 @@ async def test_chains_play_and_are_judged() -> None:
     ("fields", "told"),
     [
         ({"game": "TicTacTo-v0"}, "fix: use TicTacToe-v0"),
-        ({"game": "Wordle-v0"}, "got 'Wordle-v0', which is left out: see docs/textarena.md"),
+        ({"game": "Wordle-v0"}, "got 'Wordle-v0', which is not among the games of docs/textarena.md"),
+        ({"game": "Bandit-v0", "plays": "first"}, "textarena.plays: got 'first', and Bandit-v0 has one player; fix: "),
         ({"game": "Nim-v0", "options": {"heaps": 3}}, "textarena.options: Nim-v0 refuses {'heaps': 3}"),
     ],
 )

@@ -201,6 +201,8 @@ def test_a_python_without_verifiers_is_named() -> None:
     assert "-m pip install 'verifiers" in caught.value.fix
     with pytest.raises(SettingError, match=r"python: got '/no/python', which is no program; fix: give the full path"):
         VerifiersSource(python="/no/python", id="sums").rows()
+    with pytest.raises(SettingError, match=r"python: got '/bin/true', which is no Python; fix: name the python of a"):
+        VerifiersSource(python="/bin/true", id="sums").rows()
 
 
 class TestReal:
@@ -320,9 +322,7 @@ class TestRecipe:
         assert [agent and agent.name for agent in agents] == ["verifiers", None]
 
     def test_an_agent_of_the_recipes_own_is_refused(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"is set, but the source verifiers brings its own agent; fix: set it to null"
-        ):
+        with pytest.raises(ValueError, match=r"is set, but data.verifiers brings its own agent; fix: set it to null"):
             recipe(data=rows_of("a"), rollout={"agent": "/agent.py:run"})
 
     def test_an_agent_without_its_source_is_named(self, tmp_path: Path) -> None:
