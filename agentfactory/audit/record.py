@@ -1,0 +1,59 @@
+"""What an audit reads: a run's groups, metrics and recipe, in the same form for every kind of run."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentfactory.audit.finding import Finding
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.trajectory import Group
+
+TOKENS = "tokens"
+"""Token ids and masks of the rows."""
+LOGPROBS = "log-probabilities"
+"""The server's log-probabilities of the sampled tokens."""
+TRAINED = "trained tokens"
+"""The step of each trained group, with the advantage and the trainer's log-probability of each token."""
+MESSAGES = "messages"
+REWARDS = "rewards"
+METRICS = "metrics"
+"""Lines of metrics, one per step."""
+ORDER = "order of the tasks"
+"""Positions of the groups in the order of the tasks."""
+RECIPE = "recipe"
+"""A recipe of ours, whose tools, rewards and chat template can be loaded."""
+HELD_OUT = "held-out chains"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A saved group. `held_out` is the mode of an evaluation (`sampled` or `greedy`), empty for training. `step` is the
+    step that trained it, or before which it was evaluated; None: not trained. `credit` has, by chain, what the trainer
+    noted about the tokens of its rows: `row`, `targets`, `advantage`, `proximal`."""
+
+    group: Group
+    file: str
+    held_out: str = ""
+    step: int | None = None
+    credit: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """A run to audit.
+
+    `groups` begins a new pass over all saved groups, those of training first, in the order in which they ended.
+    `lacks` says of each stream (TOKENS, ...) that this kind of run does not have, why. `problems` are found while its
+    files are read.
+    """
+
+    name: str
+    kind: str
+    folder: Path
+    groups: Callable[[], Iterator[Seen]]
+    metrics: Sequence[Mapping[str, Any]] = ()
+    recipe: Recipe | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    problems: list[Finding] = field(default_factory=list)
