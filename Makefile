@@ -166,7 +166,7 @@ learn-ci: $(VENV)/.installed-dev
 
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
 # ahead of training, on rounded weights, in turns; the code interpreter; a vision-language network; a shop; ScienceWorld; words
-# spelled backward; FrozenLake; three tasks in one run; the tasks that `agentfactory new` writes. recipes/alfworld,
+# spelled backward; FrozenLake; TicTacToe; three tasks in one run; the tasks that `agentfactory new` writes. recipes/alfworld,
 # recipes/screens and the formats of gpt-oss and DeepSeek have no short form. Not part of CI.
 learn: $(VENV)/.installed-dev
 	$(LEARN) $(filter-out $(addprefix %/,learn_alfworld.py learn_click.py learn_own_formats.py learn_agents.py),\

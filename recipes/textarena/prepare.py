@@ -19,7 +19,7 @@ add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
 TRANSCRIPTS = 4000
 CARELESS = 0.4
-"""Probability of a cell drawn from all that are taken, which is illegal; other moves are on the fewest lines with own marks."""
+"""Probability of a taken cell, which is illegal; other moves are on the fewest lines with marks of its own."""
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
