@@ -178,7 +178,10 @@ setup(
             "textarena=agentfactory.worlds.textarena.tasks:TextArenaSource",
             "verifiers=agentfactory.worlds.verifiers.tasks:VerifiersSource",
         ],
-        "agentfactory.commands": ["index=agentfactory.worlds.search.index_command"],
+        "agentfactory.commands": [
+            "audit=agentfactory.audit.audit_command",
+            "index=agentfactory.worlds.search.index_command",
+        ],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],
     },
 )

@@ -79,7 +79,7 @@ def test_one_place_says_how_our_python_is_started() -> None:
 
 LAYERS = (
     *("old_names", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
-    *("__init__", "doctor", "viewer", "commands", "__main__"),
+    *("__init__", "doctor", "audit", "viewer", "commands", "__main__"),
 )
 """The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""
 

@@ -1,11 +1,15 @@
 """The interface of the checks of an audit."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from agentfactory.audit.finding import Evidence, Finding, Severity
+from agentfactory.audit.finding import Evidence, Finding, Severity, Unchecked
+from agentfactory.audit.opened import Opened
 from agentfactory.audit.record import Record, Seen
+
+Parts = dict[tuple[bool, str], Opened]
+"""(whether for held-out tasks, name of the source) -> the part of the recipe."""
 
 
 class Check(ABC):
@@ -17,10 +21,15 @@ class Check(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     """Streams of a record without which there is nothing to check (record.TOKENS, ...)."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, parts: Parts) -> None:
+        """`parts` is empty if the record has no recipe that can be opened."""
         self.record = record
+        self.parts = parts
+        self.unchecked: list[Unchecked] = []
+        """What this check could not compare, after all groups."""
 
-    def note(self, seen: Seen) -> None:
+    @abstractmethod
+    async def note(self, seen: Seen) -> None:
         """Look at a group."""
 
     @abstractmethod
@@ -32,14 +41,18 @@ class Check(ABC):
     def looked_at(self) -> str:
         """What was compared, in words and numbers, such as "1,200 chains"; empty if there was nothing to compare."""
 
-    def wrong(self, text: str, fix: str, evidence: list[Evidence] | tuple[()] = ()) -> Finding:
+    def part_of(self, seen: Seen) -> Opened:
+        """Return the part of the recipe whose chains these are."""
+        return self.parts[bool(seen.held_out), seen.group.source]
+
+    def wrong(self, text: str, fix: str, evidence: Sequence[Evidence] = ()) -> Finding:
         """Return a finding of severity WRONG."""
         return Finding(Severity.WRONG, self.topic, text, fix, evidence)
 
-    def warning(self, text: str, fix: str, evidence: list[Evidence] | tuple[()] = ()) -> Finding:
+    def warning(self, text: str, fix: str, evidence: Sequence[Evidence] = ()) -> Finding:
         """Return a finding of severity WARNING."""
         return Finding(Severity.WARNING, self.topic, text, fix, evidence)
 
-    def remark(self, text: str, fix: str = "", evidence: list[Evidence] | tuple[()] = ()) -> Finding:
+    def remark(self, text: str, fix: str = "", evidence: Sequence[Evidence] = ()) -> Finding:
         """Return a finding of severity NOTE."""
         return Finding(Severity.NOTE, self.topic, text, fix, evidence)

@@ -43,7 +43,8 @@ class Seen:
 class Record:
     """A run to audit.
 
-    `groups` begins a new pass over all saved groups, those of training first, in the order in which they ended.
+    `groups` begins a new pass over all saved groups, those of training first, in the order in which they ended; `size`
+    is their number, as far as it is known. `labels` has the version of each label of weights.
     `lacks` says of each stream (TOKENS, ...) that this kind of run does not have, why. `problems` are found while its
     files are read.
     """
@@ -52,8 +53,10 @@ class Record:
     kind: str
     folder: Path
     groups: Callable[[], Iterator[Seen]]
+    size: int = 0
     metrics: Sequence[Mapping[str, Any]] = ()
     recipe: Recipe | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, int] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     problems: list[Finding] = field(default_factory=list)

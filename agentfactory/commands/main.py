@@ -383,7 +383,7 @@ def _registered(options: argparse.Namespace) -> int:
     from agentfactory.tools.files.disk import DiskError
 
     try:
-        options.run(options, _say)
+        status: int | None = options.run(options, _say)
     except SettingError as error:
         return _refuse(error)
     except DiskError as error:
@@ -391,7 +391,7 @@ def _registered(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         goes_on = f"; {options.goes_on}" if hasattr(options, "goes_on") else ""
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}{goes_on}", INTERRUPTED)
-    return OK
+    return status or OK
 
 
 def _completion(options: argparse.Namespace) -> int:

@@ -101,11 +101,12 @@ _WORLDS = {
 _STATUSES = """\
 exit status:
   0    done
-  1    something failed; for doctor: there are problems
+  1    something failed; for doctor: there are problems; for audit: something is wrong
   2    a bad command line or recipe: nothing was done
   3    train only: train.stop_when ended the run
   4    train, rollout, eval: done, but more than half of the chains were dropped or have no reward
   5    tools check only: no fault, but a part was not checked
+  6    audit only: warnings, and nothing wrong
   130  interrupted by Ctrl-C or SIGTERM
 """
 _HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")

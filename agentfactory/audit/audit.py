@@ -1,0 +1,77 @@
+"""The audit of a run: one pass over its groups by all checks."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.checks.ending import EndingCheck
+from agentfactory.audit.checks.formats import FormatCheck
+from agentfactory.audit.checks.greedy import GreedyCheck
+from agentfactory.audit.checks.groups import GroupCheck
+from agentfactory.audit.checks.lengths import LengthCheck
+from agentfactory.audit.checks.metrics import MetricCheck
+from agentfactory.audit.checks.outcomes import OutcomeCheck
+from agentfactory.audit.checks.replays import ReplayCheck
+from agentfactory.audit.checks.rewards import RewardCheck
+from agentfactory.audit.checks.tasks import TaskCheck
+from agentfactory.audit.checks.tokens import TokenCheck
+from agentfactory.audit.checks.tool_calls import ToolCallCheck
+from agentfactory.audit.checks.weights import WeightCheck
+from agentfactory.audit.finding import Report, Severity, Unchecked
+from agentfactory.audit.opened import Opened, open_part
+from agentfactory.audit.record import RECIPE, Record
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.config import Part
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
+
+CHECKS: Sequence[type[Check]] = (
+    *(EndingCheck, WeightCheck, TokenCheck, RewardCheck, ReplayCheck, MetricCheck, TaskCheck, OutcomeCheck),
+    *(GroupCheck, ToolCallCheck, FormatCheck, LengthCheck, GreedyCheck),
+)
+
+
+async def audit(record: Record) -> Report:
+    """Check a run against its files. Starts the tool servers of its recipe, and runs its rewards, if it has a
+    recipe."""
+    lacks = dict(record.lacks)
+    async with AsyncExitStack() as stack:
+        parts: Parts = {}
+        if record.recipe is None:
+            lacks.setdefault(RECIPE, f"{record.kind} saves no recipe of ours")
+        else:
+            try:
+                parts = await _open_parts(record, record.recipe, stack)
+            except (SettingError, ToolInfrastructureError, ValueError, TypeError, OSError) as error:
+                lacks[RECIPE] = f"the recipe's model, tools or rewards cannot be opened here: {error}"
+        checks, unchecked = [], []
+        for kind in CHECKS:
+            missing = next((stream for stream in kind.needs if stream in lacks), None)
+            if missing is None:
+                checks.append(kind(record, parts))
+            else:
+                unchecked.append(Unchecked(kind.topic, lacks[missing]))
+        for seen in record.groups():
+            for check in checks:
+                await check.note(seen)
+        findings = [finding for check in checks for finding in check.findings()]
+    findings = sorted([*record.problems, *findings], key=lambda finding: list(Severity).index(finding.severity))
+    unchecked += [one for check in checks for one in check.unchecked]
+    looked_at = {check.topic: check.looked_at for check in checks if check.looked_at}
+    return Report(record.name, record.kind, findings, unchecked, looked_at)
+
+
+async def _open_parts(record: Record, recipe: Recipe, stack: AsyncExitStack) -> Parts:
+    """Open the parts of a recipe, and the same settings only once."""
+    images = RunFolder(record.folder).images
+    found: list[tuple[Part[Recipe], Opened]] = []
+    parts: Parts = {}
+    for held_out, each in ((False, recipe.parts()), (True, recipe.held_out_parts())):
+        for part in each:
+            opened = next((other for known, other in found if known.acts_like(part)), None)
+            if opened is None:
+                opened = await stack.enter_async_context(open_part(part.recipe, record.folder, images))
+                found.append((part, opened))
+            parts[held_out, part.name] = opened
+    return parts

@@ -1,0 +1,91 @@
+"""The end of a run, and the errors in its logs."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.finding import Evidence, Finding, Severity
+from agentfactory.audit.record import Record, Seen
+from agentfactory.launching.run_folder import Hold, RunFolderError
+from agentfactory.tools.files.untrusted_files import open_file
+
+LOG_BYTES = 1 << 20
+"""End of a log that is read."""
+_ERROR = re.compile(
+    r"^(?:[\d:, -]{10,} ERROR |(?:[\w.]+(?:Error|Exception|Failed|Exit|Stopped\w*)): )(.*)", re.MULTILINE
+)
+_PROOFS = ("SyncError", "proof", "canary", "checksum", "digest", "weights")
+
+
+class EndingCheck(Check):
+    """A run should end as its recipe says, and a run that stopped should say why."""
+
+    topic = "the end of the run"
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._logs = record.folder / "logs"
+
+    async def note(self, seen: Seen) -> None:
+        """See Check. Chains say nothing about the end."""
+
+    def findings(self) -> Iterator[Finding]:
+        """See Check."""
+        record, recipe = self.record, self.record.recipe
+        if record.kind != "agentfactory" or not self._logs.is_dir():
+            return
+        steps = [line["step"] for line in record.metrics if "grad_norm" in line]
+        reached, planned = max(steps, default=0), recipe.train.steps if recipe is not None else None
+        if record.summary.get("status") == "completed":
+            return
+        if self._is_running():
+            yield self.remark(f"the run is at step {reached} and goes on: this is what it has written so far")
+            return
+        of = f" of {planned}" if planned else ""
+        if reason := record.summary.get("reason"):
+            yield self.remark(f"the run ended after step {reached}{of}: {reason}", "continue it with --resume")
+            return
+        error = self._last_error()
+        if error is None:
+            fix = "continue it with --resume; if the system killed it, give it more memory"
+            yield self.warning(f"the run ended after step {reached}{of} without a word: it was killed", fix)
+            return
+        about_weights = any(word in error.text for word in _PROOFS)
+        severity = Severity.WRONG if about_weights else Severity.WARNING
+        problem, _, fix = error.text.partition("; fix: ")
+        text = f"the run stopped after step {reached}{of}: {problem}"
+        yield Finding(severity, self.topic, text, fix or f"read {error.file}, and continue with --resume", [error])
+
+    def _is_running(self) -> bool:
+        try:
+            with Hold(self.record.folder) as hold:
+                hold.take()
+            whole = self.record.folder.parent
+            with Hold(whole) as hold:
+                if (whole / ".lock").exists():
+                    hold.take()
+        except RunFolderError:
+            return True
+        return False
+
+    def _last_error(self) -> Evidence | None:
+        for name in ("train.log", "worker.log", "server.log"):
+            text = _tail(self._logs / name, self.record.folder)
+            if found := [match for match in _ERROR.finditer(text) if match[1].strip()]:
+                return Evidence(found[-1][0].strip(), file=f"logs/{name}")
+        return None
+
+    @property
+    def looked_at(self) -> str:
+        """See Check."""
+        return "summary.json and the logs" if self._logs.is_dir() else ""
+
+
+def _tail(path: Path, within: Path) -> str:
+    try:
+        with open_file(path, within) as content:
+            content.seek(max(0, content.seek(0, 2) - LOG_BYTES))
+            return content.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,121 @@
+"""Groups: their training signal, their samples and their advantages."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.finding import Evidence, Finding, Places
+from agentfactory.audit.record import Record, Seen
+from agentfactory.rollout.groups.group_filter import counted
+from agentfactory.rollout.trajectory import Trajectory
+
+MOST_EQUAL = 0.8
+"""Share of groups with equal rewards beyond which there is a warning."""
+ENOUGH_GROUPS = 32
+_ORDERED = ("grpo", "rloo", "raft", "reinforce_pp_baseline")
+"""Estimators whose advantages have the order of the rewards within a group."""
+NEAR = 1e-5
+
+
+class GroupCheck(Check):
+    """Chains of a group must differ, as their rewards must for a signal; a higher reward must not have a lower
+    advantage."""
+
+    topic = "groups"
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._groups = self._equal = self._compared = self._several = 0
+        self._same, self._disordered, self._flat = Places(), Places(), Places()
+        self._rewards: Counter[float] = Counter()
+
+    async def note(self, seen: Seen) -> None:
+        """See Check."""
+        if seen.held_out:
+            return
+        chains = [chain for chain in seen.group.trajectories if chain.reward is not None]
+        if len(chains) < 2:
+            return
+        self._groups += 1
+        rewards = {chain.reward for chain in chains}
+        self._rewards.update(chain.reward for chain in chains if chain.reward is not None)
+        if len(rewards) == 1 and not any(chain.turn_rewards for chain in chains):
+            self._equal += 1
+        self._compare_samples(seen, chains)
+        self._compare_advantages(seen, chains)
+
+    def _compare_samples(self, seen: Seen, chains: list[Trajectory]) -> None:
+        """Chance makes all long chains of a group equal only if the sampler does not draw."""
+        sampled = [_sampled(chain) for chain in chains]
+        first = sampled[0]
+        if not first or not _is_uncertain(chains):
+            return
+        self._several += 1
+        if all(other == first for other in sampled[1:]):
+            text = f"all {len(chains)} chains have the same {len(first)} sampled tokens"
+            self._same.add(Evidence(text, seen.group.id, chains[0].id, file=seen.file))
+
+    def _compare_advantages(self, seen: Seen, chains: list[Trajectory]) -> None:
+        recipe = self.record.recipe
+        if recipe is None or not seen.credit or recipe.train.advantage.estimator not in _ORDERED:
+            return
+        if recipe.teacher is not None or recipe.train.loss.kl.place == "reward":
+            return
+        if any(chain.turn_rewards for chain in chains):
+            return
+        found: list[tuple[float, float, str]] = []
+        for chain in counted(chains, recipe.rollout):
+            values = [value for row in seen.credit.get(chain.id, ()) for value in row.get("advantage", ())]
+            if chain.malformed_turns or not values:
+                continue
+            assert chain.reward is not None
+            found.append((chain.reward, float(np.mean(values)), chain.id))
+        self._compared += len(found)
+        ranked = sorted(found)
+        for low, high in pairwise(ranked):
+            if low[0] < high[0] and low[1] > high[1] + NEAR:
+                text = f"reward {high[0]:g} has the advantage {high[1]:g}, and reward {low[0]:g} has {low[1]:g}"
+                self._disordered.add(Evidence(text, seen.group.id, high[2], file=seen.file))
+                break
+        if len(ranked) > 1 and ranked[0][0] < ranked[-1][0] and abs(ranked[0][1] - ranked[-1][1]) < NEAR:
+            text = f"rewards {ranked[0][0]:g} and {ranked[-1][0]:g} have the advantage {ranked[0][1]:g}"
+            self._flat.add(Evidence(text, seen.group.id, ranked[-1][2], file=seen.file))
+
+    def findings(self) -> Iterator[Finding]:
+        """See Check."""
+        if self._same.total * 2 > self._several:
+            text = f"in {self._same.total} of {self._several} groups all chains are the same, token by token"
+            fix = "let the sampler draw: each chain needs a seed of its own, and a temperature above 0"
+            yield self.wrong(text, fix, self._same.kept)
+        if places := self._disordered:
+            text = f"in {places.total} groups a chain with a higher reward has a lower advantage"
+            yield self.wrong(
+                text, "compare the sign and the order of the advantages with those of the rewards", places.kept
+            )
+        if places := self._flat:
+            text = f"in {places.total} groups chains of different rewards have equal advantages"
+            yield self.wrong(text, "look at what computes advantages: the rewards do not reach them", places.kept)
+        if self._groups >= ENOUGH_GROUPS and self._equal > MOST_EQUAL * self._groups:
+            most, count = self._rewards.most_common(1)[0]
+            text = f"{self._equal:,} of {self._groups:,} groups have equal rewards, and teach nothing"
+            text += f"; {count / self._rewards.total():.0%} of all rewards are {most:g}"
+            fix = "use tasks that the model solves sometimes, a finer reward, or larger groups"
+            yield self.warning(text, fix)
+
+    @property
+    def looked_at(self) -> str:
+        """See Check."""
+        advantages = f", advantages of {self._compared:,} chains" if self._compared else ""
+        return f"{self._groups:,} groups of several chains{advantages}" if self._groups else ""
+
+
+def _sampled(chain: Trajectory) -> tuple[int, ...]:
+    return tuple(int(token) for row in chain.rows for token in np.asarray(row.token_ids)[np.asarray(row.mask, bool)])
+
+
+def _is_uncertain(chains: list[Trajectory]) -> bool:
+    """Return whether equal chains are no chance: each has a probability below e^-3."""
+    return all(sum(float(np.sum(row.logprobs)) for row in chain.rows) < -3.0 for chain in chains)

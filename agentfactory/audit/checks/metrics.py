@@ -1,0 +1,83 @@
+"""The figures in metrics.jsonl, against the chains and against themselves."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.finding import Evidence, Finding, Places
+from agentfactory.audit.record import METRICS, TRAINED, Record, Seen
+from agentfactory.rollout.groups.group_filter import counted
+from agentfactory.trainers.loop.health import Health, ordered_by
+
+NEAR = 1e-6
+_FINITE = ("loss", "grad_norm", "reward", "entropy")
+
+
+class MetricCheck(Check):
+    """Steps must follow one another, figures must be numbers, and the reward of a step must be that of the chains that
+    it trained."""
+
+    topic = "metrics"
+    needs = (METRICS,)
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._rewards: dict[int, list[float]] = defaultdict(list)
+        self._steps = [line for line in record.metrics if "grad_norm" in line]
+
+    async def note(self, seen: Seen) -> None:
+        """See Check."""
+        recipe = self.record.recipe
+        if seen.held_out or seen.step is None or recipe is None or TRAINED in self.record.lacks:
+            return
+        chains = counted(seen.group.trajectories, recipe.rollout)
+        self._rewards[seen.step] += [chain.reward for chain in chains if chain.reward is not None]
+
+    def findings(self) -> Iterator[Finding]:
+        """See Check."""
+        numbers = [line["step"] for line in self._steps if "step" in line]
+        jumps = [(before, after) for before, after in pairwise(numbers) if after != before + 1]
+        if jumps:
+            before, after = jumps[0]
+            text = f"step {after} follows step {before}, and {len(jumps)} such places in all"
+            yield self.wrong(text, "each step must be logged once: look at how the run was continued")
+        for name in _FINITE:
+            bad = [line["step"] for line in self._steps if not math.isfinite(line.get(name) or 0.0)]
+            if bad:
+                text = f"{name} is not a number in {len(bad)} steps, first in step {bad[0]}"
+                yield self.wrong(text, "continue from the checkpoint before it, with a lower learning rate")
+        yield from self._compare()
+        # a flat run shows no symptom until it has learned something
+        recipe = self.record.recipe
+        health = Health(alike=recipe is not None and ordered_by(recipe) is None)
+        for line in self.record.metrics:
+            for symptom in health.note(line):
+                yield self.warning(f"{symptom.symptom}: {symptom.text}", "read the page that it names")
+        still = [line for line in self._steps if line.get("grad_norm") == 0.0]
+        if len(self._steps) > 3 and len(still) == len(self._steps):
+            yield self.wrong(
+                f"the gradient is 0 in all {len(still)} steps",
+                "look at the mask, at the advantages, and at what requires gradients",
+            )
+
+    def _compare(self) -> Iterator[Finding]:
+        places = Places()
+        for line in self._steps:
+            rewards = self._rewards.get(line.get("step", 0))
+            if not rewards or "reward" not in line:
+                continue
+            mean = math.fsum(rewards) / len(rewards)
+            if abs(mean - line["reward"]) > NEAR * max(1.0, abs(mean)):
+                text = f"step {line['step']} reports {line['reward']:.6g}; its {len(rewards)} chains have {mean:.6g}"
+                places.add(Evidence(text, file="metrics.jsonl"))
+        if places:
+            text = f"{places.total} steps report another reward than their chains have"
+            yield self.wrong(text, "compare the chains that are trained with those that are counted", places.kept)
+
+    @property
+    def looked_at(self) -> str:
+        """See Check."""
+        compared = f", the rewards of {len(self._rewards)} compared with their chains" if self._rewards else ""
+        return f"{len(self._steps):,} steps{compared}" if self._steps else ""

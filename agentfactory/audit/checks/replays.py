@@ -1,0 +1,82 @@
+"""Chains played again in their environments: the same states, results and rewards."""
+
+import time
+from collections.abc import Iterator
+
+from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.finding import Evidence, Finding, Places
+from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.messages import ToolInfrastructureError
+
+MOST_CHAINS, MOST_SECONDS = 100, 60.0
+"""Chains that are played again, evenly over the run, and the time after which no more are."""
+NEAR = 1e-6
+
+
+class ReplayCheck(Check):
+    """The saved turns of a chain, made again in its environment, must lead to the saved results and the saved
+    reward."""
+
+    topic = "chains played again"
+    needs = (TOKENS, MESSAGES, RECIPE)
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._seen = self._played = self._same = 0
+        self._until = 0.0
+        self._rewards, self._diverged, self._failed = Places(), Places(), Places()
+
+    async def note(self, seen: Seen) -> None:
+        """See Check."""
+        opened = self.part_of(seen)
+        runner = opened.runner
+        if not runner.toolset.environments or opened.recipe.rollout.agent is not None:
+            return
+        every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
+        for chain in seen.group.trajectories:
+            self._seen += 1
+            if chain.reward is None or self._seen % every:
+                continue
+            self._until = self._until or time.monotonic() + MOST_SECONDS
+            if time.monotonic() < self._until:
+                await self._replay(seen, chain)
+
+    async def _replay(self, seen: Seen, chain: Trajectory) -> None:
+        opened = self.part_of(seen)
+        place = (seen.group.id, chain.id, None, None, seen.file)
+        self._played += 1
+        try:
+            again = await opened.runner.replay(chain, seen.group.task)
+        except (ToolInfrastructureError, OSError, ValueError) as error:
+            self._failed.add(Evidence(str(error), *place))
+            return
+        if again.diverged is not None:
+            self._diverged.add(Evidence(again.diverged, *place))
+            return
+        self._same += 1
+        found = again.chain.reward
+        if opened.rewards.has_group_rewards or found is None or chain.reward is None:
+            return
+        if abs(found - chain.reward) > NEAR * max(1.0, abs(found)):
+            text = f"saved is the reward {chain.reward:g}, and the same turns and results give {found:g}"
+            self._rewards.add(Evidence(text, *place))
+
+    def findings(self) -> Iterator[Finding]:
+        """See Check."""
+        if places := self._rewards:
+            text = f"{places.total} of {self._same} chains have another reward when they are played again"
+            fix = "compare the environment's code with that of the run; if a reward draws, seed it by the task"
+            yield self.wrong(text, fix, places.kept)
+        if places := self._diverged:
+            text = f"{places.total} of {self._played} chains do something else when they are played again"
+            fix = "the environment depends on more than its task and the calls: seed what it draws"
+            yield self.remark(text, fix, places.kept)
+        if places := self._failed:
+            text = f"{places.total} of {self._played} chains could not be played again"
+            yield self.remark(text, "try the environment with `agentfactory tools check RECIPE`", places.kept)
+
+    @property
+    def looked_at(self) -> str:
+        """See Check."""
+        return f"{self._same} of {self._played} chains, with the same results" if self._played else ""

@@ -1,0 +1,220 @@
+"""Token ids and masks, derived again from the messages of a chain and compared with its rows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.finding import Evidence, Finding, Places
+from agentfactory.audit.opened import Opened
+from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
+from agentfactory.rollout.chains.row_rendering import RowRenderer
+from agentfactory.rollout.text.renderer import Parsed
+from agentfactory.rollout.token_row import Row
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.messages import Message
+
+MOST_CHAINS = 600
+"""Chains that are derived again, evenly over the run: each takes milliseconds."""
+_COMPARED = ("role", "content", "reasoning_content", "tool_calls")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place at which a row differs from its messages."""
+
+    kind: str
+    row: int
+    position: int
+    text: str
+
+
+class TokenCheck(Check):
+    """Each row must be what the chat template makes of the chain's messages, with the sampled tokens in their places,
+    and its mask must be 1 on these alone. What the template reads from sampled tokens must be the saved message."""
+
+    topic = "tokens and masks"
+    needs = (TOKENS, MESSAGES, RECIPE)
+    _FIXES = {
+        "ids": "train on what the server was sent: compare the chat template and the tokenizer of the trainer, of the "
+        "server and of this run",
+        "mask": "only sampled tokens may be trained: look for code that sets the mask from text or positions",
+        "message": "the saved message is not what was sampled: look for code that edits messages, or parses other ids",
+        "shape": "the saved chain is not whole: look for code that changes its messages or its rows",
+    }
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._found = {kind: Places() for kind in self._FIXES}
+        self._chains = self._tokens = self._own = self._seen = 0
+
+    async def note(self, seen: Seen) -> None:
+        """See Check."""
+        opened = self.part_of(seen)
+        every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
+        for chain in seen.group.trajectories:
+            self._seen += 1
+            if self._seen % every and not seen.held_out:
+                continue
+            if seen.held_out and self._seen % 10:
+                continue
+            if opened.recipe.rollout.agent is not None:
+                # an agent writes its own prompts, and its hooks may insert tokens
+                self._own += 1
+                continue
+            self._chains += 1
+            self._tokens += sum(len(row.token_ids) for row in chain.rows)
+            for found in differences(chain, opened):
+                place = Evidence(found.text, seen.group.id, chain.id, found.row, found.position, seen.file)
+                self._found[found.kind].add(place)
+
+    def findings(self) -> Iterator[Finding]:
+        """See Check."""
+        words = {
+            "ids": "token ids differ from the chat template's of the saved messages",
+            "mask": "masks differ from the sampled tokens",
+            "message": "sampled tokens are read as another message than the saved one",
+            "shape": "messages and rows do not fit together",
+        }
+        for kind, places in self._found.items():
+            if places:
+                text = f"{words[kind]}: {places.total} places in {self._chains} chains"
+                yield self.wrong(text, self._FIXES[kind], places.kept)
+        if self._own:
+            yield self.remark(f"{self._own} chains of an agent with its own prompts were not derived again")
+
+    @property
+    def looked_at(self) -> str:
+        """See Check."""
+        return f"{self._chains:,} chains, {self._tokens:,} tokens" if self._chains else ""
+
+
+def differences(chain: Trajectory, opened: Opened) -> Iterator[Difference]:
+    """Yield the first difference of each row of a chain from its messages."""
+    said = [index for index, message in enumerate(chain.messages) if message["role"] == "assistant"]
+    own = said[len(said) - chain.turns :] if chain.turns else []
+    if len(own) != chain.turns:
+        if not chain.outcome.failed:
+            yield Difference("shape", 0, 0, f"{chain.turns} turns, but {len(said)} messages of the assistant")
+        return
+    try:
+        spans = chain.turn_spans()
+    except ValueError as error:
+        yield Difference("shape", 0, 0, str(error))
+        return
+    turns: dict[int, list[int]] = {}
+    for turn, (row, _, _) in enumerate(spans):
+        turns.setdefault(row, []).append(turn)
+    for number, saved in enumerate(chain.rows):
+        found = next(_Derived(chain, opened, own).differences(number, saved, turns.get(number, [])), None)
+        if found is not None:
+            yield found
+
+
+class _Derived:
+    """A row, derived from messages step by step and compared with the saved one."""
+
+    def __init__(self, chain: Trajectory, opened: Opened, own: Sequence[int]) -> None:
+        self._chain, self._opened, self._own = chain, opened, own
+        self._renderer, self._specs = opened.renderer, opened.specs
+        self._rows = RowRenderer(opened.renderer)
+        rollout = opened.recipe.rollout
+        self._prefix = len(opened.renderer.encode(rollout.assistant_prefix)) if rollout.assistant_prefix else 0
+        self._shortens = rollout.context.policy != "keep" or rollout.context.keep_images is not None
+        self._row = Row()
+
+    def differences(self, number: int, row: Row, turns: Sequence[int]) -> Iterator[Difference]:
+        messages, ends = self._chain.messages, row.turn_ends
+        if len(row.token_ids) != len(row.mask):
+            yield Difference("shape", number, 0, f"{len(row.token_ids)} tokens, but {len(row.mask)} values of its mask")
+            return
+        if not turns or ends is None:
+            return
+        first = self._own[turns[0]]
+        if number and self._shortens:
+            # what rollout.context left out of the prompt is not saved
+            self._row.append_context(list(map(int, row.token_ids[: row.turn_spans()[0][0] - self._prefix])))
+        else:
+            self._rows.open(messages[:first], self._specs).add_to(self._row)
+        for place, turn in enumerate(turns):
+            yield from self._context(number, row, f"before turn {turn + 1}")
+            start, end = len(self._row.token_ids), ends[place]
+            if start >= end:
+                yield Difference("ids", number, end, f"turn {turn + 1} ends before its prompt does, at token {start}")
+                return
+            sampled = list(map(int, row.token_ids[start:end]))
+            yield from self._masked(number, row, start, end, turn)
+            yield from self._message(number, start, sampled, turn)
+            self._row.append_sampled(sampled, [0.0] * len(sampled), [])
+            following = self._own[turn + 1] if turn + 1 < len(self._own) else len(messages)
+            new = messages[self._own[turn] + 1 : following]
+            last = place + 1 == len(turns)
+            if last and (len(row.token_ids) == end or not new):
+                break
+            if self._shortens:
+                # the prompt of a summary is not one message
+                upto = ends[place + 1] if not last else len(row.token_ids)
+                context = np.flatnonzero(np.asarray(row.mask[end:upto], dtype=bool))
+                size = int(context[0]) if context.size else upto - end
+                self._row.append_context(list(map(int, row.token_ids[end : end + size - self._prefix * (not last)])))
+                continue
+            piece = self._rows.extend(self._row, messages[:following], new, self._specs)
+            if piece is None:
+                yield Difference("ids", number, end, "the chat template rewrites the messages before: a new row is due")
+                return
+            piece.add_to(self._row)
+        yield from self._context(number, row, "at the end")
+
+    def _context(self, number: int, row: Row, where: str) -> Iterator[Difference]:
+        """Compare the ids so far, and the mask of the context at the end of them."""
+        mine, saved = np.asarray(self._row.token_ids), np.asarray(row.token_ids)[: len(self._row.token_ids)]
+        if len(saved) < len(mine):
+            yield Difference("ids", number, len(saved), f"the row ends {where}, and its messages do not")
+            return
+        differing = np.flatnonzero(mine != saved)
+        if differing.size:
+            at = int(differing[0])
+            decode = self._renderer.decode
+            expected, got = decode(list(map(int, mine[at : at + 8]))), decode(list(map(int, saved[at : at + 8])))
+            text = f"{where}: got {got!r}, where its messages give {expected!r}"
+            yield Difference("ids", number, at, text)
+        wrong = np.flatnonzero(np.asarray(row.mask[: len(mine)], dtype=bool) != np.asarray(self._row.mask, dtype=bool))
+        if wrong.size:
+            at = int(wrong[0])
+            text = self._renderer.decode(list(map(int, saved[at : at + 8])))
+            how = "was not sampled, but is trained" if row.mask[at] else "was sampled, but is not trained"
+            yield Difference("mask", number, at, f"{text!r} {where} {how}")
+
+    def _masked(self, number: int, row: Row, start: int, end: int, turn: int) -> Iterator[Difference]:
+        mask = np.asarray(row.mask[start:end], dtype=bool)
+        expected = np.arange(end - start) >= self._prefix
+        wrong = np.flatnonzero(mask != expected)
+        if wrong.size:
+            at = start + int(wrong[0])
+            text = self._renderer.decode(list(map(int, row.token_ids[at : at + 8])))
+            how = "was not sampled, but is trained" if row.mask[at] else "was sampled, but is not trained"
+            yield Difference("mask", number, at, f"{text!r} in turn {turn + 1} {how}")
+
+    def _message(self, number: int, start: int, sampled: list[int], turn: int) -> Iterator[Difference]:
+        chain, index = self._chain, self._own[turn]
+        before = chain.messages[self._own[0] : index]
+        calls = sum(len(message.get("tool_calls") or []) for message in before if message["role"] == "assistant")
+        parsed = self._renderer.parse(sampled, calls, specs=self._specs)
+        if not _same(parsed, chain.messages[index]):
+            shown = _shown(chain.messages[index])
+            text = f"turn {turn + 1} is saved as {shown!r}, and its tokens say {_shown(parsed.message)!r}"
+            yield Difference("message", number, start, text)
+
+
+def _same(parsed: Parsed, saved: Message) -> bool:
+    mine = parsed.message
+    # a summary's calls are not run, and left out
+    names = [name for name in _COMPARED if name in saved or name != "tool_calls"]
+    return all(mine.get(name) == saved.get(name) for name in names)
+
+
+def _shown(message: Message) -> str:
+    words = str(message.get("content") or "")
+    calls = [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls") or []]
+    return " ".join([words, *calls]).strip()[:120]

@@ -1,0 +1,1 @@
+"""Saved chains, played again in their tools and environments."""

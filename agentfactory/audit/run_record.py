@@ -1,0 +1,182 @@
+"""The records of AgentFactory's own runs: one for each stage that has chains."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentfactory.audit.finding import Evidence, Finding, Severity
+from agentfactory.audit.record import HELD_OUT, METRICS, RECIPE, TRAINED, Record, Seen
+from agentfactory.launching.run_folder import RECIPE as RECIPE_FILE
+from agentfactory.launching.run_folder import RunFolder, is_run
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups, train_files
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.untrusted_files import lines_of, open_file
+from agentfactory.trainers.checkpoints.checkpoint_folder import read_info
+
+KIND = "agentfactory"
+_EVALUATED = re.compile(r"(?:(\d+)|.*)-(sampled|greedy)")
+"""Name of a file of held-out chains: the step, and the mode."""
+_LABEL = re.compile(r".*-v(\d+)")
+_READ = "its files"
+
+
+def records_of(path: Path) -> list[Record]:
+    """Return a record of the run in the folder `path`; of a run with stages, one for each that has chains. Empty if
+    there is no run. Raises RunFolderError if the folder holds links or other special files."""
+    if not is_run(path):
+        return []
+    whole = RunFolder(path)
+    folders = [RunFolder(path / name, within=path) for name in whole.stage_names() if is_run(path / name)] or [whole]
+    for folder in folders:
+        folder.check_entries("audit")
+    records = [_record(folder, whole) for folder in folders]
+    return [record for record in records if record.size or record.metrics] or records[-1:]
+
+
+def _record(folder: RunFolder, whole: RunFolder) -> Record:
+    name = folder.path.name if folder is whole else f"{whole.path.name}/{folder.path.name}"
+    files = _Files(folder)
+    record = Record(name, KIND, folder.path, files.groups)
+    files.problems = record.problems
+    lacks: dict[str, str] = {}
+    try:
+        recipe = load_recipe(folder.recipe, (), "train", [])
+        assert isinstance(recipe, Recipe)
+        record.recipe = recipe
+    except (SettingError, OSError, ValueError) as error:
+        lacks[RECIPE] = f"{RECIPE_FILE} cannot be used here: {error}"
+    try:
+        record.metrics = list(folder.read_metrics())
+    except (OSError, ValueError) as error:
+        record.problems.append(_unreadable("metrics.jsonl", error))
+    if not record.metrics:
+        lacks[METRICS] = "metrics.jsonl has no lines"
+    try:
+        record.summary = folder.read_summary()
+    except (OSError, ValueError) as error:
+        record.problems.append(_unreadable("summary.json", error))
+    files.index_credit()
+    if not files.credit:
+        lacks[TRAINED] = "there is no trajectories/credit.jsonl (track.credit)"
+    if not files.held_out:
+        lacks[HELD_OUT] = "there are no held-out chains"
+    record.size = files.count()
+    record.labels = _labels(folder)
+    record.lacks = lacks
+    return record
+
+
+def _labels(folder: RunFolder) -> dict[str, int]:
+    """Return the versions of the labels of weights, as the last checkpoint knows them."""
+    for checkpoint in sorted(folder.checkpoints.glob("step-*"), reverse=True):
+        try:
+            labels: Any = read_info(checkpoint, folder.within).get("labels")
+        except (OSError, ValueError):
+            continue
+        if isinstance(labels, dict):
+            return labels
+    return {}
+
+
+def version_of(record: Record, label: str) -> int | None:
+    """Return the version of the weights called `label`; None for weights of another run."""
+    if label in record.labels:
+        return record.labels[label]
+    # published after the last checkpoint
+    known = {name.rpartition("-v")[0] for name in record.labels}
+    found = _LABEL.fullmatch(label)
+    return int(found[1]) if found and (not known or label.rpartition("-v")[0] in known) else None
+
+
+@dataclass(frozen=True)
+class _CreditLine:
+    step: int
+    offset: int
+    length: int
+
+
+class _Files:
+    """The files of a run with its groups."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.trained = train_files(folder.trajectories)
+        self.held_out: dict[Path, tuple[int | None, str]] = {}
+        for file in sorted(folder.trajectories.rglob("*.jsonl")):
+            if found := _EVALUATED.fullmatch(file.stem):
+                self.held_out[file] = (int(found[1]) if found[1] else None, found[2])
+        others = {*folder.trajectories.glob("*.jsonl")} - {*self.trained, *self.held_out, folder.credit}
+        self.trained += sorted(others)
+        self.credit: dict[str, list[_CreditLine]] = {}
+        self.problems: list[Finding] = []
+
+    def count(self) -> int:
+        """Return the number of lines of the files of training."""
+        return sum(content.count(b"\n") for file in self.trained for content in self._blocks(file))
+
+    def _blocks(self, file: Path) -> Iterator[bytes]:
+        with open_file(file, self.folder.within) as content:
+            while block := content.read(1 << 20):
+                yield block
+
+    def index_credit(self) -> None:
+        """Note where the trainer's lines about each group are."""
+        if not self.folder.credit.exists():
+            return
+        offset = 0
+        with open_file(self.folder.credit, self.folder.within) as content:
+            for line in lines_of(content):
+                # the fields of a line are in this order, and the rest is long
+                head = re.match(rb'\{"group": ?"([^"]*)", ?"step": ?(\d+)', line)
+                if head and line.endswith(b"\n"):
+                    place = _CreditLine(int(head[2]), offset, len(line))
+                    self.credit.setdefault(head[1].decode(), []).append(place)
+                elif line.endswith(b"\n"):
+                    self.problems.append(_unreadable(CREDIT_FILE, ValueError(f"no line of ours at byte {offset}")))
+                offset += len(line)
+
+    def groups(self) -> Iterator[Seen]:
+        """Yield the groups of all files; what cannot be read becomes a problem."""
+        for file in self.trained:
+            yield from self._groups(file)
+        for file, (step, mode) in self.held_out.items():
+            yield from self._groups(file, step, mode)
+
+    def _groups(self, file: Path, step: int | None = None, mode: str = "") -> Iterator[Seen]:
+        name = str(file.relative_to(self.folder.path))
+        try:
+            for group in read_groups(file):
+                lines = [] if mode else self.credit.get(group.id, [])
+                trained = lines[-1].step if lines else None
+                yield Seen(group, name, mode, step if mode else trained, self._credit(lines[-1:]))
+        except (OSError, ValueError) as error:
+            if not _ends_in_a_line(file):
+                return  # the last group is still being written, or the run was killed meanwhile
+            found = _unreadable(name, error)
+            if found not in self.problems:
+                self.problems.append(found)
+
+    def _credit(self, lines: list[_CreditLine]) -> dict[str, Any]:
+        for place in lines:
+            with open_file(self.folder.credit, self.folder.within) as content:
+                content.seek(place.offset)
+                chains: dict[str, Any] = json.loads(content.read(place.length))["chains"]
+                return chains
+        return {}
+
+
+def _ends_in_a_line(file: Path) -> bool:
+    with file.open("rb") as content:
+        size = content.seek(0, 2)
+        content.seek(max(0, size - 1))
+        return content.read(1) in (b"\n", b"")
+
+
+def _unreadable(name: str, error: Exception) -> Finding:
+    fix = "copy the run folder again, or remove the damaged line"
+    return Finding(Severity.WRONG, _READ, f"{name} cannot be read", fix, [Evidence(str(error), file=name)])
