@@ -11,13 +11,15 @@ from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.record import Record, Seen
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.trainers.config import GrpoOptions
 
 MOST_EQUAL = 0.8
 """Share of groups with equal rewards beyond which there is a warning."""
 ENOUGH_GROUPS = 32
 _ORDERED = ("grpo", "rloo", "raft", "reinforce_pp_baseline")
 """Estimators whose advantages have the order of the rewards within a group."""
-NEAR = 1e-5
+NEAR, FORMULA = 1e-5, 1e-3
+"""Differences of advantages that rounding gives: absolute, and relative to the formula's."""
 
 
 class GroupCheck(Check):
@@ -29,7 +31,7 @@ class GroupCheck(Check):
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
         self._groups = self._equal = self._compared = self._several = 0
-        self._same, self._disordered, self._flat = Places(), Places(), Places()
+        self._same, self._disordered, self._flat, self._formula = Places(), Places(), Places(), Places()
         self._rewards: Counter[float] = Counter()
 
     async def note(self, seen: Seen) -> None:
@@ -74,6 +76,7 @@ class GroupCheck(Check):
             assert chain.reward is not None
             found.append((chain.reward, float(np.mean(values)), chain.id))
         self._compared += len(found)
+        self._compare_with_formula(seen, found)
         ranked = sorted(found)
         for low, high in pairwise(ranked):
             if low[0] < high[0] and low[1] > high[1] + NEAR:
@@ -83,6 +86,24 @@ class GroupCheck(Check):
         if len(ranked) > 1 and ranked[0][0] < ranked[-1][0] and abs(ranked[0][1] - ranked[-1][1]) < NEAR:
             text = f"rewards {ranked[0][0]:g} and {ranked[-1][0]:g} have the advantage {ranked[0][1]:g}"
             self._flat.add(Evidence(text, seen.group.id, ranked[-1][2], file=seen.file))
+
+    def _compare_with_formula(self, seen: Seen, found: list[tuple[float, float, str]]) -> None:
+        """Compare with (r - mean) / (std + 1e-4) of DeepSeekMath (arXiv:2402.03300), or without the division."""
+        recipe = self.record.recipe
+        assert recipe is not None
+        config = recipe.train.advantage
+        scale = config.options.scale if isinstance(config.options, GrpoOptions) else "batch"
+        counting = counted(seen.group.trajectories, recipe.rollout)
+        if scale == "batch" or len(counting) < 2:
+            return
+        rewards = np.array([chain.reward for chain in counting], dtype=np.float64)
+        divisor = rewards.std(ddof=1) + 1e-4 if scale == "group" else 1.0
+        for reward, advantage, chain in found:
+            expected = (reward - rewards.mean()) / divisor
+            if abs(advantage - expected) > FORMULA * max(1.0, abs(expected)):
+                text = f"reward {reward:g} has the advantage {advantage:.4g}; its group gives {expected:.4g}"
+                self._formula.add(Evidence(text, seen.group.id, chain, file=seen.file))
+                return
 
     def findings(self) -> Iterator[Finding]:
         """See Check."""
@@ -95,6 +116,10 @@ class GroupCheck(Check):
             yield self.wrong(
                 text, "compare the sign and the order of the advantages with those of the rewards", places.kept
             )
+        if (places := self._formula) and not self._disordered:
+            text = f"in {places.total} groups advantages are not those of the group's rewards"
+            fix = "compare the chains of the group with those whose rewards make its baseline"
+            yield self.wrong(text, fix, places.kept)
         if places := self._flat:
             text = f"in {places.total} groups chains of different rewards have equal advantages"
             yield self.wrong(text, "look at what computes advantages: the rewards do not reach them", places.kept)

@@ -11,6 +11,8 @@ from agentfactory.tools.messages import ToolInfrastructureError
 
 MOST_CHAINS, MOST_SECONDS = 100, 60.0
 """Chains that are played again, evenly over the run, and the time after which no more are."""
+MOST = 0.5
+"""Share of them that do something else beyond which there is a warning."""
 NEAR = 1e-6
 
 
@@ -71,7 +73,10 @@ class ReplayCheck(Check):
         if places := self._diverged:
             text = f"{places.total} of {self._played} chains do something else when they are played again"
             fix = "the environment depends on more than its task and the calls: seed what it draws"
-            yield self.remark(text, fix, places.kept)
+            if places.total > MOST * self._played:
+                yield self.warning(text, fix, places.kept)
+            else:
+                yield self.remark(text, fix, places.kept)
         if places := self._failed:
             text = f"{places.total} of {self._played} chains could not be played again"
             yield self.remark(text, "try the environment with `agentfactory tools check RECIPE`", places.kept)

@@ -92,8 +92,8 @@ class ToolCallCheck(Check):
                 fix = "compare the model's texts with the format that rollout.parser reads (docs/first-look.md)"
                 yield self.warning(text, fix)
             elif never := sorted(offered - called.keys()):
-                text = f"of {len(offered)} tools{of}, {', '.join(never[:8])} {'was' if len(never) == 1 else 'were'} never called"
-                yield self.remark(f"{text} in {chains:,} chains", "remove what the task does not need, or show its use")
+                text = f"no chain of {chains:,}{of} called {' or '.join(never[:8])}, of {len(offered)} tools"
+                yield self.remark(text, "remove what the task does not need, or show its use")
         for name, count in self._calls.items():
             failed = self._errors[name]
             if count >= ENOUGH_CALLS and failed > MOST * count:
