@@ -1,9 +1,9 @@
 """Does `agentfactory audit` find what is wrong with a run, and nothing in a healthy one?
 
-Small runs of the quickstart begin at one warm start, and each has one fault: in a copy of the code (CODE), in its recipe
-(RECIPES), in the sync of its weights (the 16 of faults.py, behind a proxy), or between two attempts (RESUMED). The audit
-of the clean code must find it: its first finding of the severity wrong or warning has the fault's topic and words. Healthy
-runs of many recipes and seeds must have no finding of severity wrong.
+Small runs of the quickstart begin at one warm start, and each has one fault: in a copy of the code (CODE), in its
+recipe (RECIPES), between two attempts (RESUMED), or in the sync of its weights (the 16 of faults.py, behind a proxy).
+The fault is caught if the first finding of the severity wrong or warning has its topic and its words. Healthy runs of
+many recipes and seeds must have no finding of the severity wrong.
 
     python benchmarks/audit_faults.py [--quick] [--only NAME ...] [--output FOLDER]
 
@@ -145,22 +145,26 @@ CODE = (
         origin="log-probabilities before the temperature: vLLM's default, met in TRL, verl and OpenRLHF",
     ),
     Fault(
-        "sync-skipped",
+        "old-weights-sent",
         "weights",
         "do not reach the server",
         (
             Edit(
-                "trainers/sync/proven_push.py",
-                "    while True:\n        report = sync.push(version, policy, state)\n",
-                "    while True:\n        if version > 1:\n"
-                "            from dataclasses import replace\n"
-                "            from agentfactory.rollout.inference.weight_versions import Published\n"
-                "            return replace(_LAST[0], published=replace(_LAST[0].published, version=version)), {}\n"
-                "        report = sync.push(version, policy, state)\n        _LAST[:] = [report]\n",
+                "trainers/sync/file_sync.py",
+                "        _, target, content = self._written\n",
+                "        _, target, content = self._written\n"
+                "        file = target / 'model-00000.safetensors'\n"
+                "        if version == 1:\n            self._first = load_file(file)\n"
+                "        if version > 1:\n            save_file(self._first, file)\n"
+                "            content = Content(self._first)\n",
             ),
-            Edit("trainers/sync/proven_push.py", "def push_proven(", "_LAST: list = []\n\n\ndef push_proven("),
+            Edit(
+                "trainers/sync/proven_push.py",
+                "        if canary is None or scores is None:\n",
+                "        if version >= 0:\n",
+            ),
         ),
-        origin="adapters that never arrive: verl #7495, ms-swift #9855",
+        origin="weights gathered before the update; adapters that never arrive: verl #7495, ms-swift #9855",
     ),
     Fault(
         "failures-rewarded",
@@ -173,10 +177,10 @@ CODE = (
                 "        trajectory.error, trajectory.reward = str(error), 0.0\n",
             ),
         ),
-        ("tools=[breaking.py:Hunt]",),
+        (),
         (
             (
-                "breaking.py",
+                "hunt.py",
                 "from agentfactory import ToolInfrastructureError, tool\nimport random\n"
                 "from treasure_hunt import TreasureHunt\n\n\nclass Hunt(TreasureHunt):\n"
                 "    def reset(self, **task):\n        super().reset(**task)\n"
@@ -213,8 +217,8 @@ CODE = (
         (
             Edit(
                 "trainers/loop/advantages.py",
-                "    mean, scaling = fmean(known), _scaling(known, scale, batch_std)\n    return [0.0 if reward is None else (reward - mean)",
-                "    mean, scaling = fmean(known) - 0.3, _scaling(known, scale, batch_std)\n    return [0.0 if reward is None else (reward - mean)",
+                "    mean, scaling = fmean(known), _scaling(known, scale, batch_std)\n    return [0.0 if",
+                "    mean, scaling = fmean(known) - 0.3, _scaling(known, scale, batch_std)\n    return [0.0 if",
             ),
         ),
         origin="groups torn apart by data parallelism: baselines over the wrong chains",
@@ -226,8 +230,8 @@ CODE = (
         (
             Edit(
                 f"{CHAINS}/chain_runner.py",
-                "            trajectory.reward, trajectory.turn_rewards = verdict.reward - episode.penalty, verdict.turn_rewards\n",
-                "            trajectory.reward, trajectory.turn_rewards = verdict.reward - episode.penalty, verdict.turn_rewards\n"
+                "            trajectory.metrics = dict(verdict.metrics)\n",
+                "            trajectory.metrics = dict(verdict.metrics)\n"
                 "            trajectory.reward = float(len(trajectory.id) % 2 + int(trajectory.id[-1]) % 3)\n",
             ),
         ),
@@ -242,7 +246,8 @@ CODE = (
                 f"{CHAINS}/tool_loop.py",
                 "                ending = episode.note_results(parsed.calls, results)\n",
                 "                ending = episode.note_results(parsed.calls, results)\n"
-                "                for result in results:\n                    object.__setattr__(result, 'content', 'ok')\n",
+                "                for result in results:\n"
+                "                    object.__setattr__(result, 'content', 'ok')\n",
             ),
         ),
         origin="tool results that never reach the model",
@@ -281,8 +286,8 @@ CODE = (
         (
             Edit(
                 f"{GROUPS}/staleness.py",
-                "        return self.started < min(self.total, (self.max_staleness + 1 + self.version) * self.batch_size)",
-                "        return self.started < min(self.total, (self.max_staleness + 4 + self.version) * self.batch_size)",
+                "min(self.total, (self.max_staleness + 1 + self.version) * self.batch_size)",
+                "min(self.total, (self.max_staleness + 4 + self.version) * self.batch_size)",
             ),
             Edit(
                 f"{GROUPS}/staleness.py",
@@ -296,7 +301,8 @@ CODE = (
 )
 BROKEN_TOOL = (
     "from agentfactory import tool\nfrom treasure_hunt import TreasureHunt\n\n\nclass Hunt(TreasureHunt):\n    @tool\n"
-    "    def move(self, direction: str) -> str:\n        \"Take one step.\"\n        raise RuntimeError('no such file')\n"
+    '    def move(self, direction: str) -> str:\n        "Take one step."\n'
+    "        raise RuntimeError('no such file')\n"
 )
 RECIPES = (
     Fault(
@@ -322,8 +328,8 @@ RECIPES = (
         "tool-broken",
         "tool calls",
         "failed",
-        overrides=("tools=[broken.py:Hunt]", "rollout.equal_rewards=keep"),
-        files=(("broken.py", BROKEN_TOOL),),
+        overrides=("rollout.equal_rewards=keep",),
+        files=(("hunt.py", BROKEN_TOOL),),
         origin="a tool that raises in every call",
     ),
     Fault(
@@ -355,8 +361,8 @@ RESUMED = (
         (
             Edit(
                 f"{GROUPS}/producer.py",
-                "        self._begun = resumed.done | set(resumed.again) | {pending.place.position for pending in resumed.pending}",
-                "        self._begun = frozenset()",
+                "        self._begun = resumed.done | set(resumed.again)",
+                "        self._begun = frozenset() and resumed.done | set(resumed.again)",
             ),
         ),
         origin="a data loader that begins again on resume",
@@ -388,7 +394,8 @@ def audited(folder: Path) -> list[dict[str, Any]]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if found.returncode not in (0, 1, 6):
-        raise RuntimeError(found.stderr)
+        text = found.stderr.splitlines()[-1] if found.stderr else f"status {found.returncode}"
+        return [{"findings": [{"severity": "wrong", "topic": "no audit", "text": text, "fix": "", "evidence": []}]}]
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
@@ -434,7 +441,9 @@ class Bench:
         shutil.copytree(RECIPES_FOLDER / "quickstart", own)
         for name, text in fault.files:
             (own / name).write_text(text, encoding="utf-8")
-        return str(own / "grpo.yaml")
+        grpo = own / "grpo.yaml"
+        grpo.write_text(grpo.read_text().replace("treasure_hunt.py:TreasureHunt", "hunt.py:Hunt"), encoding="utf-8")
+        return str(grpo)
 
     def train(self, recipe: str, output: Path, code: Path, *overrides: str, resume: bool = False) -> int:
         data = [f"model.path={self.warm}", HELD_OUT, *SHORT, *overrides, f"output={output}"]

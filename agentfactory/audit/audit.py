@@ -17,7 +17,7 @@ from agentfactory.audit.checks.tasks import TaskCheck
 from agentfactory.audit.checks.tokens import TokenCheck
 from agentfactory.audit.checks.tool_calls import ToolCallCheck
 from agentfactory.audit.checks.weights import WeightCheck
-from agentfactory.audit.finding import Report, Severity, Unchecked
+from agentfactory.audit.finding import READ, Evidence, Finding, Places, Report, Severity, Unchecked
 from agentfactory.audit.opened import Opened, open_part
 from agentfactory.audit.record import RECIPE, Record
 from agentfactory.launching.run_folder import RunFolder
@@ -52,10 +52,19 @@ async def audit(record: Record) -> Report:
                 checks.append(kind(record, parts))
             else:
                 unchecked.append(Unchecked(kind.topic, lacks[missing]))
+        contradictions = Places()
         for seen in record.groups():
             for check in checks:
-                await check.note(seen)
+                try:
+                    await check.note(seen)
+                except (ValueError, LookupError, TypeError) as error:  # boundary: files that anybody may have changed
+                    text = f"{check.topic}: {type(error).__name__}: {error}"
+                    contradictions.add(Evidence(text, seen.group.id, file=seen.file))
         findings = [finding for check in checks for finding in check.findings()]
+        if places := contradictions:
+            text = f"{places.total} groups cannot be checked, because their records contradict themselves"
+            fix = "copy the run folder again; if they are still the same, look at what wrote them"
+            findings.append(Finding(Severity.WRONG, READ, text, fix, places.kept))
     findings = sorted([*record.problems, *findings], key=lambda finding: list(Severity).index(finding.severity))
     unchecked += [one for check in checks for one in check.unchecked]
     looked_at = {check.topic: check.looked_at for check in checks if check.looked_at}

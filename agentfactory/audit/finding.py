@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+READ = "its files"
+"""Topic of findings about files that cannot be read."""
 MOST_EVIDENCE = 5
 """Places of a finding that are kept; the text has the number of all."""
 

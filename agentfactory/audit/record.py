@@ -44,7 +44,8 @@ class Record:
     """A run to audit.
 
     `groups` begins a new pass over all saved groups, those of training first, in the order in which they ended; `size`
-    is their number, as far as it is known. `labels` has the version of each label of weights.
+    is their number, as far as it is known. `labels` has the version of each label of weights, and
+    `trained` the number of groups that each step trained.
     `lacks` says of each stream (TOKENS, ...) that this kind of run does not have, why. `problems` are found while its
     files are read.
     """
@@ -58,5 +59,6 @@ class Record:
     recipe: Recipe | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, int] = field(default_factory=dict)
+    trained: Mapping[int, int] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     problems: list[Finding] = field(default_factory=list)

@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.finding import Evidence, Finding, Severity
+from agentfactory.audit.finding import READ, Evidence, Finding, Severity
 from agentfactory.audit.record import HELD_OUT, METRICS, RECIPE, TRAINED, Record, Seen
 from agentfactory.launching.run_folder import RECIPE as RECIPE_FILE
 from agentfactory.launching.run_folder import RunFolder, is_run
@@ -22,7 +23,6 @@ KIND = "agentfactory"
 _EVALUATED = re.compile(r"(?:(\d+)|.*)-(sampled|greedy)")
 """Name of a file of held-out chains: the step, and the mode."""
 _LABEL = re.compile(r".*-v(\d+)")
-_READ = "its files"
 
 
 def records_of(path: Path) -> list[Record]:
@@ -65,6 +65,7 @@ def _record(folder: RunFolder, whole: RunFolder) -> Record:
         lacks[TRAINED] = "there is no trajectories/credit.jsonl (track.credit)"
     if not files.held_out:
         lacks[HELD_OUT] = "there are no held-out chains"
+    record.trained = Counter(lines[-1].step for lines in files.credit.values())
     record.size = files.count()
     record.labels = _labels(folder)
     record.lacks = lacks
@@ -179,4 +180,4 @@ def _ends_in_a_line(file: Path) -> bool:
 
 def _unreadable(name: str, error: Exception) -> Finding:
     fix = "copy the run folder again, or remove the damaged line"
-    return Finding(Severity.WRONG, _READ, f"{name} cannot be read", fix, [Evidence(str(error), file=name)])
+    return Finding(Severity.WRONG, READ, f"{name} cannot be read", fix, [Evidence(str(error), file=name)])

@@ -43,10 +43,12 @@ class EndingCheck(Check):
             yield self.remark(f"the run is at step {reached} and goes on: this is what it has written so far")
             return
         of = f" of {planned}" if planned else ""
-        if reason := record.summary.get("reason"):
+        failed = record.summary.get("status") == "failed"
+        reason = record.summary.get("reason", "")
+        if reason and not failed:
             yield self.remark(f"the run ended after step {reached}{of}: {reason}", "continue it with --resume")
             return
-        error = self._last_error()
+        error = self._last_error() or (Evidence(reason, file="summary.json") if failed else None)
         if error is None:
             fix = "continue it with --resume; if the system killed it, give it more memory"
             yield self.warning(f"the run ended after step {reached}{of} without a word: it was killed", fix)

@@ -1,7 +1,7 @@
 """The figures in metrics.jsonl, against the chains and against themselves."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -25,6 +25,7 @@ class MetricCheck(Check):
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
         self._rewards: dict[int, list[float]] = defaultdict(list)
+        self._groups: Counter[int] = Counter()
         self._steps = [line for line in record.metrics if "grad_norm" in line]
 
     async def note(self, seen: Seen) -> None:
@@ -32,6 +33,7 @@ class MetricCheck(Check):
         recipe = self.record.recipe
         if seen.held_out or seen.step is None or recipe is None or TRAINED in self.record.lacks:
             return
+        self._groups[seen.step] += 1
         chains = counted(seen.group.trajectories, recipe.rollout)
         self._rewards[seen.step] += [chain.reward for chain in chains if chain.reward is not None]
 
@@ -66,7 +68,8 @@ class MetricCheck(Check):
         places = Places()
         for line in self._steps:
             rewards = self._rewards.get(line.get("step", 0))
-            if not rewards or "reward" not in line:
+            # the last group of a running run may not be saved yet
+            if not rewards or "reward" not in line or self._groups[line["step"]] < self.record.trained[line["step"]]:
                 continue
             mean = math.fsum(rewards) / len(rewards)
             if abs(mean - line["reward"]) > NEAR * max(1.0, abs(mean)):

@@ -121,7 +121,7 @@ class TaskCheck(Check):
             return []
         if recipe.data is not None and recipe.data.curriculum is not None:
             return []
-        running = 2 * recipe.train.batch_size * (recipe.rollout.max_staleness + 1)
+        running = recipe.train.batch_size * (recipe.rollout.max_staleness + 1)
         return sorted(set(range(max(places) - running)) - places)
 
     def _overlap(self) -> Iterator[Finding]:

@@ -14,12 +14,16 @@ from agentfactory.audit.run_record import version_of
 from agentfactory.rollout.text.token_roles import ROLES
 from agentfactory.rollout.token_row import Row
 
-EXACT, ROUNDED = 1e-3, 0.06
+EXACT, ROUNDED = 5e-4, 0.06
 """Mean difference, in nats, that servers and trainers have from rounding: in float32, and otherwise."""
 FACTOR, FITTED = 0.1, 0.98
-"""Distance of a slope from 1, and share of the variance that it explains, of log-probabilities that differ by a
-factor."""
-SOME, NEARLY_ALL = 0.1, 0.9
+"""Distance of a slope from 1, and share of the variance that it explains, of log-odds that differ by a factor, as those of
+two likely tokens do at another temperature."""
+SURE = -1e-3
+"""Log-probability of tokens that say nothing about a temperature."""
+SOME, AGREE = 0.1, 0.1
+"""Share of the chains that differ, and of those that agree, if servers differ; chains agree within this share of what
+rounding gives."""
 
 
 @dataclass
@@ -40,7 +44,7 @@ class _Sum:
 
 @dataclass
 class _Fit:
-    """Sums for a line through the trainer's log-probabilities over the server's."""
+    """Sums for a line through the trainer's log-odds over the server's."""
 
     sums: np.ndarray = field(default_factory=lambda: np.zeros(6))
 
@@ -117,7 +121,8 @@ class WeightCheck(Check):
         gaps = trainer - server
         mine.add(gaps)
         self._steps[seen.step].add(gaps)
-        self._fit.add(server, trainer)
+        unsure = (server < SURE) & (trainer < SURE)
+        self._fit.add(_log_odds(server[unsure]), _log_odds(trainer[unsure]))
         roles = np.frombuffer(row.roles.ljust(len(row.token_ids), ".").encode(), "S1")[chosen]
         for name, letter in ROLES.items():
             self._roles[name].add(gaps[roles == letter.encode()])
@@ -164,23 +169,26 @@ class WeightCheck(Check):
         """Return the likely cause and its fix, from where the difference is."""
         slope, explained = self._fit.line()
         early = means[next(iter(means))] <= self._near
-        apart = sum(mean > self._near for mean in self._chains) / max(1, len(self._chains))
+        few = max(1, len(self._chains))
+        differ = sum(mean > self._near for mean in self._chains) / few
+        agree = sum(mean < AGREE * self._near for mean in self._chains) / few
+        some = differ > SOME and agree > SOME
         if explained > FITTED and abs(slope - 1) > FACTOR:
             return (
-                f"the trainer's are {slope:.2f} times the server's: one of the two divides the logits by a "
+                f"the trainer's log-odds are {slope:.2f} times the server's: one of the two divides the logits by a "
                 "temperature, or takes log-probabilities before it; use the same on both sides"
             )
         if not early and self._turns[True].count and self._turns[False].mean <= self._near:
             return "first turns agree: look at what precedes later ones, a prefix cache or another context"
-        if early and SOME < apart < NEARLY_ALL and self._turns[False].mean <= self._near:
+        if early and some and self._turns[False].mean <= self._near:
             return "first turns agree: the server keeps the cache of older weights; drop it with each update"
         if early:
             return (
                 "they agree at first: later weights do not reach the server, or it does not use them; look at the "
                 "proofs of syncs (docs/servers.md)"
             )
-        if SOME < apart < NEARLY_ALL:
-            return f"{apart:.0%} of the chains differ: one of several servers has other weights or settings"
+        if some:
+            return f"{differ:.0%} of the chains differ: one of several servers has other weights or settings"
         return (
             "they differ from the first step on: the server has another model, adapter, precision or attention than "
             "the trainer"
@@ -204,3 +212,8 @@ class WeightCheck(Check):
         """See Check."""
         fresh = sum(sums.count for sums in self._steps.values())
         return f"{self._tokens:,} trained tokens, {fresh:,} of the newest weights" if self._tokens else ""
+
+
+def _log_odds(logprobs: np.ndarray) -> np.ndarray:
+    odds: np.ndarray = logprobs - np.log1p(-np.exp(logprobs))
+    return odds
