@@ -309,7 +309,7 @@ RECIPES = (
         "held-out-trained",
         "tasks",
         "also training tasks",
-        overrides=("eval.data.path=${prepared}/train.jsonl",),
+        overrides=("eval.data.path=DATA/train.jsonl",),
         origin="evaluation sets within the training set",
     ),
     Fault(
@@ -336,7 +336,7 @@ RECIPES = (
         "turns-cut",
         "chains lost",
         "max_tokens|max_turns|context_overflow",
-        overrides=("rollout.max_total_tokens=100", "rollout.equal_rewards=keep", "eval.data=null"),
+        overrides=("rollout.max_total_tokens=100", "rollout.equal_rewards=keep"),
         origin="limits that most chains reach",
     ),
 )
@@ -431,7 +431,7 @@ class Bench:
         if not self.warm.exists():
             sft = str(RECIPES_FOLDER / "quickstart" / "sft.yaml")
             run("train", sft, "train.steps=150", f"output={folder / 'warm'}", "--overwrite", log=self.log)
-        self.prepared = folder / "warm" / "prepared"
+        self.data = folder / "warm" / "prepared"
 
     def recipe(self, fault: Fault, folder: Path) -> str:
         """Return the recipe of a fault; one with files of its own is a folder of its own."""
@@ -445,9 +445,20 @@ class Bench:
         grpo.write_text(grpo.read_text().replace("treasure_hunt.py:TreasureHunt", "hunt.py:Hunt"), encoding="utf-8")
         return str(grpo)
 
-    def train(self, recipe: str, output: Path, code: Path, *overrides: str, resume: bool = False) -> int:
-        data = [f"model.path={self.warm}", HELD_OUT, *SHORT, *overrides, f"output={output}"]
-        return run("train", recipe, *data, "--resume" if resume else "--overwrite", code=code, log=self.log)
+    def train(
+        self,
+        recipe: str,
+        output: Path,
+        code: Path,
+        *overrides: str,
+        resume: bool = False,
+        data: Path | None = None,
+    ) -> int:
+        data = data or self.data
+        # prepare would make the same files for each run
+        files = ("prepare=null", f"data.path={data}/train.jsonl", f"eval.data.path={data}/heldout.jsonl")
+        settings = [*files, f"model.path={self.warm}", HELD_OUT, *SHORT, *overrides, f"output={output}"]
+        return run("train", recipe, *settings, "--resume" if resume else "--overwrite", code=code, log=self.log)
 
     def faulty(self, fault: Fault) -> tuple[bool, str]:
         """Return whether the audit finds a fault of the code or the recipe, and what it says."""
@@ -455,7 +466,8 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         with copied(folder, fault.edits) as code:
-            status = self.train(self.recipe(fault, folder), folder / "run", code, *fault.overrides)
+            overrides = [each.replace("DATA", str(self.data)) for each in fault.overrides]
+            status = self.train(self.recipe(fault, folder), folder / "run", code, *overrides)
         return judged(fault, audited(folder / "run"), status)
 
     def resumed(self, fault: Fault) -> tuple[bool, str]:
@@ -463,13 +475,14 @@ class Bench:
         folder = self.folder / fault.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        self.train(GRPO, folder / "run", REPOSITORY, *fault.overrides, "train.steps=3", "train.checkpoint_every=1")
+        shutil.copytree(self.data, data := folder / "data")
+        first, longer = (("train.checkpoint_every=1", f"train.steps={steps}") for steps in (3, 8))
+        self.train(GRPO, folder / "run", REPOSITORY, *fault.overrides, *first, data=data)
         if fault.files:
-            data = folder / "run" / "prepared" / "train.jsonl"
-            data.write_text("".join(reversed(data.read_text().splitlines(keepends=True))))
+            tasks = data / "train.jsonl"
+            tasks.write_text("".join(reversed(tasks.read_text().splitlines(keepends=True))))
         with copied(folder, fault.edits) as code:
-            longer = ("train.steps=8", "train.checkpoint_every=1")
-            status = self.train(GRPO, folder / "run", code, *fault.overrides, *longer, resume=True)
+            status = self.train(GRPO, folder / "run", code, *fault.overrides, *longer, resume=True, data=data)
         return judged(fault, audited(folder / "run"), status)
 
     def unsynced(self, kind: type[faults.Fault]) -> tuple[bool, str]:
@@ -479,7 +492,7 @@ class Bench:
         folder.mkdir()
         shutil.copy(self.warm / "model.safetensors", folder / "base.safetensors")
         lora = ("model.lora.rank=8", "train.learning_rate=2e-3") if kind.adapters else ("train.learning_rate=2e-4",)
-        settings = (f"model.path={self.warm}", HELD_OUT, *SHORT, *lora, "train.steps=8")
+        settings = ("prepare=null", f"model.path={self.warm}", f"data.path={self.data}/train.jsonl", *lora)
         with ExitStack() as stack:
             url = stack.enter_context(served(settings, folder))
             proxy = stack.enter_context(sabotaged(url, Breaking(kind(url, folder)).tamper))

@@ -9,6 +9,7 @@ import numpy as np
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.record import Record, Seen
+from agentfactory.rollout.evaluation.equal_samples import are_equal, could_differ
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.trainers.config import GrpoOptions
@@ -50,14 +51,11 @@ class GroupCheck(Check):
         self._compare_advantages(seen, chains)
 
     def _compare_samples(self, seen: Seen, chains: list[Trajectory]) -> None:
-        """Chance makes all long chains of a group equal only if the sampler does not draw."""
-        sampled = [_sampled(chain) for chain in chains]
-        first = sampled[0]
-        if not first or not _is_uncertain(chains):
+        if not could_differ(chains):
             return
         self._several += 1
-        if all(other == first for other in sampled[1:]):
-            text = f"all {len(chains)} chains have the same {len(first)} sampled tokens"
+        if are_equal(chains):
+            text = f"all {len(chains)} chains have the same sampled tokens"
             self._same.add(Evidence(text, seen.group.id, chains[0].id, file=seen.file))
 
     def _compare_advantages(self, seen: Seen, chains: list[Trajectory]) -> None:
@@ -135,12 +133,3 @@ class GroupCheck(Check):
         """See Check."""
         advantages = f", advantages of {self._compared:,} chains" if self._compared else ""
         return f"{self._groups:,} groups of several chains{advantages}" if self._groups else ""
-
-
-def _sampled(chain: Trajectory) -> tuple[int, ...]:
-    return tuple(int(token) for row in chain.rows for token in np.asarray(row.token_ids)[np.asarray(row.mask, bool)])
-
-
-def _is_uncertain(chains: list[Trajectory]) -> bool:
-    """Return whether equal chains are no chance: each has a probability below e^-3."""
-    return all(sum(float(np.sum(row.logprobs)) for row in chain.rows) < -3.0 for chain in chains)

@@ -17,8 +17,8 @@ from agentfactory.rollout.token_row import Row
 EXACT, ROUNDED = 5e-4, 0.06
 """Mean difference, in nats, that servers and trainers have from rounding: in float32, and otherwise."""
 FACTOR, FITTED = 0.1, 0.98
-"""Distance of a slope from 1, and share of the variance that it explains, of log-odds that differ by a factor, as those of
-two likely tokens do at another temperature."""
+"""Distance of a slope from 1, and share of the variance that it explains, of log-odds that differ by a factor, as those
+of two likely tokens do at another temperature."""
 SURE = -1e-3
 """Log-probability of tokens that say nothing about a temperature."""
 SOME, AGREE = 0.1, 0.1

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, Advice, equal_rewards, missing_calls, slow_starts
+from agentfactory.rollout.evaluation.equal_samples import are_equal, could_differ
 from agentfactory.rollout.evaluation.first_look import Look, Offer, calls_tool, look_at
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.trajectory import Group, Trajectory
@@ -43,6 +44,7 @@ class Alarms:
         # with KEEP, a step's metrics show it: symptom no_gradient
         if offer.config.equal_rewards is not EqualRewards.KEEP:
             self._streaks.append(_Streak(self._is_left_out, equal_rewards, max(GROUPS, EQUAL_BATCHES * batch_size)))
+        self._streaks.append(_Streak(_samples_one_chain, _one_chain))
         if offer.why_wait:
             self._streaks.append(_Streak(lambda group: True, slow_starts))
 
@@ -54,6 +56,15 @@ class Alarms:
 
     def _is_left_out(self, group: Group) -> bool:
         return worth(group.trajectories, self.offer.config) is Worth.EQUAL and not _solved(group.trajectories)
+
+
+def _samples_one_chain(group: Group) -> bool:
+    return could_differ(group.trajectories) and are_equal(group.trajectories)
+
+
+def _one_chain(look: Look) -> Iterator[Advice]:
+    text = f"in {look.groups} groups in a row all chains have the same sampled tokens"
+    yield Advice("equal samples", text, "let the server draw: a temperature above 0, and another seed for each chain")
 
 
 def _calls_nothing(group: Group) -> bool:
