@@ -180,6 +180,7 @@ setup(
         ],
         "agentfactory.commands": [
             "audit=agentfactory.audit.audit_command",
+            "replay=agentfactory.audit.replay.replay_command",
             "index=agentfactory.worlds.search.index_command",
         ],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.inference.vllm.vllm_plugin:register"],

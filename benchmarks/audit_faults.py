@@ -276,7 +276,7 @@ CODE = (
         "optimizer-asleep",
         "weights",
         "have not changed",
-        (Edit("trainers/update/learner.py", "            self.optimizer.step()\n", "            pass\n"),),
+        (Edit("trainers/update/learner.py", "        self.optimizer.step()\n", "        pass\n"),),
         origin="frozen parameters, or a closure that is never called",
     ),
     Fault(
@@ -413,12 +413,18 @@ def copied(folder: Path, edits: Sequence[Edit]) -> Iterator[Path]:
     shutil.copytree(REPOSITORY / "agentfactory", copy / "agentfactory", symlinks=True)
     for edit in edits:
         file = copy / "agentfactory" / edit.file
-        text = file.read_text(encoding="utf-8")
-        if text.count(edit.old) != 1:
-            raise ValueError(f"{edit.old!r} occurs {text.count(edit.old)} times in {edit.file}, not once")
-        file.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
+        file.write_text(file.read_text(encoding="utf-8").replace(edit.old, edit.new), encoding="utf-8")
     yield copy
     shutil.rmtree(copy)
+
+
+def check_edits() -> None:
+    """Raise ValueError if the code of an edit does not occur exactly once."""
+    for fault in (*CODE, *RECIPES, *RESUMED):
+        for edit in fault.edits:
+            count = (REPOSITORY / "agentfactory" / edit.file).read_text(encoding="utf-8").count(edit.old)
+            if count != 1:
+                raise ValueError(f"{fault.name}: {edit.old!r} occurs {count} times in {edit.file}, not once")
 
 
 class Bench:
@@ -615,6 +621,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these runs alone")
     parser.add_argument("--output", type=Path, help="folder for the runs; default: a temporary one")
     args = parser.parse_args()
+    check_edits()
     with ExitStack() as stack:
         folder = args.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
+from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import serve
 from agentfactory.launching.untrusted_folders import check_run_of
 from agentfactory.recipe.composition import COMMAND_LINE

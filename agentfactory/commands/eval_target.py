@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfactory.commands.served_weights import check_weights
+from agentfactory.launching.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError

@@ -177,10 +177,10 @@ def _run(options: argparse.Namespace) -> int:
         return _show(recipe, options, lacks or [])
 
     from agentfactory.commands import server_commands
-    from agentfactory.commands.served_weights import trained_in
     from agentfactory.launching import launcher
     from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.run_results import MostChainsDroppedError
+    from agentfactory.launching.served_weights import trained_in
     from agentfactory.placement.placement import PlacementError
     from agentfactory.recipe.composition import display, recipe_file
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
@@ -18,6 +17,7 @@ from agentfactory.launching.progress import tell_information
 from agentfactory.launching.reach_early import check_hub, check_tools_open
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
+from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from agentfactory.commands import chat
-from agentfactory.commands.served_weights import Served
+from agentfactory.launching.served_weights import Served
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe

@@ -10,7 +10,7 @@ import pytest
 
 from agentfactory.commands import eval_target
 from agentfactory.commands.eval_table import tables
-from agentfactory.commands.served_weights import trained_in
+from agentfactory.launching.served_weights import trained_in
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from agentfactory.commands.eval_target import named
-from agentfactory.commands.served_weights import what_is_served
+from agentfactory.launching.served_weights import what_is_served
 from agentfactory.launching import progress
 from agentfactory.launching.progress import follow_groups
 from agentfactory.launching.run_folder import RunFolderError
