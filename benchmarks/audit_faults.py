@@ -281,8 +281,8 @@ CODE = (
     ),
     Fault(
         "too-old-trained",
-        "weights",
-        "older than rollout.max_staleness",
+        "the end of the run",
+        "versions old",
         (
             Edit(
                 f"{GROUPS}/staleness.py",
@@ -317,7 +317,7 @@ RECIPES = (
         "tool calls",
         "called a tool",
         overrides=(
-            "rollout.parser=llama3_json",
+            "rollout.parser=react",
             "rollout.equal_rewards=keep",
             "train.steps=4",
             "rollout.group_size=16",
@@ -356,8 +356,8 @@ RESUMED = (
     ),
     Fault(
         "places-repeated",
-        "tasks",
-        "twice",
+        "tasks|the end of the run",
+        "twice|already delivered",
         (
             Edit(
                 f"{GROUPS}/producer.py",
@@ -376,6 +376,7 @@ RESUMED = (
         origin="a file of data that was written again between two attempts",
     ),
 )
+REPLAYED = "chains played again"
 SYNC_WORDS = "stopped after step"
 """What the audit says of a sync that a proof has stopped."""
 
@@ -498,7 +499,8 @@ class Bench:
         folder.mkdir()
         shutil.copy(self.warm / "model.safetensors", folder / "base.safetensors")
         lora = ("model.lora.rank=8", "train.learning_rate=2e-3") if kind.adapters else ("train.learning_rate=2e-4",)
-        settings = ("prepare=null", f"model.path={self.warm}", f"data.path={self.data}/train.jsonl", *lora)
+        data = (f"data.path={self.data}/train.jsonl", "eval.data=null")
+        settings = ("prepare=null", f"model.path={self.warm}", *data, *lora)
         with ExitStack() as stack:
             url = stack.enter_context(served(settings, folder))
             proxy = stack.enter_context(sabotaged(url, Breaking(kind(url, folder)).tamper))
@@ -574,7 +576,7 @@ def judged(fault: Fault, reports: Sequence[dict[str, Any]], status: int) -> tupl
         return False, f"nothing (the run ended with status {status})"
     first = found[0]
     words = " ".join([first["text"], first["fix"], *(evidence["text"] for evidence in first["evidence"])])
-    right = first["topic"] == fault.topic and re.search(fault.words, words) is not None
+    right = re.fullmatch(fault.topic, first["topic"]) is not None and re.search(fault.words, words) is not None
     return right, f"{first['severity']}: {first['topic']}: {first['text']}"
 
 
@@ -595,6 +597,8 @@ HEALTHY: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("lake", "gymnasium/small.yaml", ("sft.train.steps=100", "grpo.train.steps=4")),
     ("words", "reasoning_gym/small.yaml", ("sft.train.steps=100", "grpo.train.steps=4")),
     ("tic-tac-toe", "textarena/small.yaml", ("sft.train.steps=100", "grpo.train.steps=4")),
+    ("shop", "webshop/small.yaml", ("sft.train.steps=100", "grpo.train.steps=4")),
+    ("animals", "scienceworld/small.yaml", ("sft.train.steps=100", "grpo.train.steps=4")),
     ("three-tasks", "three_tasks/three_tasks.yaml", ("sft.train.steps=100", "grpo.train.steps=4")),
 )
 
@@ -611,7 +615,8 @@ def healthy(bench: Bench, name: str, recipe: str, overrides: Sequence[str]) -> t
     reports = audited(folder)
     wrong, warnings = severe(reports, "wrong"), severe(reports, "warning")
     told = "; ".join(f"{one['severity']}: {one['topic']}: {one['text']}" for one in [*wrong, *warnings])
-    return status == 0 and not wrong, told or f"nothing (status {status})"
+    played = [report["looked_at"][REPLAYED] for report in reports if REPLAYED in report["looked_at"]]
+    return status == 0 and not wrong, f"{told or f'nothing (status {status})'}; played again: {' and '.join(played)}"
 
 
 def main() -> None:

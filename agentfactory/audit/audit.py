@@ -27,9 +27,10 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 
 CHECKS: Sequence[type[Check]] = (
-    *(EndingCheck, WeightCheck, TokenCheck, RewardCheck, ReplayCheck, MetricCheck, TaskCheck, OutcomeCheck),
-    *(GroupCheck, ToolCallCheck, FormatCheck, LengthCheck, GreedyCheck),
+    *(EndingCheck, WeightCheck, TokenCheck, RewardCheck, ReplayCheck, TaskCheck, OutcomeCheck, ToolCallCheck),
+    *(GroupCheck, FormatCheck, LengthCheck, GreedyCheck, MetricCheck),
 )
+"""The checks of a run. Of equally severe findings, those of earlier checks come first: causes before symptoms."""
 
 
 async def audit(record: Record) -> Report:

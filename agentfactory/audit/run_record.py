@@ -23,6 +23,7 @@ KIND = "agentfactory"
 _EVALUATED = re.compile(r"(?:(\d+)|.*)-(sampled|greedy)")
 """Name of a file of held-out chains: the step, and the mode."""
 _LABEL = re.compile(r".*-v(\d+)")
+_LIVE = re.compile(rb"version (\d+) \(([^()]+)\) is live as ")
 
 
 def records_of(path: Path) -> list[Record]:
@@ -73,15 +74,25 @@ def _record(folder: RunFolder, whole: RunFolder) -> Record:
 
 
 def _labels(folder: RunFolder) -> dict[str, int]:
-    """Return the versions of the labels of weights, as the last checkpoint knows them."""
+    """Return the versions of the labels of weights: those that the last checkpoint knows, and those in the log, which
+    are younger."""
+    found: dict[str, int] = {}
     for checkpoint in sorted(folder.checkpoints.glob("step-*"), reverse=True):
         try:
             labels: Any = read_info(checkpoint, folder.within).get("labels")
         except (OSError, ValueError):
             continue
         if isinstance(labels, dict):
-            return labels
-    return {}
+            found = {str(label): int(version) for label, version in labels.items()}
+            break
+    try:
+        with open_file(folder.logs / "train.log", folder.within) as log:
+            for line in lines_of(log):
+                if live := _LIVE.search(line):
+                    found[live[2].decode("utf-8", "replace")] = int(live[1])
+    except OSError:
+        pass
+    return found
 
 
 def version_of(record: Record, label: str) -> int | None:

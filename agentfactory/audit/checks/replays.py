@@ -9,7 +9,7 @@ from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.messages import ToolInfrastructureError
 
-MOST_CHAINS, MOST_SECONDS = 100, 60.0
+MOST_CHAINS, MOST_SECONDS = 200, 60.0
 """Chains that are played again, evenly over the run, and the time after which no more are."""
 MOST = 0.5
 """Share of them that do something else beyond which there is a warning."""

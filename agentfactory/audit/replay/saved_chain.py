@@ -48,7 +48,8 @@ def find_chain(records: list[Record], chain_id: str) -> SavedChain:
                     labels = [span.version for row in chain.rows[:1] for span in row.versions[:1]]
                     version = version_of(record, labels[0]) if labels else None
                     return SavedChain(record, chain, seen.group.task, part, version)
-    near = difflib.get_close_matches(chain_id, names, 3, cutoff=0.3) or names[:3]
+    near = [name for name in names if name.startswith(chain_id)][:3]
+    near = near or difflib.get_close_matches(chain_id, names, 3, cutoff=0.3) or names[:3]
     fix = f"name one, such as {', '.join(near)}" if near else "name another run: this one has no chains"
     raise SettingError("CHAIN", f"got {chain_id!r}, and the run has no such chain", fix)
 

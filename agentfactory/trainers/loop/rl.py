@@ -278,7 +278,10 @@ class _Loop:
         report, proof = pushed
         self.versions.note(report.published)
         source.published(report.published)
-        logger.info("version %d is live as %s, content digest %s", version, report.model, report.digest)
+        # the label tells tokens of this attempt from those of another run
+        logger.info(
+            "version %d (%s) is live as %s, content digest %s", version, report.label, report.model, report.digest
+        )
         return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
 
     def record(
