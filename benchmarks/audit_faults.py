@@ -317,6 +317,8 @@ RECIPES = (
         "tool calls",
         "called a tool",
         overrides=(
+            "rollout.max_total_tokens=1024",
+            "server.max_model_len=1024",
             "rollout.parser=react",
             "rollout.equal_rewards=keep",
             "train.steps=4",
@@ -515,18 +517,19 @@ class Breaking:
 
     def __init__(self, fault: faults.Fault) -> None:
         self.fault = fault
-        self.pushed = 0
+        self.pushed, self.acted = 0, False
         self.prefix, self.folder = "", fault.folder
 
     async def tamper(self, path: str, body: Json, forward: Forward) -> web.Response:
         """See sabotage.Tamper."""
-        begins = path == "/start_weight_update" or path == "/v1/load_lora_adapter"
-        if begins:
+        if path == faults.GENERATE and self.pushed == faults.BROKEN and not self.acted and is_of_chain(body):
+            # after the proof of one version, and before the next one
+            self.acted = True
+            await asyncio.to_thread(self.fault.between, self)  # type: ignore[arg-type]
+        if path in ("/start_weight_update", "/v1/load_lora_adapter"):
             if path == "/v1/load_lora_adapter":
                 self.prefix = re.sub(r"\d+$", "", body["lora_name"])
-            if self.pushed == faults.BROKEN:
-                await asyncio.to_thread(self.fault.between, self)  # type: ignore[arg-type]
-                self.fault.broken = True
+            self.fault.broken = self.pushed == faults.BROKEN
             self.pushed += 1
         return await self.fault.tamper(path, body, forward)
 
@@ -545,6 +548,11 @@ class Breaking:
         state = load_file(last)
         save_file({name: value + 0.02 for name, value in state.items()}, others / "adapter_model.safetensors")
         return others
+
+
+def is_of_chain(body: Json) -> bool:
+    """Return whether a request samples a turn; those of the canary sample a single token."""
+    return bool(body.get("sampling_params", {}).get("max_tokens", 0) > 1)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 
 CHECKS: Sequence[type[Check]] = (
-    *(EndingCheck, WeightCheck, TokenCheck, RewardCheck, ReplayCheck, TaskCheck, OutcomeCheck, ToolCallCheck),
+    *(EndingCheck, WeightCheck, TokenCheck, RewardCheck, ReplayCheck, TaskCheck, ToolCallCheck, OutcomeCheck),
     *(GroupCheck, FormatCheck, LengthCheck, GreedyCheck, MetricCheck),
 )
 """The checks of a run. Of equally severe findings, those of earlier checks come first: causes before symptoms."""

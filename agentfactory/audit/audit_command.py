@@ -33,7 +33,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from agentfactory.audit.reports.conclusion import conclude
     from agentfactory.audit.reports.html import page_of
     from agentfactory.audit.reports.text import lines_of
+    from agentfactory.audit.run_record import KIND
     from agentfactory.audit.runs import records_at
+    from agentfactory.audit.saved_reports import save_audit
 
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise SettingError("--html", f"{options.html.parent} is not a folder", "create it first")
@@ -42,6 +44,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         for record in records_at(path):
             report = asyncio.run(audit(record))
             conclusion = conclude(report, record)
+            if record.kind == KIND:
+                save_audit(record.folder, to_json(report, conclusion))
             if options.json:
                 say(json.dumps(to_json(report, conclusion), ensure_ascii=False))
             else:

@@ -17,6 +17,7 @@ from agentfactory.viewer.charts import charts
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.query import BadQuery, Query
 from agentfactory.viewer.runs.recipe_difference import difference
+from agentfactory.viewer.runs.reports import audit_of, table_of
 from agentfactory.viewer.runs.run_data import Run
 from agentfactory.viewer.runs.series import series_of
 from agentfactory.viewer.runs.text_search import SECONDS, TextSearches
@@ -24,7 +25,7 @@ from agentfactory.viewer.trajectories.trajectory_page import Chain, NotThere, fi
 
 SCRIPTS = [
     *("elements.js", "source.js", "curves.js", "rewards.js", "list.js", "tokens.js", "waterfall.js", "film.js"),
-    *("trajectory.js", "recipes.js", "main.js"),
+    *("replay.js", "trajectory.js", "audit.js", "recipes.js", "runs.js", "main.js"),
 ]
 """The page's scripts, in loading order."""
 
@@ -52,6 +53,8 @@ def make_app(follower: Follower, port: int) -> Guard:
         Route("/api/trajectories", answers.trajectories),
         Route("/api/rewards", answers.rewards),
         Route("/api/recipes", answers.recipes),
+        Route("/api/runs", answers.runs),
+        Route("/api/audit", answers.audit),
         Route("/api/trajectory", answers.trajectory),
         Route("/api/image", answers.image),
     ]
@@ -138,6 +141,19 @@ class _Answers:
         one, other = (self._recipe(run) for run in runs)
         return _answer({"labels": [run.label for run in runs], **difference(one, other, [run.folder for run in runs])})
 
+    def runs(self, request: Request) -> Response:
+        """Return the table of all runs."""
+        return _answer(table_of(self._follower.runs))
+
+    def audit(self, request: Request) -> Response:
+        """Return the last audit of a run."""
+        run = self._run(request)
+        try:
+            report = audit_of(run, self._follower.index)
+        except (OSError, ValueError) as error:
+            raise NotThere(f"{run.label}: its audit cannot be read: {error}") from None
+        return _answer({"path": str(run.path), "report": report})
+
     def trajectories(self, request: Request) -> Response:
         """Return one page of chains or groups. `unsearched` is the number of chains that may still contain the text."""
         query = Query.parse(request.query_params)
@@ -165,7 +181,8 @@ class _Answers:
         def address(message: int, part: int, url: str) -> str:
             return "api/image?" + urlencode({**dict(request.query_params), "message": message, "part": part})
 
-        return _answer(page_of(self._follower, chain, address))
+        # an exported page has no paths
+        return _answer({**page_of(self._follower, chain, address), "path": str(chain.run.folder.whole)})
 
     def image(self, request: Request) -> Response:
         """Return one image of a chain."""

@@ -200,7 +200,7 @@ def test_the_command_shows_both_with_their_intervals(
     result = agentfactory(*command, "--action", call, "--json", "--as", "sft", "--save", str(tmp_path / "rows.jsonl"))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert {found["as it was"]["chains"], found["with another action"]["chains"]} == {8}
+    assert {one["chains"] for one in found["results"].values()} == {8}
     assert json.loads((tmp_path / "rows.jsonl").read_text())["messages"]
     ranking = agentfactory("replay", str(quickstart_run), saved.chain.id, "--samples", "2")
     assert ranking.stdout.count("  turn ") == saved.chain.turns

@@ -15,7 +15,8 @@ LOG_BYTES = 1 << 20
 _ERROR = re.compile(
     r"^(?:[\d:, -]{10,} ERROR |(?:[\w.]+(?:Error|Exception|Failed|Exit|Stopped\w*)): )(.*)", re.MULTILINE
 )
-_PROOFS = ("SyncError", "proof", "canary", "checksum", "digest", "weights")
+_PROOFS = re.compile(r"SyncError|proof|canary|checksum|digest|weights?\b|adapter|log-probabilit")
+"""Words of an error that a proof of a sync has given."""
 
 
 class EndingCheck(Check):
@@ -53,8 +54,7 @@ class EndingCheck(Check):
             fix = "continue it with --resume; if the system killed it, give it more memory"
             yield self.warning(f"the run ended after step {reached}{of} without a word: it was killed", fix)
             return
-        about_weights = any(word in error.text for word in _PROOFS)
-        severity = Severity.WRONG if about_weights else Severity.WARNING
+        severity = Severity.WRONG if _PROOFS.search(error.text) else Severity.WARNING
         problem, _, fix = error.text.partition("; fix: ")
         text = f"the run stopped after step {reached}{of}: {problem}"
         yield Finding(severity, self.topic, text, fix or f"read {error.file}, and continue with --resume", [error])

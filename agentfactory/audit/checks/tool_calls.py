@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.record import MESSAGES, Record, Seen
-from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.messages import text_of
 
 ENOUGH_CHAINS, ENOUGH_CALLS = 64, 32
+_CUT = (Outcome.MAX_TOKENS, Outcome.CONTEXT_OVERFLOW)
 MANY, MOST = 0.2, 0.5
 """Shares of calls that repeat one that failed; that fail, or get the same answer."""
 
@@ -43,6 +44,8 @@ class ToolCallCheck(Check):
             if chain.outcome.failed:
                 continue
             source = seen.group.source
+            if chain.outcome in _CUT and not chain.metrics.get("tool_calls"):
+                continue  # it was cut before it could call one
             self._chains[source] += 1
             for name in (name for name in chain.metrics if name.startswith("tool/") and name.endswith("/calls")):
                 self._offered.setdefault(source, set()).add(name.split("/")[1])

@@ -125,6 +125,7 @@ async def _rank(
     from agentfactory.audit.replay import pairs
     from agentfactory.audit.replay.continuations import ReplayError
     from agentfactory.audit.replay.decisive_turns import ranked, turn_effects
+    from agentfactory.audit.saved_reports import save_replay
 
     async with _opened(saved, saved.checkpoint(), tell) as (runner, model):
         try:
@@ -134,9 +135,11 @@ async def _rank(
         if options.save is not None:
             _append(options.save, pairs.credit(saved.chain, effects, runner.setup.specs))
     order = ranked(effects)
+    plain = [{"turn": one.turn, "effect": one.effect, "before": _plain(one.before)} for one in order]
+    told = {"chain": saved.chain.id, "figure": effects[0].before.figure, "turns": plain}
+    save_replay(saved.record.folder, told)
     if options.json:
-        plain = [{"turn": one.turn, "effect": one.effect, "before": _plain(one.before)} for one in order]
-        say(json.dumps({"chain": saved.chain.id, "figure": effects[0].before.figure, "turns": plain}))
+        say(json.dumps(told))
         return
     figure = effects[0].before.figure
     say(f"{saved.chain.id}: {figure} {effects[-1].after.mean:g}; its turns, by how much the outcome hung on them:")
@@ -150,6 +153,7 @@ async def _try(
 ) -> None:
     from agentfactory.audit.replay import pairs
     from agentfactory.audit.replay.continuations import ReplayError, continuations
+    from agentfactory.audit.saved_reports import save_replay
 
     chain, turns = saved.chain, options.turn - 1
     change, played = _change(options, turns)
@@ -179,9 +183,11 @@ async def _try(
         except ValueError as error:
             raise SettingError("--save", str(error), "raise --samples, or change something else") from None
         _append(options.save, row)
+    told = {"chain": chain.id, "turn": options.turn, "exact": options.system is None}
+    told["results"] = {name: _plain(found) for name, found in results}
+    save_replay(saved.record.folder, told)
     if options.json:
-        plain = {name: _plain(found) for name, found in results}
-        say(json.dumps({"chain": chain.id, "turn": options.turn, "exact": options.system is None, **plain}))
+        say(json.dumps(told))
         return
     say(f"{chain.id}, from before turn {options.turn}; the chain itself has the reward {chain.reward}")
     for name, found in results:

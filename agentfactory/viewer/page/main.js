@@ -5,7 +5,7 @@
 let lastState = null;
 const hidden = new Set();
 const pages = { curves: new CurvesPage(), trajectories: new ListPage(), trajectory: new TrajectoryPage(), run: new RunPage(),
-  recipes: new RecipesPage() };
+  recipes: new RecipesPage(), runs: new RunsPage() };
 let current = null;
 
 /** The runs to show curves of. */
@@ -83,7 +83,7 @@ async function follow() {
 }
 
 // an exported file has no recipes
-document.getElementById("recipes").hidden = !source.followed;
+for (const link of document.querySelectorAll("nav .served")) link.hidden = !source.followed;
 addEventListener("hashchange", route);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => current === pages.curves && pages.curves.redraw());
 follow();

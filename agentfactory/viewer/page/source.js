@@ -42,6 +42,12 @@ const server = {
   recipes(run, other) {
     return this.get("api/recipes", { run, other });
   },
+  runs() {
+    return this.get("api/runs");
+  },
+  audit(run) {
+    return this.get("api/audit", { run });
+  },
   trajectory(run, file, byte, place) {
     return this.get("api/trajectory", { run, file, byte, place });
   },

@@ -155,6 +155,17 @@ class TokenView {
     return make("span", { class: kinds.join(" "), data: { i } }, shown);
   }
 
+  /** Mark a token, and show it; tokens are written a few thousand at a time. */
+  point(row, token) {
+    const span = this.spans[row]?.[token];
+    if (!span) {
+      if (this.data.rows[row]?.token_ids.length > token) requestAnimationFrame(() => this.point(row, token));
+      return;
+    }
+    span.classList.add("pointed");
+    requestAnimationFrame(() => span.scrollIntoView({ block: "center" }));
+  }
+
   colour() {
     this.painter = COLOURINGS[this.colouring].make(this.data.rows);
     if (this.painter.missing === NOT_SAVED) this.painter.missing = this.data.credit_problem ?? NOT_SAVED;

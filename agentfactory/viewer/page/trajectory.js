@@ -74,13 +74,15 @@ class TrajectoryPage {
   }
 
   conversation() {
-    const { messages, turn_rewards: rewards } = this.data;
-    return make("div", { class: "conversation" }, ...messages.map((message) => messageCard(message, rewards)));
+    const { messages, turn_rewards: rewards, replays, path, facts } = this.data;
+    const more = (turn) => ({ effect: effectOf(replays, turn), replay: path ? replayButton(path, facts.chain, turn) : [] });
+    return make("div", { class: "conversation" }, ...messages.map((message) => messageCard(message, rewards, more)));
   }
 
   tokens() {
     const view = new TokenView(this.data, this.parameters.get("colour"), (colour) => this.note({ colour }));
     view.colour();
+    if (this.parameters.has("token")) view.point(Number(this.parameters.get("row") ?? 0), Number(this.parameters.get("token")));
     return view.element;
   }
 
@@ -106,7 +108,7 @@ class TrajectoryPage {
   }
 
   side() {
-    const { facts, metrics, turn_rewards: turns, workspaces } = this.data;
+    const { facts, metrics, turn_rewards: turns, workspaces, replays, path } = this.data;
     const table = (rows) => make("dl", { class: "facts" }, ...rows.flatMap(([name, value]) =>
       [make("dt", {}, name), make("dd", {}, typeof value === "number" ? figure(value) : String(value ?? "–"))]));
     const parts = Object.entries(metrics).filter(([name]) => name.startsWith("reward/"));
@@ -127,6 +129,7 @@ class TrajectoryPage {
     return make("aside", {},
       make("section", { class: "panel", id: "reward" }, make("h3", {}, "Reward"), table(rewards)),
       make("section", { class: "panel", id: "ending" }, make("h3", {}, "Ending"), table(ending)),
+      replays.length || path ? replayPanel(replays, path, facts.chain) : null,
       make("section", { class: "panel", id: "metrics" }, make("h3", {}, "Metrics"), table(some),
         none.length ? make("details", {}, make("summary", {}, `${none.length} are 0`), table(none)) : null));
   }
@@ -138,17 +141,22 @@ class TrajectoryPage {
   }
 }
 
-/** One message with its calls, its images and the extra information of a tool. */
-function messageCard(message, rewards) {
+/** One message with its calls, its images and the extra information of a tool. `more` gives what is known of a turn. */
+function messageCard(message, rewards, more) {
   const { role, name, parts, reasoning, calls, info, turn } = message;
   const spoken = turn !== undefined && turn >= 0;
   const unit = (text) => [" ", make("span", { class: "unit" }, text)];
+  const { effect, replay } = spoken ? more(turn) : { effect: null, replay: [] };
   return make("article", { class: `message ${role}`, tabindex: spoken ? -1 : null, data: spoken ? { turn } : {} },
     make("h4", {}, name ? `${role}: ${name}` : role, spoken ? unit(`turn ${turn + 1}`) : [],
-      spoken && rewards ? unit(`reward ${figure(rewards[turn])}`) : []),
+      spoken && rewards ? unit(`reward ${figure(rewards[turn])}`) : [],
+      effect === null ? [] : [" ", make("span", { class: `effect ${effect < 0 ? "loss" : "gain"}`,
+        title: "change of the expected result that this turn made" }, `effect ${effect < 0 ? "−" : "+"}${Math.abs(effect).toFixed(2)}`)],
+    ),
     reasoning ? make("details", {}, make("summary", {}, "reasoning"), make("div", { class: "text" }, reasoning)) : null,
     ...parts.map((part) => part.image ? picture(part, name ?? role) : make("div", { class: "text" }, part.text)),
     ...calls.map(callCard),
+    ...replay,
     info ? make("details", {}, make("summary", {}, "info, which the model does not see"), make("pre", {}, JSON.stringify(info, null, 2))) : null);
 }
 
@@ -186,7 +194,8 @@ class RunPage {
     const run = this.run;
     let told;
     try {
-      told = await source.run(run);
+      const [about, audit] = await Promise.all([source.run(run), source.audit(run).catch((error) => ({ problem: error.message }))]);
+      told = { ...about, audit };
     } catch (error) {
       told = { error: error.message };
     }
@@ -196,13 +205,14 @@ class RunPage {
     this.page.replaceChildren(...(told.error ? [make("p", { class: "empty" }, told.error)] : this.parts(told)));
   }
 
-  parts({ label, path, best, summary, recipe }) {
+  parts({ label, path, best, summary, recipe, audit }) {
     const panel = (title, ...inside) => make("section", { class: "panel" }, make("h3", {}, title), ...inside);
     const facts = best && [["step", figure(best.step)], [best.metric, figure(best.value)], ["folder", best.path]];
     return [
       make("div", { class: "headline" }, make("h1", {}, swatch(this.run), label), make("p", { class: "note" }, path)),
       best && panel("Best checkpoint", make("dl", { class: "facts" }, ...facts.flatMap(([name, value]) =>
         [make("dt", {}, name), make("dd", {}, value)]))),
+      audit.problem ? panel("Audit", make("p", { class: "note" }, audit.problem)) : auditPanel(audit),
       panel("Summary", Object.keys(summary).length ? make("pre", {}, JSON.stringify(summary, null, 2))
         : make("p", { class: "note" }, "It is written when the run has ended.")),
       panel("Recipe", lastState.runs.length > 1 ? make("p", {}, make("a", { href: `#/recipes/${this.run}` }, "differences from another run")) : "",

@@ -29,6 +29,12 @@ def difference(one: str, other: str, folders: Sequence[RunFolder] = ()) -> dict[
     return {"rows": rows, "same": len(pairs) - len(rows)}
 
 
+def settings_of(recipe: str, folder: RunFolder) -> dict[str, str | None]:
+    """Return the settings of a run's recipe (YAML) by their keys, such as `train.learning_rate`, as text."""
+    placed = _placed(_parsed(recipe), folder)
+    return {key: _text(value) for key, value, _ in _pairs("", placed, placed)}
+
+
 def _parsed(text: str) -> Any:
     try:
         return parse_saved(text)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from agentfactory.audit.saved_reports import REPLAYS, read_replays
 from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.tools.files.untrusted_files import open_file
 from agentfactory.viewer.runs.chain_index import Line, source_of
@@ -98,11 +99,20 @@ def _page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
         "timeline": _timeline(saved),
         "workspaces": saved.get("workspaces") or [],
         "metrics": saved.get("metrics") or {},
+        "replays": _replays(chain),
         "rows": rows,
         "rows_problem": chain.rows_problem,
         "tokenizer": texts is not None,
         "credit_problem": problem,
     }
+
+
+def _replays(chain: Chain) -> list[dict[str, Any]]:
+    try:
+        return read_replays(chain.run.path, chain.run.folder.within, str(chain.saved.get("id")))
+    except (OSError, ValueError) as error:
+        chain.run.note(f"{REPLAYS}: {error}")
+        return []
 
 
 def image_of(chain: Chain, message: int, part: int) -> tuple[str, bytes]:

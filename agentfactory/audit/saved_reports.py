@@ -1,0 +1,47 @@
+"""What `audit` and `replay` write into a run's folder, for the viewer and for later."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.files.disk import append, write_whole
+from agentfactory.tools.files.untrusted_files import lines_of, open_file, read_json
+
+AUDIT = "audit.json"
+REPLAYS = "replays.jsonl"
+MOST_REPLAYS = 10_000
+
+
+def save_audit(folder: Path, report: dict[str, Any]) -> bool:
+    """Write the report of an audit; return whether the folder can be written."""
+    if not os.access(folder, os.W_OK):
+        return False
+    write_whole(folder / AUDIT, f"{json.dumps(report, ensure_ascii=False, indent=1)}\n".encode())
+    return True
+
+
+def read_audit(folder: Path, within: Path) -> dict[str, Any] | None:
+    """Return the report of the last audit; None if there is none. Raises OSError or ValueError if it cannot be read."""
+    try:
+        return read_json(folder / AUDIT, within)
+    except FileNotFoundError:
+        return None
+
+
+def save_replay(folder: Path, replay: dict[str, Any]) -> bool:
+    """Append the results of a replay; return whether the folder can be written."""
+    if not os.access(folder, os.W_OK):
+        return False
+    append(folder / REPLAYS, f"{json.dumps(replay, ensure_ascii=False)}\n")
+    return True
+
+
+def read_replays(folder: Path, within: Path, chain: str) -> list[dict[str, Any]]:
+    """Return the replays of a chain, in their order. Raises OSError or ValueError if they cannot be read."""
+    try:
+        with open_file(folder / REPLAYS, within) as file:
+            found = [json.loads(line) for _, line in zip(range(MOST_REPLAYS), lines_of(file), strict=False)]
+    except FileNotFoundError:
+        return []
+    return [one for one in found if isinstance(one, dict) and one.get("chain") == chain]

@@ -1,0 +1,139 @@
+"""The viewer's table of runs, the findings of an audit at their tokens, and what a replay has found."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from agentfactory.audit.saved_reports import REPLAYS, save_replay
+from agentfactory.commands.main import main
+from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
+from tests.viewer.browsing import api, asking, opened, run_id, viewing
+from tests.waiting import wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.extended
+
+
+@pytest.fixture(scope="module")
+def runs(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with a wrong mask, which was audited and whose first chain was ranked; and another with another seed."""
+    folder = tmp_path_factory.mktemp("reports")
+    faulty, other = folder / "faulty", folder / "other"
+    for copy in (faulty, other):
+        shutil.copytree(quickstart_run, copy, symlinks=True)
+    file = faulty / "grpo" / "trajectories" / "train.jsonl"
+    groups = list(read_groups(file))
+    delete_groups(file)
+    for group in groups:
+        row = group.trajectories[0].rows[0]
+        row.mask = np.array(row.mask)
+        row.mask[5] = 1
+        append_group(file, group)
+    assert main(["audit", str(faulty)]) == 1
+    recipe = other / "grpo" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("seed: 0", "seed: 7", 1))
+    found = {"figure": "success", "mean": 0.5, "interval": [0.25, 0.75], "chains": 16}
+    turns = [{"turn": 2, "effect": -0.75, "before": found}, {"turn": 1, "effect": 0.25, "before": found}]
+    save_replay(faulty / "grpo", {"chain": groups[0].trajectories[0].id, "figure": "success", "turns": turns})
+    save_replay(
+        faulty / "grpo",
+        {"chain": groups[0].trajectories[0].id, "turn": 2, "exact": True, "results": {"as it was": found}},
+    )
+    return faulty, other
+
+
+@contextmanager
+def browsed(browser: "Browser", *runs: Path, width: int = 1400) -> "Iterator[tuple[str, Page]]":
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    with viewing(*runs) as url, opened(context) as page:
+        wait_for(lambda: (state := api(url, "/api/state")["progress"]) and state["read"] == state["total"])
+        yield url, page
+    context.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_finding_opens_the_chain_at_the_token(browser: "Browser", runs: tuple[Path, Path], width: int) -> None:
+    with browsed(browser, *runs, width=width) as (url, page):
+        page.goto(f"{url}#/run/{run_id(url, 'faulty/grpo')}")
+        finding = page.locator(".finding.wrong").first
+        finding.wait_for()
+        assert "masks differ from the sampled tokens" in finding.inner_text()
+        link = finding.locator("a").first
+        assert ", token 5" in link.inner_text()
+        link.click()
+        pointed = page.locator(".tokens .pointed")
+        pointed.wait_for()
+        assert pointed.get_attribute("data-i") == "5"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_chain_shows_what_hung_on_its_turns(browser: "Browser", runs: tuple[Path, Path], width: int) -> None:
+    with browsed(browser, *runs, width=width) as (url, page):
+        run = run_id(url, "faulty/grpo")
+        (chain,) = [row for row in api(url, f"/api/trajectories?run={run}&size=200")["rows"] if row["byte"] == 0][-1:]
+        replays = [json.loads(line) for line in (runs[0] / "grpo" / REPLAYS).read_text().splitlines()]
+        rows = api(url, f"/api/trajectories?run={run}&size=200")["rows"]
+        chain = next(row for row in rows if row["chain"] == replays[0]["chain"])
+        page.goto(f"{url}#/trajectory/{run}/{chain['file']}/{chain['byte']}/{chain['place']}")
+        effects = page.locator(".message .effect")
+        effects.first.wait_for()
+        assert effects.all_inner_texts() == ["effect +0.25", "effect −0.75"]
+        assert "turn 2, as it was\nsuccess 0.50 [0.25, 0.75], 16 continuations" in page.locator("#replays").inner_text()
+        page.locator("button.replay").nth(1).click()
+        shown = page.locator('.message[data-turn="1"] .command pre').inner_text()
+        assert shown == f"agentfactory replay {runs[0]} {chain['chain']} --turn 2"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("width", [1400, 390])
+def test_runs_are_told_apart(browser: "Browser", runs: tuple[Path, Path], width: int) -> None:
+    with browsed(browser, *runs, width=width) as (url, page):
+        page.goto(f"{url}#/runs")
+        page.locator(".runs tbody tr").nth(1).wait_for()
+        text = page.locator(".runs").inner_text()
+        assert "faulty/grpo" in text
+        assert "wrong" in text
+        assert "1 setting differs" in text
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_table_has_figures_and_differing_settings(runs: tuple[Path, Path]) -> None:
+    follower, client = asking(*runs)
+    table = client.get("/api/runs").json()
+    follower.close()
+    assert table["keys"] == ["seed"]
+    by_label = {row["label"]: row for row in table["rows"]}
+    assert set(by_label) == {"faulty/grpo", "other/grpo"}
+    assert [by_label[name]["settings"] for name in ("faulty/grpo", "other/grpo")] == [["0"], ["7"]]
+    assert [by_label[name]["audit"] for name in ("faulty/grpo", "other/grpo")] == ["wrong", None]
+    assert by_label["other/grpo"]["figures"]["success_after"] >= 0
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"findings": 3}', '{"findings": [1, {"evidence": [2, {"chain": {}}]}]}'])
+def test_a_damaged_report_is_told_or_shown_as_far_as_it_goes(
+    runs: tuple[Path, Path], tmp_path: Path, text: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs[1] / "grpo", run, symlinks=True)
+    (run / "audit.json").write_text(text)
+    (run / REPLAYS).write_text("{")
+    follower, client = asking(run)
+    (row,) = client.get("/api/runs").json()["rows"]
+    answer = client.get("/api/audit", params={"run": row["run"]})
+    chain: dict[str, Any] = client.get("/api/trajectories").json()["rows"][0]
+    page = client.get("/api/trajectory", params={name: chain[name] for name in ("run", "file", "byte", "place")})
+    follower.close()
+    assert answer.status_code in (200, 404)
+    assert (page.status_code, page.json()["replays"]) == (200, [])
