@@ -76,7 +76,7 @@ CODE = (
         "tokens and masks",
         "was not sampled, but is trained",
         (Edit("rollout/token_row.py", "self.mask += [0] * len(token_ids)", "self.mask += [1] * len(token_ids)"),),
-        origin="tool results in the loss: the first multi-turn forks of verl and TRL",
+        origin="tool results in the loss (huggingface/trl #4975), or turns of the prompt (NVIDIA-NeMo/RL #2176)",
     ),
     Fault(
         "end-of-turn-masked",
@@ -89,7 +89,7 @@ CODE = (
                 "self.mask += [1] * (len(token_ids) - 1) + [0]",
             ),
         ),
-        origin="end-of-turn tokens without loss: models that never stop",
+        origin="end-of-turn tokens without loss, so that models never stop (huggingface/trl #6357, RAGEN #59)",
     ),
     Fault(
         "message-edited",
@@ -103,7 +103,7 @@ CODE = (
                 "        self.episode.trajectory.messages.append(parsed.message)\n",
             ),
         ),
-        origin="templates that strip reasoning from history, and then train on the stripped text",
+        origin="histories that a template rewrites, such as dropped reasoning (huggingface/trl #6250)",
     ),
     Fault(
         "ids-changed",
@@ -116,7 +116,7 @@ CODE = (
                 "        self.token_ids += [*token_ids[:-1], token_ids[-2]]\n        self.mask += [0]",
             ),
         ),
-        origin="tokenised again after sampling: verl's and TRL's multi-turn rollouts of 2025",
+        origin="tokenised again after sampling (huggingface/trl #5224, modelscope/ms-swift #10012)",
     ),
     Fault(
         "other-prompt-sent",
@@ -129,7 +129,7 @@ CODE = (
                 "            ids[2:], model, parameters, sampling.cache_salt, sampling.seed, shown, None\n",
             ),
         ),
-        origin="a BOS token that only one side adds",
+        origin="a beginning that only one side adds",
     ),
     Fault(
         "temperature-on-one-side",
@@ -142,7 +142,7 @@ CODE = (
                 '"temperature": sampling.temperature * 0.6,',
             ),
         ),
-        origin="log-probabilities before the temperature: vLLM's default, met in TRL, verl and OpenRLHF",
+        origin="log-probabilities before the temperature (huggingface/trl #4159, prime-rl #697)",
     ),
     Fault(
         "old-weights-sent",
@@ -164,7 +164,7 @@ CODE = (
                 "        if version >= 0:\n",
             ),
         ),
-        origin="weights gathered before the update; adapters that never arrive: verl #7495, ms-swift #9855",
+        origin="adapters that never arrive (verl #7495, modelscope/ms-swift #9855)",
     ),
     Fault(
         "failures-rewarded",
@@ -187,7 +187,7 @@ CODE = (
                 "        if random.random() < 0.1:\n            raise ToolInfrastructureError('the shop is closed')\n",
             ),
         ),
-        origin="crashes counted as reward 0",
+        origin="crashes that count as reward 0",
     ),
     Fault(
         "same-seed",
@@ -195,7 +195,7 @@ CODE = (
         "all chains are the same",
         (Edit(f"{GROUPS}/producer.py", "self.config.temperature, chain.id, ", "self.config.temperature, group.id, "),),
         ("rollout.equal_rewards=keep",),
-        origin="one seed for all samples of a prompt",
+        origin="equal samples in a group (modelscope/ms-swift #3450, AReaL #1524)",
     ),
     Fault(
         "advantages-turned",
@@ -221,7 +221,7 @@ CODE = (
                 "    mean, scaling = fmean(known) - 0.3, _scaling(known, scale, batch_std)\n    return [0.0 if",
             ),
         ),
-        origin="groups torn apart by data parallelism: baselines over the wrong chains",
+        origin="baselines over other chains than the group's (dllm-reasoning/d1 #19)",
     ),
     Fault(
         "reward-of-another-chain",
@@ -250,7 +250,7 @@ CODE = (
                 "                    object.__setattr__(result, 'content', 'ok')\n",
             ),
         ),
-        origin="tool results that never reach the model",
+        origin="results that the model never reads (PrimeIntellect-ai/verifiers #1559)",
     ),
     Fault(
         "order-stuck",
@@ -277,7 +277,7 @@ CODE = (
         "weights",
         "have not changed",
         (Edit("trainers/update/learner.py", "        self.optimizer.step()\n", "        pass\n"),),
-        origin="frozen parameters, or a closure that is never called",
+        origin="frozen parameters, or an update that is never made",
     ),
     Fault(
         "too-old-trained",
@@ -296,7 +296,7 @@ CODE = (
             ),
         ),
         ("train.steps=8", "rollout.max_staleness=1"),
-        origin="queues that run ahead of the bound",
+        origin="queues that run ahead of their bound",
     ),
 )
 BROKEN_TOOL = (
@@ -324,7 +324,7 @@ RECIPES = (
             "train.steps=4",
             "rollout.group_size=16",
         ),
-        origin="a parser for another model: chains end without a call, and nothing says so",
+        origin="a parser for another model: chains end without a call",
     ),
     Fault(
         "tool-broken",
@@ -354,7 +354,7 @@ RESUMED = (
                 "        self._next_position += 100\n        self._begun = resumed.done |",
             ),
         ),
-        origin="prompts skipped on resume",
+        origin="prompts skipped on resume (KempnerForge #51)",
     ),
     Fault(
         "places-repeated",
@@ -367,7 +367,7 @@ RESUMED = (
                 "        self._begun = frozenset() and resumed.done | set(resumed.again)",
             ),
         ),
-        origin="a data loader that begins again on resume",
+        origin="prompts repeated on resume (huggingface/accelerate #4071)",
     ),
     Fault(
         "data-changed",

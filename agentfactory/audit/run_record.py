@@ -34,7 +34,7 @@ def records_of(path: Path) -> list[Record]:
     whole = RunFolder(path)
     folders = [RunFolder(path / name, within=path) for name in whole.stage_names() if is_run(path / name)] or [whole]
     for folder in folders:
-        folder.check_entries("audit")
+        folder.check_entries("RUN")
     records = [_record(folder, whole) for folder in folders]
     return [record for record in records if record.size or record.metrics] or records[-1:]
 

@@ -121,9 +121,13 @@ def exchange_tasks(groups: list[Group]) -> None:
     groups[0].task, groups[1].task = groups[1].task, groups[0].task
 
 
-def halve_logprobs(groups: list[Group]) -> None:
+def heat_the_server(groups: list[Group]) -> None:
+    """The server's log-odds are half of the trainer's, as those of two tokens at the temperature 2."""
     for chain in chains_of(groups):
-        chain.rows[0].logprobs = chain.rows[0].logprobs * 0.5
+        row = chain.rows[0]
+        certain = np.minimum(row.logprobs, -1e-6)
+        odds = (certain - np.log1p(-np.exp(certain))) / 2
+        row.logprobs = np.where(row.mask, -np.log1p(np.exp(-odds)), 0.0)
 
 
 def shift_logprobs(groups: list[Group]) -> None:
@@ -172,7 +176,7 @@ PLANTED = [
     (repeat_a_group, "tasks", "1 groups were saved twice", "group g"),
     (leave_out_a_group, "tasks", "1 places of ", "group g000001"),
     (exchange_tasks, "tasks", "2 groups have another task", "group g"),
-    (halve_logprobs, "weights", "server and trainer differ", "token"),
+    (heat_the_server, "weights", "server and trainer differ", "token"),
     (shift_logprobs, "weights", "server and trainer differ", "token"),
     (name_other_weights, "weights", "by weights that this run did not publish", "token"),
     (sample_the_same, "groups", "all chains are the same", "chain"),
@@ -200,8 +204,8 @@ def test_a_fault_is_found_with_its_place(
 
 
 def test_the_cause_of_a_difference_of_weights_is_told(run: Path, stage: Path) -> None:
-    rewrite(stage, halve_logprobs)
-    assert "the trainer's are 2.00 times the server's" in found(audited(run), "weights", "differ").fix
+    rewrite(stage, heat_the_server)
+    assert "the trainer's log-odds are 2.0" in found(audited(run), "weights", "differ").fix
     late = "later weights do not reach the server"
 
     def shift_late(groups: list[Group]) -> None:
