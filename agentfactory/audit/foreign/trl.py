@@ -260,7 +260,7 @@ class _Weights:
         self.known = bool(lines) and self._fits(self.values)
         if names and lines and not self.known:
             found, _, rank, _ = np.linalg.lstsq(self._means, self._rewards, rcond=1e-3)
-            weights: np.ndarray = np.round(found, 3)
+            weights: np.ndarray = np.asarray(found).round(3)
             if rank == len(names) and self._fits(weights):
                 self.values, self.known = weights, True
 
