@@ -19,7 +19,7 @@ def messages_of(said: Any, role: str) -> list[Message]:
     if isinstance(said, str):
         return [{"role": role, "content": said}]
     if not isinstance(said, list):
-        raise ValueError(f"got a {type(said).__name__} for messages")
+        raise ValueError(f"got {said!r:.80} for messages")
     return [_message(each) for each in said]
 
 
@@ -65,7 +65,7 @@ def _content(content: Any) -> Content:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ValueError(f"got a {type(content).__name__} for the content of a message")
+        raise ValueError(f"got {content!r:.80} for the content of a message")
     parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type", "part") if isinstance(part, dict) else "part"

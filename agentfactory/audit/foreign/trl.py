@@ -254,7 +254,9 @@ class _Weights:
     def __init__(self, history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
         self.names = names
         lines = [line for line in history if all(_is_number(line.get(name)) for name in self._columns)]
-        self._means = np.asarray([[line[name] for name in self._columns[1:]] for line in lines]).reshape(-1, len(names))
+        self._means = np.asarray([[line[name] for name in self._columns[1:]] for line in lines]).reshape(
+            len(lines), len(names)
+        )
         self._rewards = np.asarray([line["reward"] for line in lines])
         self.values = np.ones(len(names))
         self.known = bool(lines) and self._fits(self.values)
