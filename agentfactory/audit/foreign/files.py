@@ -1,6 +1,6 @@
 """Lines and other parts of files, with errors that name the file, the line and a fix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -93,3 +93,8 @@ def object_of(file: Path, within: Path | None = None) -> dict[str, Any]:
         return cast(dict[str, Any], read_json(file, within))
     except (OSError, ValueError) as error:
         raise SettingError("", f"{file} cannot be read: {error}", "copy the file again") from error
+
+
+def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among the values of an object."""
+    return {name: value for name, value in found.items() if isinstance(value, (int, float)) and type(value) is not bool}

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.audit.foreign import results
-from agentfactory.audit.foreign.files import malformed, rows_of
+from agentfactory.audit.foreign.files import malformed, numbers_of, rows_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
 from agentfactory.audit.foreign.traces import (
     Episode,
     Trace,
+    Update,
     Version,
     chain_of,
     credit_of,
@@ -35,6 +36,7 @@ from agentfactory.audit.foreign.traces import (
     fold,
     is_trace,
     policies,
+    update_of,
 )
 from agentfactory.audit.foreign.verifiers import group_of, lacks_of, name_of
 from agentfactory.audit.record import HELD_OUT, MALFORMED, METRICS, ORDER, RECIPE, TRAINED, Record
@@ -108,15 +110,16 @@ def _step(file: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def _metrics(folders: list[Path]) -> list[dict[str, Any]]:
+def _metrics(folders: list[Path]) -> list[dict[str, float]]:
     """Return a line for each step. Trainer and orchestrator write lines of their own, and rows without a step are about
     the servers."""
-    lines: dict[int, dict[str, Any]] = {}
+    lines: dict[int, dict[str, float]] = {}
     file = next((folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").is_file()), None)
     for _, row in rows_of(file) if file is not None else ():
-        if isinstance(row.get("step"), int):
-            ours = {mine: row[theirs] for theirs, mine in _OURS.items() if theirs in row}
-            lines.setdefault(row["step"], {}).update({**row, **ours})
+        found = numbers_of(row)
+        if isinstance(step := found.get("step"), int):
+            ours = {mine: found[theirs] for theirs, mine in _OURS.items() if theirs in found}
+            lines.setdefault(step, {}).update({**found, **ours})
     return [lines[step] for step in sorted(lines)]
 
 
@@ -125,7 +128,7 @@ class _Run:
 
     def __init__(self, folder: Path, files: list[Path], notes: list[Path]) -> None:
         self._files = files
-        self._notes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._notes: dict[str, list[Update]] = defaultdict(list)
         for producer in _PRODUCERS:
             for file in notes:
                 if producer in (file.stem, file.parent.name):
@@ -135,9 +138,11 @@ class _Run:
 
     def _note(self, file: Path) -> None:
         for number, row in rows_of(file):
-            if not isinstance(row.get("trace_id"), str):
-                raise malformed(file, number, "it has no trace_id")
-            self._notes[row["trace_id"]].append(row)
+            try:
+                name, update = update_of(row)
+            except ValueError as error:
+                raise malformed(file, number, error) from error
+            self._notes[name].append(update)
 
     def _saved(self) -> Iterator[Saved]:
         trained: set[str] = set()

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from agentfactory.audit.foreign.files import convert
 from agentfactory.audit.foreign.messages import messages_of, named
@@ -98,6 +99,21 @@ class Trace(msgspec.Struct):
     is_timeout: bool = False
     stop_condition: str | None = None
     errors: list[Error] | None = None
+
+
+class _Branch(msgspec.Struct):
+    index: int
+    advantages: list[float | None] | None = None
+    trainer_logprobs: list[float | None] | None = None
+
+
+class _Update(msgspec.Struct):
+    trace_id: str
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    branches: list[_Branch] = msgspec.field(default_factory=list)
+
+
+_STREAMS = ("advantages", "trainer_logprobs")
 
 
 class Episode(msgspec.Struct):
@@ -282,24 +298,42 @@ def credit_of(trace: Trace) -> Iterator[dict[str, Any]]:
         number += bool(starts[-1])
 
 
-def fold(trace: Trace, update: Mapping[str, Any]) -> None:
-    """Add to a trace what was noted about it later: `info`, and for each branch values along all its tokens. As
-    prime-rl's `fold_trace_updates`, a message takes values only if there is one for each of its sampled tokens."""
-    trace.info = _merged(trace.info, update.get("info") or {})
+@dataclass(frozen=True)
+class Update:
+    """What prime-rl noted about a trace later. `streams` has, by branch and name, a value for each of its tokens, NaN
+    where there is none."""
+
+    info: dict[str, Any]
+    streams: Mapping[tuple[int, str], np.ndarray]
+
+
+def update_of(row: dict[str, Any]) -> tuple[str, Update]:
+    """Return the id of a trace, and what a line notes about it. Raise ValueError if the line has another form."""
+    saved: _Update = convert(row, _Update)
+    streams = {
+        (branch.index, name): np.asarray([np.nan if value is None else value for value in values], dtype=np.float32)
+        for branch in saved.branches
+        for name in _STREAMS
+        if (values := getattr(branch, name))
+    }
+    return saved.trace_id, Update(saved.info, streams)
+
+
+def fold(trace: Trace, update: Update) -> None:
+    """Add an update to its trace. As in prime-rl's `fold_trace_updates`, a message takes the values of a stream only if
+    there is one for each of its sampled tokens."""
+    trace.info = _merged(trace.info, update.info)
     branches = paths(trace.nodes)
-    for branch in update.get("branches") or []:
-        if not 0 <= branch["index"] < len(branches):
-            continue
-        for name in ("advantages", "trainer_logprobs"):
-            stream, start = branch.get(name) or [], 0
-            for node in (trace.nodes[at] for at in branches[branch["index"]]):
-                span = stream[start : start + len(node.token_ids)]
-                start += len(node.token_ids)
-                if len(span) < len(node.token_ids):
-                    break
-                values = [value for value, sampled in zip(span, node.mask, strict=False) if sampled]
-                if values and None not in values:
-                    setattr(node, name, values)
+    for (index, name), stream in update.streams.items():
+        start = 0
+        for node in (trace.nodes[at] for at in (branches[index] if 0 <= index < len(branches) else ())):
+            span = stream[start : start + len(node.token_ids)]
+            start += len(node.token_ids)
+            if len(span) < len(node.token_ids) or len(node.mask) != len(span):
+                break
+            values = span[np.asarray(node.mask, dtype=bool)]
+            if values.size and not np.isnan(values).any():
+                setattr(node, name, values.tolist())
 
 
 def _merged(old: Any, new: Any) -> Any:

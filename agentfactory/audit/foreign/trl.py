@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from agentfactory.audit.finding import Evidence, Finding, Severity
-from agentfactory.audit.foreign.files import malformed, object_of
+from agentfactory.audit.foreign.files import malformed, numbers_of, object_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved
 from agentfactory.audit.foreign.messages import messages_of, named
 from agentfactory.audit.record import (
@@ -67,12 +67,16 @@ def read(path: Path) -> Record | None:
         return None
     folder = tables[0].parent.parent
     state = _state(folder)
-    history = [line for line in state.get("log_history") or [] if isinstance(line, dict)]
+    history = _history(state, folder)
     run = _Run(folder, tables, history)
     record = Record(folder.name, KIND, folder, run.gathered.groups, run.gathered.size)
     record.metrics = _metrics(history)
     record.lacks = run.lacks()
-    record.problems = [*run.gathered.problems(), *run.notes(), *_unlike(run, state)]
+    record.problems = [
+        *run.gathered.problems(),
+        *run.notes(),
+        *_unlike(run, history if state.get("logging_steps") == 1 else []),
+    ]
     return record
 
 
@@ -97,23 +101,31 @@ def _state(folder: Path) -> dict[str, Any]:
     return object_of(file) if file is not None else {}
 
 
-def _metrics(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _history(state: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
+    """Return the numbers of each entry of the history."""
+    found = state.get("log_history", [])
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise SettingError("", f"log_history in {folder}/.../{_STATE} is no list of objects", "copy the file again")
+    lines = map(numbers_of, found)
+    return [line for line in lines if isinstance(line.get("step"), int)]
+
+
+def _metrics(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Return a line for each step that was logged. Lines of evaluations have names of their own (`eval_...`)."""
-    lines: dict[int, dict[str, Any]] = {}
+    lines: dict[float, dict[str, float]] = {}
     for entry in history:
-        if isinstance(entry.get("step"), int):
-            lines.setdefault(entry["step"], {}).update(entry)
+        lines.setdefault(entry["step"], {}).update(entry)
     return [lines[step] for step in sorted(lines)]
 
 
 class _Run:
     """The tables of a run, and what they mean."""
 
-    def __init__(self, folder: Path, tables: list[Path], history: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, folder: Path, tables: list[Path], history: Sequence[Mapping[str, float]]) -> None:
         self.tables = tables
         names = [found[1] for line in history for name in line if (found := re.fullmatch(r"rewards/(.+)/mean", name))]
         self._rewards = list(dict.fromkeys(names))
-        self._evaluated = {line["step"] for line in history if "eval_reward" in line and "step" in line}
+        self._evaluated = {line["step"] for line in history if "eval_reward" in line}
         self.weights = _Weights(history, self._rewards)
         self.rewards: dict[int, list[float]] = {}
         """Step -> the rewards of its completions."""
@@ -236,7 +248,8 @@ def _rows(file: Path, last: bool) -> list[dict[str, Any]]:
     try:
         with open_file(file) as content:
             rows: list[dict[str, Any]] = parquet.read_table(content).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
+    # texts of damaged tables may be no UTF-8
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         if last:
             return []
         raise SettingError("", f"{file} cannot be read: {error}", "copy the file again, or remove it") from error
@@ -251,7 +264,7 @@ class _Weights:
     """The weights of the reward functions, which TRL does not save: found from the logged means of each function and
     of the reward, unless all are 1."""
 
-    def __init__(self, history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    def __init__(self, history: Sequence[Mapping[str, float]], names: Sequence[str]) -> None:
         self.names = names
         lines = [line for line in history if all(_is_number(line.get(name)) for name in self._columns)]
         self._means = np.asarray([[line[name] for name in self._columns[1:]] for line in lines]).reshape(
@@ -294,11 +307,10 @@ class _Weights:
         return [Finding(Severity.NOTE, "rewards", text, fix)]
 
 
-def _unlike(run: _Run, state: Mapping[str, Any]) -> list[Finding]:
-    """Compare the logged reward of each step with its completions."""
-    # with another interval, a line is the mean of several steps, and the table is of the last one
-    history = state.get("log_history") or [] if state.get("logging_steps") == 1 else []
-    logged = {line["step"]: line["reward"] for line in history if _is_number(line.get("reward")) and "step" in line}
+def _unlike(run: _Run, history: Sequence[Mapping[str, float]]) -> list[Finding]:
+    """Compare the logged reward of each step with its completions. With another interval than 1, a line is the mean of
+    several steps, and the table is of the last one."""
+    logged = {line["step"]: line["reward"] for line in history if _is_number(line.get("reward"))}
     means = {step: math.fsum(values) / len(values) for step, values in run.rewards.items() if step in logged}
     apart = [step for step, mean in means.items() if abs(mean - logged[step]) > NEAR * max(1.0, abs(mean))]
     if not apart or not run.weights.known:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from agentfactory.audit.foreign.files import convert, rows_of
+from agentfactory.audit.foreign.files import convert, malformed, numbers_of, rows_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
 from agentfactory.audit.record import (
     CALLS,
@@ -61,6 +61,13 @@ class Dumped(msgspec.Struct):
     step: int
     gts: Any = None
     uid: str | None = None
+
+
+class Logged(msgspec.Struct):
+    """A line of the file logger."""
+
+    step: int
+    data: dict[str, Any]
 
 
 def read(path: Path) -> Record | None:
@@ -146,10 +153,18 @@ def _metrics(folder: Path) -> list[Mapping[str, Any]]:
     """Return the lines of verl's file logger, if it wrote one into this folder."""
     for file in sorted(folder.glob("*.jsonl")):
         if not _STEP.fullmatch(file.name) and _has(file, {"step", "data"}):
-            rows = (row for _, row in rows_of(file))
-            return [_metric_line(row["step"], row["data"]) for row in rows if isinstance(row.get("data"), dict)]
+            return list(_lines(file))
     return []
 
 
-def _metric_line(step: int, data: Mapping[str, Any]) -> dict[str, Any]:
-    return {"step": step, **data, **{ours: data[theirs] for theirs, ours in _OURS.items() if theirs in data}}
+def _lines(file: Path) -> Iterator[dict[str, float]]:
+    for number, row in rows_of(file):
+        try:
+            line: Logged = convert(row, Logged)
+        except ValueError as error:
+            raise malformed(file, number, error) from error
+        yield _metric_line(line.step, numbers_of(line.data))
+
+
+def _metric_line(step: int, data: Mapping[str, float]) -> dict[str, float]:
+    return {**data, **{ours: data[theirs] for theirs, ours in _OURS.items() if theirs in data}, "step": step}

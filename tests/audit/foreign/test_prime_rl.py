@@ -205,7 +205,7 @@ class TestDamage:
         folder = copied("prime_rl/annotated", tmp_path)
         file = folder / "traces/step_1/train/annotations/orchestrator.jsonl"
         file.write_text("{}\n" + file.read_text())
-        with pytest.raises(SettingError, match=r"line 1 of .*orchestrator.jsonl cannot be read: it has no trace_id"):
+        with pytest.raises(SettingError, match=r"line 1 of .*orchestrator.jsonl cannot be read: .*missing required field `trace_id`"):
             read(folder)
 
     def test_a_damaged_chunk_is_named(self, tmp_path: Path) -> None:
