@@ -52,8 +52,8 @@ _FILES = (
 )
 """Files of chains. Those that were trained come before all, because only they have advantages."""
 _NOTES = ("traces/step_*/*/annotations/*.jsonl", "traces/annotations/*/*.jsonl*")
-_PRODUCERS = ("orchestrator", "trainer")
-"""Writers of notes, in the order in which they are added."""
+_LAST = "trainer"
+"""Writer of the notes that are added last, because the orchestrator ships what the trainer then trains."""
 _OURS = {
     "optim/grad_norm": "grad_norm",
     "loss/mean": "loss",
@@ -129,10 +129,8 @@ class _Run:
     def __init__(self, folder: Path, files: list[Path], notes: list[Path]) -> None:
         self._files = files
         self._notes: dict[str, list[Update]] = defaultdict(list)
-        for producer in _PRODUCERS:
-            for file in notes:
-                if producer in (file.stem, file.parent.name):
-                    self._note(file)
+        for file in sorted(notes, key=lambda file: _LAST in (file.stem, file.parent.name)):
+            self._note(file)
         self.versions: set[int] = set()
         self.gathered = Gathered(folder, self._saved, self._items)
 

@@ -106,6 +106,13 @@ async def test_a_server_with_old_weights_is_found(tmp_path: Path) -> None:
     assert finding.text.startswith("server and trainer differ by 1 nats a token")
 
 
+def test_the_orchestrator_may_have_another_name(tmp_path: Path) -> None:
+    folder = copied("prime_rl/stream", tmp_path)
+    notes = folder / "monitors/file/traces/annotations"
+    (notes / "orchestrator").rename(notes / "zorch")
+    assert [seen.step for seen in trained(folder)] == [1, 1, 2, 2]
+
+
 def test_evaluations_are_held_out() -> None:
     for run in RUNS[:2]:
         (seen,) = [seen for seen in groups_of(run) if seen.held_out]
@@ -205,7 +212,9 @@ class TestDamage:
         folder = copied("prime_rl/annotated", tmp_path)
         file = folder / "traces/step_1/train/annotations/orchestrator.jsonl"
         file.write_text("{}\n" + file.read_text())
-        with pytest.raises(SettingError, match=r"line 1 of .*orchestrator.jsonl cannot be read: .*missing required field `trace_id`"):
+        with pytest.raises(
+            SettingError, match=r"line 1 of .*orchestrator.jsonl cannot be read: .*missing required field `trace_id`"
+        ):
             read(folder)
 
     def test_a_damaged_chunk_is_named(self, tmp_path: Path) -> None:
