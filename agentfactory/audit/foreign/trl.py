@@ -247,7 +247,9 @@ def _rows(file: Path, last: bool) -> list[dict[str, Any]]:
 
     try:
         with open_file(file) as content:
-            rows: list[dict[str, Any]] = parquet.read_table(content).to_pylist()
+            table = parquet.ParquetFile(pyarrow.BufferReader(content.read()))
+        # Arrow's threads would outlive the command, and abort it
+        rows: list[dict[str, Any]] = table.read(use_threads=False).to_pylist()
     # texts of damaged tables may be no UTF-8
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         if last:
