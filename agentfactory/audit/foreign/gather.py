@@ -143,7 +143,7 @@ class Gathered:
         self.logprobs |= any(any(row.logprobs) for row in chain.rows)
         self.credit |= any("targets" in noted for noted in item.credit)
         if chain.reward is not None and not math.isfinite(chain.reward):
-            self._unreal.add(Evidence(f"{chain.reward}", item.group, chain.id, file=f"{self._name(one.file)}"))
+            self._unreal.add(Evidence(f"{chain.reward}", item.group, chain.id, file=self._name(one.file)))
 
     def _name(self, file: Path) -> str:
         return str(file.relative_to(self._folder)) if file.is_relative_to(self._folder) else file.name

@@ -92,7 +92,7 @@ def read(path: Path) -> Record | None:
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of the first of these layouts, by step, and for each step in the order of `patterns`."""
+    """Return the files with names like these, by step, and for each step in the order of `patterns`."""
     found = [
         (_step(file) or 0, rank, str(file), file)
         for rank, pattern in enumerate(patterns)

@@ -69,7 +69,7 @@ def read(path: Path) -> Record | None:
     state = _state(folder)
     history = _history(state, folder)
     run = _Run(folder, tables, history)
-    record = Record(folder.name, KIND, folder, run.gathered.groups, run.gathered.size)
+    record = Record(folder.resolve().name, KIND, folder, run.gathered.groups, run.gathered.size)
     record.metrics = _metrics(history)
     record.lacks = run.lacks()
     record.problems = [
@@ -131,12 +131,12 @@ class _Run:
         """Step -> the rewards of its completions."""
         self.functions: set[str] = set()
         self.size = 0
-        """Completions of a prompt; 0 until all tables were seen."""
+        """Completions of a prompt: the length of most runs of equal prompts. The data may repeat a prompt."""
         sizes: Counter[int] = Counter()
         for file in tables:
             rows = _rows(file, file == tables[-1]) if _step(file) not in self._evaluated else []
             sizes.update(len(list(same)) for _, same in groupby(row["prompt"] for row in rows))
-        self.size = min(sizes, default=0)
+        self.size = max(sizes, key=lambda size: (sizes[size], -size), default=0)
         self.texts = False
         self._counting = True
         self.gathered = Gathered(folder, self._saved, self._items)
@@ -148,11 +148,11 @@ class _Run:
             rows = _rows(file, file == self.tables[-1])
             contents = repr([{name: value for name, value in row.items() if name != "step"} for row in rows])
             known, before = contents == before, contents
+            # one generation may be trained in several steps
             if known or _step(file) in self._evaluated:
-                continue  # one generation is trained in several steps
+                continue
             group, place = -1, 0
             for number, row in enumerate(rows):
-                # the data may repeat a prompt, so that two groups follow each other
                 if number == 0 or row["prompt"] != rows[number - 1]["prompt"] or place == self.size:
                     group, place = group + 1, 0
                 place += 1

@@ -22,6 +22,18 @@ class TestCompletions:
         assert all(seen.group.version == (seen.step or 0) - 1 and not seen.held_out for seen in groups)
         assert groups[0].file == "completions/completions_00001.parquet"
 
+    def test_a_prompt_that_the_data_repeats_has_two_groups(self, tmp_path: Path) -> None:
+        from pyarrow import parquet
+
+        folder = copied("trl/chat", tmp_path)
+        file = folder / "completions" / "completions_00002.parquet"
+        table = parquet.read_table(file)
+        prompts = table.column("prompt").to_pylist()
+        again = table.set_column(1, "prompt", [[*prompts[:4], *prompts[:4]]])
+        parquet.write_table(again, file)
+        found = [seen.group.id for seen in groups_of(folder) if seen.step == 2]
+        assert found == ["step-2.0", "step-2.1"]
+
     def test_messages_rewards_and_extra_columns(self) -> None:
         seen = groups_of("trl/chat")[0]
         chain = seen.group.trajectories[0]
