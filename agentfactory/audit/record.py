@@ -24,6 +24,11 @@ ORDER = "order of the tasks"
 RECIPE = "recipe"
 """A recipe of ours, whose tools, rewards and chat template can be loaded."""
 HELD_OUT = "held-out chains"
+CALLS = "tool calls"
+"""Calls and their results, as messages of their own."""
+MALFORMED = "unreadable turns"
+OUTCOMES = "ends of the chains"
+"""Whether a chain failed, or reached a limit."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from agentfactory.audit.foreign.formats import read as read_foreign
 from agentfactory.audit.record import Record
 from agentfactory.audit.run_record import records_of
 from agentfactory.launching.run_folder import RECIPE, RunFolderError
@@ -10,10 +11,13 @@ from agentfactory.tools.errors import SettingError
 
 
 def records_at(path: Path) -> list[Record]:
-    """Return the records of the run at `path`, one for each of its stages. Raises SettingError if there is none, or if
-    it is another user's, because its recipe's code would be run."""
+    """Return the records of the run at `path`, one for each of its stages. Raises SettingError if there is none, if
+    another project's files are damaged, or if it is another user's run, because its recipe's code would be run."""
     if not path.exists():
         raise SettingError("RUN", f"there is no {path}", "name the folder of a run, such as runs/quickstart")
+    # first, because a folder with `logs` looks like a run of ours
+    if (foreign := read_foreign(path)) is not None:
+        return [foreign]
     try:
         check_run_of(path / RECIPE)
         found = records_of(path)

@@ -81,7 +81,8 @@ class EndingCheck(Check):
     @property
     def looked_at(self) -> str:
         """See Check."""
-        return "summary.json and the logs" if self._logs.is_dir() else ""
+        ours = self.record.kind == "agentfactory"
+        return "summary.json and the logs" if ours and self._logs.is_dir() else ""
 
 
 def _tail(path: Path, within: Path) -> str:

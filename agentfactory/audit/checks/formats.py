@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding
-from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.record import MALFORMED, Record, Seen
 
 PARTS = 4
 RISE, MOST = 0.15, 0.5
@@ -17,6 +17,7 @@ class FormatCheck(Check):
     """The share of turns that the tool-call format cannot read must not rise."""
 
     topic = "format"
+    needs = (MALFORMED,)
 
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)

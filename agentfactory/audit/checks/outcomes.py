@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding
-from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.record import OUTCOMES, Record, Seen
 from agentfactory.rollout.trajectory import Outcome
 
 FEW, MOST = 0.05, 0.5
@@ -29,6 +29,7 @@ class OutcomeCheck(Check):
     """Few chains may fail or be cut, because those that are left are not a fair sample of the policy."""
 
     topic = "chains lost"
+    needs = (OUTCOMES,)
 
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)

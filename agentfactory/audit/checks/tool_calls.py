@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places
-from agentfactory.audit.record import MESSAGES, Record, Seen
+from agentfactory.audit.record import CALLS, MESSAGES, Record, Seen
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.messages import text_of
 
@@ -20,7 +20,7 @@ class ToolCallCheck(Check):
     """Tools that are offered should be called, calls should be answered, and their answers should differ."""
 
     topic = "tool calls"
-    needs = (MESSAGES,)
+    needs = (MESSAGES, CALLS)
 
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)

@@ -1,0 +1,24 @@
+"""The door to the readers: what lies at a path."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from agentfactory.audit.foreign import prime_rl, trl, verifiers, verl
+from agentfactory.audit.record import Record
+
+FORMATS: Sequence[Callable[[Path], Record | None]] = (trl.read, prime_rl.read, verifiers.read, verl.read)
+"""In this order, because a folder of prime-rl's also has the files of verifiers."""
+FILES = "TRL's completions/*.parquet, verl's N.jsonl, prime-rl's rollouts or traces, verifiers' traces or results.jsonl"
+"""The files that are known, in words for an error."""
+
+
+def read(path: Path) -> Record | None:
+    """Return the record of another project's run in the folder `path`, or of a file of it; None if no reader knows it.
+
+    Raises SettingError with the file, the line and a fix if a file is damaged. The last line of a file may be
+    incomplete, because the run may still be writing it.
+    """
+    for reader in FORMATS:
+        if (record := reader(path)) is not None:
+            return record
+    return None

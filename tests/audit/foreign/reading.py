@@ -1,0 +1,37 @@
+"""Reading of the files in data/, and copies of them to damage."""
+
+import shutil
+from pathlib import Path
+
+from agentfactory.audit.audit import audit
+from agentfactory.audit.finding import Report
+from agentfactory.audit.foreign.formats import read
+from agentfactory.audit.record import Record, Seen
+
+DATA = Path(__file__).parent / "data"
+
+
+def record_of(path: str | Path) -> Record:
+    """Return the record of files in data/, or of a folder elsewhere."""
+    record = read(DATA / path)
+    assert record is not None
+    return record
+
+
+def groups_of(path: str | Path) -> list[Seen]:
+    """Return the groups, after a second pass that has to give the same."""
+    record = record_of(path)
+    groups = list(record.groups())
+    assert list(record.groups()) == groups
+    assert len(groups) == record.size
+    return groups
+
+
+async def audited(path: str | Path) -> Report:
+    """Return the report of an audit."""
+    return await audit(record_of(path))
+
+
+def copied(name: str, to: Path) -> Path:
+    """Return a copy of files in data/."""
+    return Path(shutil.copytree(DATA / name, to / Path(name).name))

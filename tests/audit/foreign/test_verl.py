@@ -1,0 +1,112 @@
+"""Runs of verl. The files in data/verl were written by verl's own functions, taken out of its source and called with
+made-up samples: `_dump_generations` of verl/trainer/ppo/ray_trainer.py in 0.4.1 and 0.7.1, `_write_generations` of
+verl/trainer/ppo/v1/trainer_base.py in 0.9.1, and the lines of `FileLogger` in verl/utils/tracking.py. In 0.4.1 and
+0.7.1 the rows of a step are mixed, as `_balance_batch` leaves them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentfactory.audit.finding import Severity
+from agentfactory.audit.foreign.formats import read
+from agentfactory.audit.record import CALLS, HELD_OUT, METRICS
+from agentfactory.tools.errors import SettingError
+from tests.audit.foreign.reading import audited, copied, groups_of, record_of
+
+
+@pytest.mark.parametrize("version", ["0.4.1", "0.7.1", "0.9.1"])
+def test_groups_are_those_of_a_prompt_in_a_step(version: str) -> None:
+    groups = [seen for seen in groups_of(f"verl/{version}") if not seen.held_out]
+    assert [(seen.step, len(seen.group.trajectories)) for seen in groups] == [(1, 4), (1, 4), (2, 4), (2, 4)]
+    for seen in groups:
+        assert len({chain.messages[0]["content"] for chain in seen.group.trajectories}) == 1
+        assert [chain.reward for chain in seen.group.trajectories].count(0.0) in (1, 2)
+    chain = groups[0].group.trajectories[0]
+    assert [message["role"] for message in chain.messages] == ["user", "assistant"]
+    assert (chain.rows, chain.turns, chain.messages[1]["content"][:6]) == ([], 1, "It is ")
+    assert CALLS in record_of(f"verl/{version}").lacks
+
+
+def test_what_the_reward_function_returned_is_kept() -> None:
+    seen = groups_of("verl/0.7.1/rollouts")[0]
+    assert seen.group.task == {"prompt": "system\nAdd.\nuser\n2 + 3 =\nassistant\n", "gts": "5"}
+    assert all(chain.metrics == {"acc": chain.reward} for chain in seen.group.trajectories)
+
+
+def test_groups_have_their_names_where_verl_saves_them() -> None:
+    (first, *_) = groups_of("verl/0.9.1")
+    assert first.group.id == "step-1:3f2a-1"
+    assert [chain.id for chain in first.group.trajectories] == [f"step-1:3f2a-1_{n}_0" for n in range(4)]
+
+
+def test_validations_beside_training_are_held_out() -> None:
+    groups = groups_of("verl/0.7.1")
+    assert [seen.step for seen in groups if not seen.held_out] == [1, 1, 2, 2]
+    assert [seen.step for seen in groups if seen.held_out == "sampled"] == [0, 0, 2, 2]
+    # alone they are the run
+    alone = groups_of("verl/0.7.1/validation")
+    assert [(seen.held_out, seen.step) for seen in alone] == [("", None)] * 4
+    assert HELD_OUT in record_of("verl/0.7.1/validation").lacks
+
+
+def test_metrics_are_those_of_the_file_logger() -> None:
+    record = record_of("verl/0.7.1")
+    assert [(line["step"], line["grad_norm"], line["reward"]) for line in record.metrics] == [
+        (1, 0.5, 0.75),
+        (2, 0.25, 0.625),
+    ]
+    assert "file logger" in record_of("verl/0.4.1").lacks[METRICS]
+
+
+async def test_an_audit() -> None:
+    report = await audited("verl/0.7.1")
+    assert report.looked_at["rewards"] == "32 chains"
+    assert report.looked_at["metrics"].startswith("2 steps")
+    assert "tool calls" in {each.topic for each in report.unchecked}
+    assert not report.of(Severity.WRONG)
+
+
+class TestDamage:
+    def test_an_incomplete_last_line_is_left_out(self, tmp_path: Path) -> None:
+        folder = copied("verl/0.4.1", tmp_path)
+        with (folder / "rollouts" / "2.jsonl").open("a") as file:
+            file.write('{"input": "system')
+        assert record_of(folder).size == 4
+
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            ('{"input": ', "EOF while parsing"),
+            ("[1]", "it is no JSON object"),
+            ('{"input": "a", "output": "b", "step": 2}', "missing required field `score`"),
+            (
+                '{"input": "a", "output": "b", "step": 2, "score": "high"}',
+                r"Expected `float`, got `str` - at `\$.score`",
+            ),
+        ],
+    )
+    def test_a_damaged_line_is_named(self, tmp_path: Path, line: str, problem: str) -> None:
+        folder = copied("verl/0.4.1", tmp_path)
+        file = folder / "rollouts" / "2.jsonl"
+        first, *others = file.read_text().splitlines(keepends=True)
+        file.write_text("".join([first, line + "\n", *others]))
+        with pytest.raises(
+            SettingError, match=rf"line 2 of .*2.jsonl cannot be read: .*{problem}.*; fix: copy the file"
+        ):
+            read(folder)
+
+    def test_a_score_that_is_no_number_is_found(self, tmp_path: Path) -> None:
+        folder = copied("verl/0.4.1", tmp_path)
+        with (folder / "rollouts" / "2.jsonl").open("a") as file:
+            # as Python's json writes it
+            file.write(json.dumps({"input": "a", "output": "b", "score": float("nan"), "step": 2}) + "\n")
+        (finding,) = record_of(folder).problems
+        assert (finding.severity, finding.text) == (Severity.WRONG, "1 chains have a reward that is not a number")
+        assert groups_of(folder)[-1].group.trajectories[0].reward is None
+
+    def test_other_files_of_that_name_are_not_of_verl(self, tmp_path: Path) -> None:
+        (tmp_path / "1.jsonl").write_text('{"text": "a"}\n')
+        (tmp_path / "2.jsonl").write_text("nothing\n")
+        assert read(tmp_path) is None
+        assert read(tmp_path / "2.jsonl") is None
