@@ -22,6 +22,7 @@ OTHERS = {
     "tests/test_users_project.py",
 }
 """Files that mention old names, or a user's packages with these names."""
+BINARY = {".parquet", ".png", ".zst"}
 FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum", "rollout.workers"}
 """Recipe fields with the same names as modules."""
 
@@ -30,7 +31,7 @@ def texts() -> Iterator[tuple[str, str]]:
     names = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     for name in names.stdout.splitlines():
         path = REPOSITORY / name
-        if name not in OTHERS and path.is_file() and not path.is_symlink() and path.suffix != ".png":
+        if name not in OTHERS and path.is_file() and not path.is_symlink() and path.suffix not in BINARY:
             yield name, path.read_text(encoding="utf-8")
 
 

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from agentfactory.commands import chat
-from agentfactory.launching.served_weights import Served
 from agentfactory.launching.run_folder import RunFolderError
+from agentfactory.launching.served_weights import Served
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.chains.sampling import Sampling

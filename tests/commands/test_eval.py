@@ -10,8 +10,8 @@ import pytest
 
 from agentfactory.commands import eval_target
 from agentfactory.commands.eval_table import tables
-from agentfactory.launching.served_weights import trained_in
 from agentfactory.launching.run_folder import RunFolder
+from agentfactory.launching.served_weights import trained_in
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import RolloutConfig

@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from agentfactory.commands.eval_target import named
-from agentfactory.launching.served_weights import what_is_served
 from agentfactory.launching import progress
 from agentfactory.launching.progress import follow_groups
 from agentfactory.launching.run_folder import RunFolderError
+from agentfactory.launching.served_weights import what_is_served
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.tools.errors import SettingError
