@@ -17,6 +17,7 @@ from agentfactory.rollout.evaluation.first_look import FirstGroups, Look, Offer,
 from agentfactory.rollout.evaluation.look_text import Schedule, describe
 from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read
 from agentfactory.rollout.text.parsers import PARSERS, load_parser
+from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch, Trajectory
 from agentfactory.tools.messages import ToolSpec
 from tests.scripted_chains import scripted_chains
@@ -305,6 +306,19 @@ def test_equal_rewards_are_told_where_no_step_would_show_them() -> None:
     solved = groups(*[chain("", 1.0, tool_calls=1, success=1.0)] * 4 * 40)
     alarms = Alarms(offer(equal_rewards="refill"), batch_size=2)
     assert [one for group in solved for one in alarms.note(group)] == []
+
+
+def test_chains_that_are_all_the_same_are_told_unless_they_were_certain() -> None:
+    def sampled(token: int, logprob: float = -5.0) -> Trajectory:
+        one = chain("", float(token % 2), tool_calls=1)
+        one.rows = [Row([1, token], [0, 1], [0.0, logprob])]
+        return one
+
+    for tokens, logprob, expected in (([7] * 4, -5.0, [16]), ([7, 7, 7, 8], -5.0, []), ([7] * 4, -0.1, [])):
+        alarms = Alarms(offer(), 2)
+        drawn = groups(*[sampled(token, logprob) for token in tokens] * 40)
+        given = [(number, one.topic) for number, group in enumerate(drawn, 1) for one in alarms.note(group)]
+        assert [number for number, topic in given if topic == "equal samples"] == expected
 
 
 def test_waits_for_processes_are_told_with_the_setting() -> None:
