@@ -157,6 +157,13 @@ def lose_chains(groups: list[Group]) -> None:
         chain.outcome, chain.reward, chain.error = Outcome.TIMEOUT, None, "the chain took longer than 3 s"
 
 
+def lose_a_task(groups: list[Group]) -> list[Group]:
+    first, again = groups[0], Group(f"{groups[0].id}-1", groups[0].task, groups[0].trajectories, groups[0].version)
+    for chain in first.trajectories:
+        chain.outcome, chain.reward, chain.error = Outcome.AGENT_ERROR, None, "no"
+    return [*groups, again]
+
+
 def leave_calls_unanswered(groups: list[Group]) -> None:
     for chain in chains_of(groups):
         answers = [index for index, message in enumerate(chain.messages) if message["role"] == "tool"]
@@ -181,6 +188,7 @@ PLANTED = [
     (name_other_weights, "weights", "by weights that this run did not publish", "token"),
     (sample_the_same, "groups", "all chains are the same", "chain"),
     (lose_chains, "chains lost", "ended as timeout", "chain"),
+    (lose_a_task, "tasks", "all groups of 1 of ", ""),
     (leave_calls_unanswered, "tool calls", "have no answer", "chain"),
 ]
 

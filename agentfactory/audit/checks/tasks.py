@@ -17,6 +17,8 @@ from agentfactory.tools.messages import text_of
 
 ENOUGH_GROUPS, FEW = 64, 0.05
 """Groups from which few different tasks are told; share of different tasks among them."""
+ENOUGH_TRIES = 2
+"""Groups of a task that are lost in a row."""
 DISTINCT = 0.9
 """Share of different prompts among the training tasks from which an equal prompt is an equal task."""
 _PREPARED = ("images", "messages")
@@ -38,6 +40,8 @@ class TaskCheck(Check):
         self._saved: Counter[str] = Counter()
         self._trained: dict[int, list[tuple[str, int]]] = {}
         self._rows: Counter[int] = Counter()
+        self._lost: Counter[int] = Counter()
+        """Row -> groups of it in which fewer than two chains have a reward."""
         self._other = Places()
         self._seen: Counter[bytes] = Counter()
         self._prompts: Counter[bytes] = Counter()
@@ -77,6 +81,7 @@ class TaskCheck(Check):
         if self._order is not None:
             number = self._order.number(place.position)
             self._rows[number] += 1
+            self._lost[number] += sum(chain.reward is not None for chain in group.trajectories) < 2
             mine, saved = _comparable(self._tasks[number]), _comparable(group.task)
             if mine != saved:
                 differing = sorted(key for key in mine.keys() | saved.keys() if mine.get(key) != saved.get(key))
@@ -99,6 +104,10 @@ class TaskCheck(Check):
             shown = [Evidence("", Place(place).group_id) for place in skipped[:5]]
             text = f"{len(skipped)} places of {max(self._places()) + 1} were passed over: no group of theirs was saved"
             yield self.wrong(text, fix, shown)
+        if starved := [row for row, count in self._lost.items() if count >= ENOUGH_TRIES and count == self._rows[row]]:
+            text = f"all groups of {len(starved)} of {len(self._rows)} tasks were lost, {ENOUGH_TRIES} or more of each"
+            rows = [Evidence(f"row {row + 1} of the data") for row in starved[:5]]
+            yield self.warning(text, "look at the errors of their chains, or remove these rows", rows)
         groups = self._seen.total()
         different = len(self._seen)
         # the few rows of a small file come again and again
