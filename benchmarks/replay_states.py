@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -122,13 +123,14 @@ def recipe_of(world: str, model: Path, output: Path, url: str) -> Recipe:
     if path is None:
         path = output / "openenv.yaml"
         source = {"url": url, "tasks": 50, "seconds": 20}
-        path.write_text(
-            json.dumps({"data": {"openenv": source}, "train": {"steps": 1}, "rollout": {"max_turns": TURNS}})
-        )
+        fields = {"model": {"path": str(model)}, "data": {"openenv": source}, "train": {"steps": 1}}
+        path.write_text(json.dumps(fields))
     recipe = load_recipe(path, [*overrides, f"output={output}"], "rollout", [])
     assert isinstance(recipe, Recipe)
-    with Children() as children:
-        run_prepare(recipe, children, print)
+    if recipe.prepare is not None:
+        # this would end the server of OpenEnv, too
+        with Children() as children:
+            run_prepare(recipe, children, print)
     rollout = {"max_turns": TURNS + 1, "max_total_tokens": 8192, "parser": "hermes", "context": {"policy": "keep"}}
     settings = [f"rollout.{name}={json.dumps(value)}" for name, value in rollout.items()]
     longer = ["server.max_model_len=8192", f"model.path={model}", f"output={output}"]
@@ -137,16 +139,22 @@ def recipe_of(world: str, model: Path, output: Path, url: str) -> Recipe:
     return found
 
 
+def _answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextmanager
 def served() -> Iterator[str]:
     """Yield the address of a world of ours, served to other trainers by OpenEnv's protocol."""
     world = [sys.executable, "-m", "agentfactory", "worlds", "serve", "gym", "id=FrozenLake-v1", "--as", "openenv"]
-    process = subprocess.Popen([*world, "--port", str(OPENENV_PORT)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = subprocess.Popen([*world, "--port", str(OPENENV_PORT)], stdout=subprocess.DEVNULL)
     try:
-        line = process.stdout.readline()
-        if "http" not in line:
-            raise RuntimeError(f"the world is not served: {line}")
+        until = time.monotonic() + 120
+        while not _answers(OPENENV_PORT):
+            if process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError("the world is not served; its output is above")
+            time.sleep(0.2)
         yield f"http://127.0.0.1:{OPENENV_PORT}"
     finally:
         process.terminate()
