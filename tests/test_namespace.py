@@ -156,7 +156,8 @@ def test_the_core_names_no_world() -> None:
         place.name for place in (REPOSITORY / "agentfactory" / "worlds").iterdir() if (place / "__init__.py").exists()
     }
     named = {name for point in (WORLDS, SOURCES, COMMANDS) for name in registered(point)}
-    others = {"images", "index", "search", "openenv", "verifiers"}  # also the names of sections, commands and protocols
+    # also the names of sections, commands and protocols
+    others = {"audit", "images", "index", "openenv", "replay", "search", "verifiers"}
     quoted = re.compile("|".join(f"[\"']{name}[\"']" for name in sorted((worlds | named) - others)))
     core = [found for found in texts() if re.match(r"agentfactory/(?!worlds/).*\.py$", found[0])]
     assert [name for name, text in core if quoted.search(text) or "agentfactory.worlds." in text] == []

@@ -305,7 +305,9 @@ class Index:
     def place_of(self, run: str, chain: str, group: str) -> dict[str, Any] | None:
         """Return the file, byte and place of a chain, or of the first chain of a group; None if it was not read."""
         name, value = ("chain", chain) if chain else ("group_id", group)
-        wanted = f"SELECT run, file, byte, place FROM chains WHERE run = ? AND {name} = ? ORDER BY place, id DESC LIMIT 1"
+        wanted = (
+            f"SELECT run, file, byte, place FROM chains WHERE run = ? AND {name} = ? ORDER BY place, id DESC LIMIT 1"
+        )
         return next((dict(row) for row in self._read(wanted, (run, value))), None) if value else None
 
     def chains_of(self, run: str, file: str, byte: int) -> list[dict[str, Any]]:

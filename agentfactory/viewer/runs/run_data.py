@@ -320,7 +320,9 @@ class Runs:
             label = self._labels[root]
             names = _stages(self._recipes[root].data())
             parts = [
-                self._run(part, f"{label}/{printable(part.name)}", root) for part in _parts(root, names) if part not in self._roots
+                self._run(part, f"{label}/{printable(part.name)}", root)
+                for part in _parts(root, names)
+                if part not in self._roots
             ]
             parts = [run for run in parts if run.has_data()]
             whole = self._run(root, label, root)
