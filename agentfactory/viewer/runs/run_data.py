@@ -24,8 +24,8 @@ from agentfactory.tools.files.untrusted_files import (
     printable,
     refused,
 )
-from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints
 from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints
 from agentfactory.viewer.runs.growing_file import GrowingFile
 
 _MOST_PROBLEMS = 20

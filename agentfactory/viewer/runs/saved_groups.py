@@ -15,7 +15,8 @@ from agentfactory.tools.messages import text_of
 
 # a quote within a string is escaped, so no text of a message can match
 _STREAM = re.compile(
-    rb'"(token_ids|mask|logprobs|weights|turn_ends|targets|advantage|proximal|divergence)": ?\[([-+0-9.eE, NaInfityul]*)\]'
+    rb'"(token_ids|mask|logprobs|weights|turn_ends|targets|advantage|proximal|divergence)": ?'
+    rb"\[([-+0-9.eE, NaInfityul]*)\]"
 )
 
 
