@@ -1,5 +1,6 @@
 """The audit of a run: one pass over its groups by all checks."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -16,6 +17,7 @@ from agentfactory.audit.checks.rewards import RewardCheck
 from agentfactory.audit.checks.tasks import TaskCheck
 from agentfactory.audit.checks.tokens import TokenCheck
 from agentfactory.audit.checks.tool_calls import ToolCallCheck
+from agentfactory.audit.checks.trained import TrainedCheck
 from agentfactory.audit.checks.weights import WeightCheck
 from agentfactory.audit.finding import READ, Evidence, Finding, Places, Report, Severity, Unchecked
 from agentfactory.audit.opened import Opened, open_part
@@ -27,23 +29,28 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 
 CHECKS: Sequence[type[Check]] = (
-    *(EndingCheck, WeightCheck, TokenCheck, RewardCheck, ReplayCheck, TaskCheck, ToolCallCheck, OutcomeCheck),
-    *(GroupCheck, FormatCheck, LengthCheck, GreedyCheck, MetricCheck),
+    *(EndingCheck, WeightCheck, TokenCheck, TrainedCheck, RewardCheck, ReplayCheck, TaskCheck),
+    *(ToolCallCheck, OutcomeCheck, GroupCheck, FormatCheck, LengthCheck, GreedyCheck, MetricCheck),
 )
 """The checks of a run. Of equally severe findings, those of earlier checks come first: causes before symptoms."""
+OPEN_SECONDS = 120.0
+"""Time limit to open the tools of a recipe."""
 
 
 async def audit(record: Record) -> Report:
     """Check a run against its files. Starts the tool servers of its recipe, and runs its rewards, if it has a
     recipe."""
-    lacks = dict(record.lacks)
+    lacks = record.lacks = dict(record.lacks)
     async with AsyncExitStack() as stack:
         parts: Parts = {}
         if record.recipe is None:
             lacks.setdefault(RECIPE, f"{record.kind} saves no recipe of ours")
         else:
             try:
-                parts = await _open_parts(record, record.recipe, stack)
+                async with asyncio.timeout(OPEN_SECONDS):
+                    parts = await _open_parts(record, record.recipe, stack)
+            except TimeoutError:
+                lacks[RECIPE] = f"the recipe's tools did not open within {OPEN_SECONDS:g} s"
             except (SettingError, ToolInfrastructureError, ValueError, TypeError, OSError) as error:
                 lacks[RECIPE] = f"the recipe's model, tools or rewards cannot be opened here: {error}"
         checks, unchecked = [], []
@@ -58,10 +65,15 @@ async def audit(record: Record) -> Report:
             for check in checks:
                 try:
                     await check.note(seen)
-                except (ValueError, LookupError, TypeError) as error:  # boundary: files that anybody may have changed
+                except Exception as error:  # boundary: files that anybody may have changed
                     text = f"{check.topic}: {type(error).__name__}: {error}"
                     contradictions.add(Evidence(text, seen.group.id, file=seen.file))
-        findings = [finding for check in checks for finding in check.findings()]
+        findings: list[Finding] = []
+        for check in checks:
+            try:
+                findings += check.findings()
+            except Exception as error:  # boundary: the same
+                contradictions.add(Evidence(f"{check.topic}: {type(error).__name__}: {error}"))
         if places := contradictions:
             text = f"{places.total} groups cannot be checked, because their records contradict themselves"
             fix = "copy the run folder again; if they are still the same, look at what wrote them"

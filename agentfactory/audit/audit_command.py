@@ -40,17 +40,18 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise SettingError("--html", f"{options.html.parent} is not a folder", "create it first")
     found: list[tuple[Report, str]] = []
-    for path in options.runs:
-        for record in records_at(path):
-            report = asyncio.run(audit(record))
-            conclusion = conclude(report, record)
-            if record.kind == KIND:
-                save_audit(record.folder, to_json(report, conclusion))
-            if options.json:
-                say(json.dumps(to_json(report, conclusion), ensure_ascii=False))
-            else:
-                say("\n".join([*([""] if found else []), *lines_of(report, conclusion)]))
-            found.append((report, conclusion))
+    # all paths are looked at before anything is printed
+    records = [record for path in options.runs for record in records_at(path)]
+    for record in records:
+        report = asyncio.run(audit(record))
+        conclusion = conclude(report, record)
+        if record.kind == KIND:
+            save_audit(record.folder, to_json(report, conclusion))
+        if options.json:
+            say(json.dumps(to_json(report, conclusion), ensure_ascii=False))
+        else:
+            say("\n".join([*([""] if found else []), *lines_of(report, conclusion)]))
+        found.append((report, conclusion))
     if options.html is not None:
         try:
             options.html.write_text(page_of(found), encoding="utf-8", errors="replace")

@@ -1,6 +1,7 @@
 """The records of AgentFactory's own runs: one for each stage that has chains."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ KIND = "agentfactory"
 _EVALUATED = re.compile(r"(?:(\d+)|.*)-(sampled|greedy)")
 """Name of a file of held-out chains: the step, and the mode."""
 _LABEL = re.compile(r".*-v(\d+)")
+_FAR = 1e300
+_KNOWN = {"reward", "loss", "grad_norm", "entropy", "learning_rate", "success", "sync/canary_drift", "sync/provable"}
+"""Figures that are read: they must be numbers."""
 _LIVE = re.compile(rb"version (\d+) \(([^()]+)\) is live as ")
 
 
@@ -46,21 +50,34 @@ def _record(folder: RunFolder, whole: RunFolder) -> Record:
     files.problems = record.problems
     lacks: dict[str, str] = {}
     try:
+        if folder.recipe.stat().st_uid != os.geteuid():
+            raise SettingError("", "it is another user's, and its code is not run", "copy the folder to audit it whole")
         recipe = load_recipe(folder.recipe, (), "train", [])
         assert isinstance(recipe, Recipe)
         record.recipe = recipe
     except (SettingError, OSError, ValueError) as error:
         lacks[RECIPE] = f"{RECIPE_FILE} cannot be used here: {error}"
     try:
-        record.metrics = list(folder.read_metrics())
+        lines = list(folder.read_metrics())
+        record.metrics = [found for line in lines if (found := _figures(line)) is not None]
+        if len(record.metrics) < len(lines):
+            fault = ValueError(f"{len(lines) - len(record.metrics)} lines are no steps with numbers")
+            record.problems.append(_unreadable("metrics.jsonl", fault))
     except (OSError, ValueError) as error:
         record.problems.append(_unreadable("metrics.jsonl", error))
     if not record.metrics:
         lacks[METRICS] = "metrics.jsonl has no lines"
     try:
-        record.summary = folder.read_summary()
+        summary = folder.read_summary()
+        numbers = ("success_before", "success_after", "reward_after", "greedy_after", "steps")
+        bad = [name for name in numbers if not isinstance(summary.get(name, 0), int | float | None)]
+        bad += [name for name in ("reason", "status") if not isinstance(summary.get(name, ""), str)]
+        if bad:
+            record.problems.append(_unreadable("summary.json", ValueError(f"{bad[0]} is {summary[bad[0]]!r}")))
+        record.summary = {name: value for name, value in summary.items() if name not in bad}
     except (OSError, ValueError) as error:
         record.problems.append(_unreadable("summary.json", error))
+    files.is_complete = record.summary.get("status") == "completed"
     files.index_credit()
     if not files.credit:
         lacks[TRAINED] = "there is no trajectories/credit.jsonl (track.credit)"
@@ -83,7 +100,7 @@ def _labels(folder: RunFolder) -> dict[str, int]:
         except (OSError, ValueError):
             continue
         if isinstance(labels, dict):
-            found = {str(label): int(version) for label, version in labels.items()}
+            found = {label: version for label, version in labels.items() if type(version) is int}
             break
     try:
         with open_file(folder.logs / "train.log", folder.within) as log:
@@ -93,6 +110,16 @@ def _labels(folder: RunFolder) -> dict[str, int]:
     except OSError:
         pass
     return found
+
+
+def _figures(line: Any) -> dict[str, Any] | None:
+    """Return the numbers of a line of metrics; None if it is no step of a run."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    found = {name: value for name, value in line.items() if type(value) in (int, float) and abs(value) < _FAR}
+    others = {name: float("nan") for name, value in line.items() if type(value) is float and value != value}
+    whole = len(found) + len(others) == len(line)
+    return {**found, **others} if whole or not _KNOWN & (line.keys() - found.keys() - others.keys()) else None
 
 
 def version_of(record: Record, label: str) -> int | None:
@@ -126,6 +153,8 @@ class _Files:
         self.trained += sorted(others)
         self.credit: dict[str, list[_CreditLine]] = {}
         self.problems: list[Finding] = []
+        self.is_complete = False
+        """Whether the run has ended, so that its files are whole."""
 
     def count(self) -> int:
         """Return the number of lines of the files of training."""
@@ -140,17 +169,20 @@ class _Files:
         """Note where the trainer's lines about each group are."""
         if not self.folder.credit.exists():
             return
-        offset = 0
+        offset, damaged = 0, []
         with open_file(self.folder.credit, self.folder.within) as content:
             for line in lines_of(content):
                 # the fields of a line are in this order, and the rest is long
-                head = re.match(rb'\{"group": ?"([^"]*)", ?"step": ?(\d+)', line)
-                if head and line.endswith(b"\n"):
+                head = re.match(rb'\{"group": ?"([^"]*)", ?"step": ?(\d{1,9}), ?"chains": ?\{', line)
+                if head and line.endswith(b"}\n"):
                     place = _CreditLine(int(head[2]), offset, len(line))
-                    self.credit.setdefault(head[1].decode(), []).append(place)
+                    self.credit.setdefault(head[1].decode("utf-8", "replace"), []).append(place)
                 elif line.endswith(b"\n"):
-                    self.problems.append(_unreadable(CREDIT_FILE, ValueError(f"no line of ours at byte {offset}")))
+                    damaged.append(offset)
                 offset += len(line)
+        if damaged:
+            found = ValueError(f"{len(damaged)} lines are none of ours, the first at byte {damaged[0]}")
+            self.problems.append(_unreadable(CREDIT_FILE, found))
 
     def groups(self) -> Iterator[Seen]:
         """Yield the groups of all files; what cannot be read becomes a problem."""
@@ -167,19 +199,25 @@ class _Files:
                 trained = lines[-1].step if lines else None
                 yield Seen(group, name, mode, step if mode else trained, self._credit(lines[-1:]))
         except (OSError, ValueError) as error:
-            if not _ends_in_a_line(file):
+            if not self.is_complete and not _ends_in_a_line(file):
                 return  # the last group is still being written, or the run was killed meanwhile
-            found = _unreadable(name, error)
-            if found not in self.problems:
-                self.problems.append(found)
+            self._note(_unreadable(name, error))
 
     def _credit(self, lines: list[_CreditLine]) -> dict[str, Any]:
         for place in lines:
             with open_file(self.folder.credit, self.folder.within) as content:
                 content.seek(place.offset)
-                chains: dict[str, Any] = json.loads(content.read(place.length))["chains"]
-                return chains
+                try:
+                    chains: Any = json.loads(content.read(place.length))["chains"]
+                except (ValueError, LookupError, TypeError) as error:
+                    self._note(_unreadable(CREDIT_FILE, ValueError(f"byte {place.offset}: {error!r}")))
+                    return {}
+                return chains if isinstance(chains, dict) else {}
         return {}
+
+    def _note(self, found: Finding) -> None:
+        if found not in self.problems:
+            self.problems.append(found)
 
 
 def _ends_in_a_line(file: Path) -> bool:

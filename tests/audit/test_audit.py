@@ -18,7 +18,16 @@ from agentfactory.rollout.groups.group_files import append_group, delete_groups,
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 CHECKED = {
-    *("the end of the run", "weights", "tokens and masks", "rewards", "chains played again", "metrics", "tasks"),
+    *(
+        "the end of the run",
+        "weights",
+        "tokens and masks",
+        "trained tokens",
+        "rewards",
+        "chains played again",
+        "metrics",
+        "tasks",
+    ),
     *("chains lost", "groups", "tool calls", "format", "lengths", "greedy chains"),
 }
 
@@ -242,6 +251,72 @@ def test_advantages_are_compared_with_rewards(run: Path, stage: Path) -> None:
     assert found(audited(run), "groups", "advantages are not those of the group's rewards").evidence
 
 
+def targets_of_results(row: dict[str, Any]) -> None:
+    first = row["targets"][0]
+    row |= {"targets": [first - 1, *row["targets"]], "advantage": [0.0, *row["advantage"]]}
+    row["proximal"] = [0.0, *row["proximal"]]
+
+
+def half_of_the_targets(row: dict[str, Any]) -> None:
+    row |= {name: row[name][: len(row[name]) // 2] for name in ("targets", "advantage", "proximal")}
+
+
+def advantage_at_once(row: dict[str, Any]) -> None:
+    row["advantage"] = [sum(row["advantage"]), *[0.0] * (len(row["advantage"]) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "words"),
+    [
+        (targets_of_results, "trained tokens", "tokens were trained that the policy did not sample"),
+        (half_of_the_targets, "trained tokens", "sampled tokens were not trained"),
+        (advantage_at_once, "groups", "different advantages from token to token"),
+    ],
+)
+def test_what_was_trained_is_compared_with_what_was_sampled(
+    run: Path, stage: Path, change: Callable[[dict[str, Any]], None], topic: str, words: str
+) -> None:
+    def each(lines: list[dict[str, Any]]) -> None:
+        for row in (row for line in lines for rows in line["chains"].values() for row in rows):
+            change(row)
+
+    rewrite_lines(stage / "trajectories" / "credit.jsonl", each)
+    assert found(audited(run), topic, words).severity is Severity.WRONG
+
+
+def test_a_chain_or_a_group_that_is_missing_is_told(run: Path, stage: Path) -> None:
+    rewrite_lines(
+        stage / "trajectories" / "credit.jsonl", lambda lines: [line["chains"].popitem() for line in lines][:0]
+    )
+    assert found(audited(run), "trained tokens", "chains that count were not trained").evidence
+    (stage / "trajectories" / "train.jsonl").write_text("")
+    assert found(audited(run), "trained tokens", "are not among the trajectories").severity is Severity.WRONG
+
+
+def test_results_of_evaluations_are_compared_with_their_chains(run: Path, stage: Path) -> None:
+    file = sorted((stage / "trajectories" / "eval").glob("*-sampled.jsonl"))[-1]
+    rewrite(stage, lambda groups: groups[:2], f"eval/{file.name}")
+    summary = json.loads((stage / "summary.json").read_text())
+    (stage / "summary.json").write_text(json.dumps({**summary, "steps": 99}))
+    report = audited(run)
+    assert found(report, "metrics", "figures of held-out tasks are not those of their chains").evidence
+    assert found(report, "metrics", "summary.json has 99 steps, and metrics.jsonl ends with step ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", '[1]\n{"step": "x", "reward": 1}\n{"step": 1, "grad_norm": "x"}\n'),
+        ("summary.json", '{"status": 3, "success_before": "x", "success_after": [], "reason": 4}'),
+        ("trajectories/credit.jsonl", '{"group":"g000000","step":1}\n{"group":"g000001","step":1,"chains":[]}\n'),
+        ("trajectories/train.jsonl", '{"id": "g000000", "task": {}, "trajectories": [{"messages": [{}]}]}\n'),
+    ],
+)
+def test_damaged_files_are_findings(run: Path, stage: Path, name: str, text: str) -> None:
+    (stage / name).write_text(text)
+    assert audited(run).worst is Severity.WRONG
+
+
 def test_metrics_are_compared_with_themselves(run: Path, stage: Path) -> None:
     def spoil(lines: list[dict[str, Any]]) -> None:
         last = [line for line in lines if "grad_norm" in line][-1]
@@ -266,7 +341,12 @@ def test_a_damaged_file_is_told_and_a_last_line_in_writing_is_not(run: Path, sta
     file = stage / "trajectories" / "train.jsonl"
     whole = file.read_text()
     file.write_text(whole[:-100])
+    assert found(audited(run), "its files", "train.jsonl cannot be read")
+    summary = stage / "summary.json"
+    kept = summary.read_text()
+    summary.unlink()
     assert not [finding for finding in audited(run).findings if finding.severity is Severity.WRONG]
+    summary.write_text(kept)
     lines = whole.splitlines(keepends=True)
     file.write_text("".join([lines[0], "{}\n", *lines[1:]]))
     assert "train.jsonl:2 is not a saved group" in found(audited(run), "its files", "cannot be read").evidence[0].text

@@ -133,6 +133,8 @@ def results(mean: float) -> Results:
 @pytest.mark.parametrize(
     ("means", "order"),
     [
+        # failed, as was expected: what lost most comes first
+        ([0.0, 0.5, 0.25, 0.0, 0.0], [2, 3, 4, 1]),
         # lost: what lost most comes first
         ([0.9, 0.9, 0.1, 0.3, 0.0], [2, 4, 1, 3]),
         # won: what gained most comes first
@@ -180,7 +182,10 @@ def test_chains_are_found_by_name(quickstart_run: Path) -> None:
         (["--result", "x"], "--result: given without a turn; fix: name the turn by --turn"),
         (["--turn", "1", "--result", "x", "--system", "y"], "--system: given with --result; fix: change one thing"),
         (["--turn", "1", "--action", '{"name": 3}'], '--action: got {"name": 3}; fix: write a call as '),
-        (["--as", "sft"], "--as: got 'sft' without --turn; fix: use credit"),
+        (["--as", "sft", "--save", "x.jsonl"], "--as: got 'sft' without --turn; fix: use credit"),
+        (["--turn", "1", "--as", "sft"], "--as: got 'sft' without --save"),
+        (["--turn", "1", "--action", " "], "--action: got an empty text"),
+        (["--turn", "1", "--action", '{"name": "move"'], "--action: got "),
         (["--save", "no/such/file.jsonl"], "--save: no/such is not a folder"),
     ],
 )

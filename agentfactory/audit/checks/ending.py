@@ -34,7 +34,7 @@ class EndingCheck(Check):
     def findings(self) -> Iterator[Finding]:
         """See Check."""
         record, recipe = self.record, self.record.recipe
-        if record.kind != "agentfactory" or not self._logs.is_dir():
+        if not self.looked_at:
             return
         steps = [line["step"] for line in record.metrics if "grad_norm" in line]
         reached, planned = max(steps, default=0), recipe.train.steps if recipe is not None else None
@@ -81,8 +81,11 @@ class EndingCheck(Check):
     @property
     def looked_at(self) -> str:
         """See Check."""
-        ours = self.record.kind == "agentfactory"
-        return "summary.json and the logs" if ours and self._logs.is_dir() else ""
+        folder = self.record.folder
+        # `agentfactory eval` and `rollout` train nothing
+        trains = any((folder / name).exists() for name in ("assignment.json", "trajectories/train.jsonl"))
+        ours = self.record.kind == "agentfactory" and self._logs.is_dir()
+        return "summary.json and the logs" if ours and (trains or self.record.metrics) else ""
 
 
 def _tail(path: Path, within: Path) -> str:

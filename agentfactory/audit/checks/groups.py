@@ -33,6 +33,7 @@ class GroupCheck(Check):
         super().__init__(record, parts)
         self._groups = self._equal = self._compared = self._several = 0
         self._same, self._disordered, self._flat, self._formula = Places(), Places(), Places(), Places()
+        self._uneven = Places()
         self._rewards: Counter[float] = Counter()
 
     async def note(self, seen: Seen) -> None:
@@ -66,12 +67,17 @@ class GroupCheck(Check):
             return
         if any(chain.turn_rewards for chain in chains):
             return
+        if recipe.train.overlong is not None:
+            return  # its penalty is part of the rewards there
         found: list[tuple[float, float, str]] = []
         for chain in counted(chains, recipe.rollout):
             values = [value for row in seen.credit.get(chain.id, ()) for value in row.get("advantage", ())]
             if chain.malformed_turns or not values:
                 continue
             assert chain.reward is not None
+            if np.ptp(values) > NEAR:
+                text = f"its tokens have advantages from {min(values):.4g} to {max(values):.4g}"
+                self._uneven.add(Evidence(text, seen.group.id, chain.id, file=seen.file))
             found.append((chain.reward, float(np.mean(values)), chain.id))
         self._compared += len(found)
         self._compare_with_formula(seen, found)
@@ -118,6 +124,9 @@ class GroupCheck(Check):
             text = f"in {places.total} groups advantages are not those of the group's rewards"
             fix = "compare the chains of the group with those whose rewards make its baseline"
             yield self.wrong(text, fix, places.kept)
+        if places := self._uneven:
+            text = f"{places.total} chains have different advantages from token to token, and the estimator gives one"
+            yield self.wrong(text, "give all tokens of a chain its advantage", places.kept)
         if places := self._flat:
             text = f"in {places.total} groups chains of different rewards have equal advantages"
             yield self.wrong(text, "look at what computes advantages: the rewards do not reach them", places.kept)

@@ -26,10 +26,17 @@ class MetricCheck(Check):
         super().__init__(record, parts)
         self._rewards: dict[int, list[float]] = defaultdict(list)
         self._groups: Counter[int] = Counter()
+        self._held_out: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._steps = [line for line in record.metrics if "grad_norm" in line]
 
     async def note(self, seen: Seen) -> None:
         """See Check."""
+        if seen.held_out and seen.step is not None and seen.file.startswith("trajectories/eval/"):
+            found = self._held_out[seen.step, seen.held_out]
+            for chain in seen.group.trajectories:
+                if not chain.outcome.failed and chain.reward is not None:
+                    found["reward"].append(chain.reward)
+                    found["success"] += [chain.metrics["success"]] if "success" in chain.metrics else []
         recipe = self.record.recipe
         if seen.held_out or seen.step is None or recipe is None or TRAINED in self.record.lacks:
             return
@@ -51,6 +58,7 @@ class MetricCheck(Check):
                 text = f"{name} is not a number in {len(bad)} steps, first in step {bad[0]}"
                 yield self.wrong(text, "continue from the checkpoint before it, with a lower learning rate")
         yield from self._compare()
+        yield from self._compare_held_out()
         # a flat run shows no symptom until it has learned something
         recipe = self.record.recipe
         health = Health(alike=recipe is not None and ordered_by(recipe) is None)
@@ -78,6 +86,33 @@ class MetricCheck(Check):
         if places:
             text = f"{places.total} steps report another reward than their chains have"
             yield self.wrong(text, "compare the chains that are trained with those that are counted", places.kept)
+
+    def _compare_held_out(self) -> Iterator[Finding]:
+        """Compare the evaluations that training logged with their chains, and the summary with both."""
+        places, last = Places(), max((step for step, _ in self._held_out), default=0)
+        for line in self.record.metrics:
+            for (step, mode), figures in self._held_out.items():
+                for name, values in figures.items():
+                    logged = line.get(f"eval/{mode}/{name}")
+                    if line.get("step") != step or logged is None or not values:
+                        continue
+                    mean = math.fsum(values) / len(values)
+                    if abs(mean - logged) > NEAR * max(1.0, abs(mean)):
+                        text = f"step {step}, {mode}: {name} {logged:.6g}, and its {len(values)} chains have {mean:.6g}"
+                        places.add(Evidence(text, file="metrics.jsonl"))
+        summary, chains = self.record.summary, self._held_out.get((last, "sampled"), {}).get("success")
+        after = summary.get("success_after") if summary.get("evaluated_step") == last else None
+        if chains and after is not None and abs(math.fsum(chains) / len(chains) - after) > NEAR:
+            mean = sum(chains) / len(chains)
+            text = f"success_after {after:.6g}, and {len(chains)} chains of step {last} have {mean:.6g}"
+            places.add(Evidence(text, file="summary.json"))
+        if places:
+            text = f"{places.total} figures of held-out tasks are not those of their chains"
+            yield self.wrong(text, "compare the chains that were evaluated with those that are saved", places.kept)
+        reached, planned = max((line["step"] for line in self._steps), default=0), summary.get("steps")
+        if summary.get("status") == "completed" and planned and self._steps and planned != reached:
+            text = f"summary.json has {planned} steps, and metrics.jsonl ends with step {reached}"
+            yield self.wrong(text, "copy the run folder again: metrics.jsonl is not whole")
 
     @property
     def looked_at(self) -> str:

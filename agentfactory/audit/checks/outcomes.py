@@ -69,7 +69,7 @@ class OutcomeCheck(Check):
     @property
     def looked_at(self) -> str:
         """See Check."""
-        return f"{self._chains:,} chains" if self._chains else ""
+        return f"the ends of {self._chains:,} chains" if self._chains else ""
 
 
 def _alike(error: str) -> str:

@@ -1,16 +1,20 @@
 """Chains played again in their environments: the same states, results and rewards."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places
+from agentfactory.audit.checks.rewards import MODELS
+from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
 from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
-from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.messages import ToolInfrastructureError
 
 MOST_CHAINS, MOST_SECONDS = 200, 60.0
 """Chains that are played again, evenly over the run, and the time after which no more are."""
+CHAIN_SECONDS = 60.0
+"""Time limit of a chain; after the first that exceeds it, no more are played."""
 MOST = 0.5
 """Share of them that do something else beyond which there is a warning."""
 NEAR = 1e-6
@@ -27,14 +31,17 @@ class ReplayCheck(Check):
         super().__init__(record, parts)
         self._seen = self._played = self._same = 0
         self._until = 0.0
-        self._rewards, self._diverged, self._failed = Places(), Places(), Places()
+        self._rewards, self._diverged, self._failed, self._changing = Places(), Places(), Places(), Places()
+        self._slow = False
 
     async def note(self, seen: Seen) -> None:
         """See Check."""
         opened = self.part_of(seen)
         runner = opened.runner
-        if not runner.toolset.environments or opened.recipe.rollout.agent is not None:
+        if self._slow or not runner.toolset.environments or opened.recipe.rollout.agent is not None:
             return
+        if any(config.reward in MODELS for config in opened.recipe.rewards):
+            return  # a judge would be asked again, for money
         every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
         for chain in seen.group.trajectories:
             self._seen += 1
@@ -49,9 +56,17 @@ class ReplayCheck(Check):
         place = (seen.group.id, chain.id, None, None, seen.file)
         self._played += 1
         try:
-            again = await opened.runner.replay(chain, seen.group.task)
+            async with asyncio.timeout(CHAIN_SECONDS):
+                again = await opened.runner.replay(chain, seen.group.task)
+        except TimeoutError:
+            self._slow = True
+            self.unchecked.append(Unchecked(self.topic, f"{chain.id} took more than {CHAIN_SECONDS:g} s"))
+            return
         except (ToolInfrastructureError, OSError, ValueError) as error:
             self._failed.add(Evidence(str(error), *place))
+            return
+        if again.chain.outcome is Outcome.REWARD_ERROR:
+            self._failed.add(Evidence(again.chain.error or "", *place))
             return
         if again.diverged is not None:
             self._diverged.add(Evidence(again.diverged, *place))
@@ -61,6 +76,10 @@ class ReplayCheck(Check):
         if opened.rewards.has_group_rewards or found is None or chain.reward is None:
             return
         if abs(found - chain.reward) > NEAR * max(1.0, abs(found)):
+            second = (await opened.runner.replay(chain, seen.group.task)).chain.reward
+            if second != found:
+                self._changing.add(Evidence(f"{found:g}, then {second}; saved is {chain.reward:g}", *place))
+                return
             text = f"saved is the reward {chain.reward:g}, and the same turns and results give {found:g}"
             self._rewards.add(Evidence(text, *place))
 
@@ -69,7 +88,11 @@ class ReplayCheck(Check):
         if places := self._rewards:
             text = f"{places.total} of {self._same} chains have another reward when they are played again"
             fix = "compare the environment's code with that of the run; if a reward draws, seed it by the task"
-            yield self.wrong(text, fix, places.kept)
+            # an environment that draws may also draw its reward
+            yield (self.warning if self._diverged or self._changing else self.wrong)(text, fix, places.kept)
+        if places := self._changing:
+            text = f"{places.total} of {self._same} rewards change from one time to the next"
+            yield self.warning(text, "make the reward deterministic: seed what it draws by the task", places.kept)
         if places := self._diverged:
             text = f"{places.total} of {self._played} chains do something else when they are played again"
             fix = "the environment depends on more than its task and the calls: seed what it draws"

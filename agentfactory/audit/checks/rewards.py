@@ -1,5 +1,6 @@
 """Rewards, computed again from the saved chains."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,9 @@ from agentfactory.rollout.trajectory import Trajectory
 MOST_CHAINS = 600
 """Chains whose rewards are computed again, evenly over the run."""
 NEAR = 1e-6
-_MODELS = {"judge"}
+SCORE_SECONDS = 20.0
+"""Time limit to compute a reward again; after the first that exceeds it, no more are."""
+MODELS = {"judge"}
 """Prebuilt rewards that ask a model."""
 
 
@@ -27,6 +30,7 @@ class RewardCheck(Check):
         super().__init__(record, parts)
         self._compared = self._all = self._failed = 0
         self._differ, self._changing, self._of_failed, self._raising = Places(), Places(), Places(), Places()
+        self._slow: set[str] = set()
         self._why_not: dict[str, str] = {}
         """Source -> why its rewards are not computed again."""
         if RECIPE in record.lacks or not parts:
@@ -37,6 +41,8 @@ class RewardCheck(Check):
         every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
         opened = self.part_of(seen) if self.parts else None
         why_not = None if opened is None else _why_not(opened)
+        if opened is not None and seen.group.source in self._slow:
+            opened = None
         if why_not is not None:
             self._why_not[seen.group.source] = why_not
         for chain in seen.group.trajectories:
@@ -54,10 +60,15 @@ class RewardCheck(Check):
         self._compared += 1
         place = (seen.group.id, chain.id, None, None, seen.file)
         try:
-            first = await _score(chain, seen, opened)
+            async with asyncio.timeout(SCORE_SECONDS):
+                first = await _score(chain, seen, opened)
             if abs(first - chain.reward) <= NEAR * max(1.0, abs(first)):
                 return
             second = await _score(chain, seen, opened)
+        except TimeoutError:
+            self._why_not[seen.group.source] = f"a reward took more than {SCORE_SECONDS:g} s for {chain.id}"
+            self._slow.add(seen.group.source)
+            return
         except Exception as error:  # boundary: user code
             self._raising.add(Evidence(f"{type(error).__name__}: {error}", *place))
             return
@@ -97,7 +108,7 @@ def _why_not(opened: Opened) -> str | None:
         return "an environment gave them: see the chains played again"
     if rewards.has_group_rewards:
         return "a reward compares the chains of a group, with the state of a judge"
-    if asked := [config.reward for config in recipe.rewards if config.reward in _MODELS]:
+    if asked := [config.reward for config in recipe.rewards if config.reward in MODELS]:
         return f"{asked[0]} asks a model"
     gone = next((name for name in ("environment", "workspace") if rewards.takes(name)), None)
     return None if gone is None else f"a reward takes the chain's {gone}, which is gone"

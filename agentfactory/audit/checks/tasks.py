@@ -1,8 +1,9 @@
 """Tasks: their order over the run and its resumes, and held-out tasks that are trained on."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -75,6 +76,8 @@ class TaskCheck(Check):
             place = Place.of(group.id)
         except ValueError:
             return
+        if not seen.file.startswith("trajectories/train"):
+            return  # `agentfactory rollout` takes the rows as they come
         self._saved[group.id] += 1
         if seen.step is not None:
             self._trained.setdefault(place.position, []).append((group.id, seen.step))
@@ -82,15 +85,19 @@ class TaskCheck(Check):
             number = self._order.number(place.position)
             self._rows[number] += 1
             self._lost[number] += sum(chain.reward is not None for chain in group.trajectories) < 2
-            mine, saved = _comparable(self._tasks[number]), _comparable(group.task)
+            names = [n for n, value in self._tasks[number].items() if n not in _PREPARED and _is_plain(value)]
+            mine, saved = _comparable(self._tasks[number], names), _comparable(group.task, names)
             if mine != saved:
-                differing = sorted(key for key in mine.keys() | saved.keys() if mine.get(key) != saved.get(key))
+                differing = sorted(key for key in names if mine[key] != saved[key])
                 text = f"place {place.position} has row {number + 1} of the data, but its {differing[0]} differs"
                 self._other.add(Evidence(text, group.id, file=seen.file))
 
     def findings(self) -> Iterator[Finding]:
         """See Check."""
-        fix = "look at what has changed between the attempts: data, seed, shuffle, or the place at which they resumed"
+        fix = (
+            "look at what has changed since, or between the attempts: the data (a source that draws?), seed, shuffle, "
+        )
+        fix += "or the place at which they resumed"
         if places := self._other:
             text = f"{places.total} groups have another task than the recipe's data has at their place"
             yield self.wrong(text, fix, places.kept)
@@ -156,8 +163,17 @@ def _digest(value: Any) -> bytes:
     return blake2b(json.dumps(value, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
-def _comparable(task: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in task.items() if name not in _PREPARED}
+def _comparable(task: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: task.get(name) for name in names}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON keeps a value as it is; not so dates, images, and numbers that are not finite."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(inner) for name, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _prompt(group: Group) -> list[str]:

@@ -146,7 +146,8 @@ class _Derived:
             sampled = list(map(int, row.token_ids[start:end]))
             yield from self._masked(number, row, start, end, turn)
             yield from self._message(number, start, sampled, turn)
-            self._row.append_sampled(sampled, [0.0] * len(sampled), [])
+            mask = [int(place >= self._prefix) for place in range(len(sampled))]
+            self._row.append_sampled(sampled, [0.0] * len(sampled), [], mask)
             following = self._own[turn + 1] if turn + 1 < len(self._own) else len(messages)
             new = messages[self._own[turn] + 1 : following]
             last = place + 1 == len(turns)
@@ -182,7 +183,7 @@ class _Derived:
         wrong = np.flatnonzero(np.asarray(row.mask[: len(mine)], dtype=bool) != np.asarray(self._row.mask, dtype=bool))
         if wrong.size:
             at = int(wrong[0])
-            text = self._renderer.decode(list(map(int, saved[at : at + 8])))
+            text = self._text(row, at, wrong)
             how = "was not sampled, but is trained" if row.mask[at] else "was sampled, but is not trained"
             yield Difference("mask", number, at, f"{text!r} {where} {how}")
 
@@ -192,9 +193,14 @@ class _Derived:
         wrong = np.flatnonzero(mask != expected)
         if wrong.size:
             at = start + int(wrong[0])
-            text = self._renderer.decode(list(map(int, row.token_ids[at : at + 8])))
+            text = self._text(row, at, start + wrong)
             how = "was not sampled, but is trained" if row.mask[at] else "was sampled, but is not trained"
             yield Difference("mask", number, at, f"{text!r} in turn {turn + 1} {how}")
+
+    def _text(self, row: Row, at: int, wrong: np.ndarray) -> str:
+        """Return the text of the wrong tokens that begin at a position, at most eight."""
+        count = next((place for place in range(1, 8) if at + place not in wrong), 8)
+        return self._renderer.decode([int(token) for token in row.token_ids[at : at + count]])
 
     def _message(self, number: int, start: int, sampled: list[int], turn: int) -> Iterator[Difference]:
         chain, index = self._chain, self._own[turn]

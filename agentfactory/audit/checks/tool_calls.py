@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.record import CALLS, MESSAGES, Record, Seen
+from agentfactory.audit.replay.saved_turns import own_messages
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.messages import text_of
 
@@ -56,8 +57,10 @@ class ToolCallCheck(Check):
         source, made = seen.group.source, 0
         answers = {m.get("tool_call_id"): m for m in chain.messages if m["role"] == "tool" and m.get("tool_call_id")}
         last, failed_before = len(chain.messages) - 1, ""
+        # a task may begin with calls of its own
+        own = {*own_messages(chain)}
         for index, message in enumerate(chain.messages):
-            for call in message.get("tool_calls") or [] if message["role"] == "assistant" else []:
+            for call in message.get("tool_calls") or [] if index in own else []:
                 name, arguments = call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True)
                 made += 1
                 self._calls[name] += 1

@@ -35,8 +35,10 @@ async def turn_effects(
 
 def ranked(effects: list[TurnEffect]) -> list[TurnEffect]:
     """Return turns by how much the outcome hung on them: for a chain that did worse than was expected at its beginning,
-    those that lost most come first, otherwise those that gained most."""
+    or failed as was expected, those that lost most come first, otherwise those that gained most."""
     if not effects:
         return []
-    lost = effects[-1].after.mean < effects[0].before.mean
+    begin, end = effects[0].before.mean, effects[-1].after.mean
+    # a chain that failed, as was expected, has lost what it had gained in between
+    lost = end < begin or (end == begin and end < 1.0)
     return sorted(effects, key=lambda one: (one.effect if lost else -one.effect, one.turn))

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from agentfactory.tools.errors import SettingError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from agentfactory.audit.replay.continuations import Results
     from agentfactory.audit.replay.saved_chain import SavedChain
     from agentfactory.rollout.chains.chain_runner import ChainRunner
-    from agentfactory.tools.messages import Message
+    from agentfactory.rollout.trajectory import Trajectory
+    from agentfactory.tools.messages import Message, ToolSpec
 
 ABOUT = "play a saved chain again up to a turn, and sample what follows; or rank its turns"
 EXAMPLES = [
@@ -54,6 +57,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     _check(options)
     # these take seconds to import
     from agentfactory.audit.replay.saved_chain import find_chain
+    from agentfactory.audit.replay.saved_turns import own_messages
     from agentfactory.audit.runs import records_at
     from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
@@ -61,6 +65,10 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from agentfactory.tools.processes.interruption import run_interruptibly
 
     saved = find_chain(records_at(options.folder), options.chain)
+    if options.result is not None and options.turn <= saved.chain.turns:
+        said = saved.chain.messages[own_messages(saved.chain)[options.turn - 1]]
+        if not said.get("tool_calls"):
+            raise SettingError("--result", f"turn {options.turn} makes no call", "name a turn with a call")
     if options.turn is not None and options.turn > saved.chain.turns:
         raise SettingError(
             "--turn", f"got {options.turn}, and the chain has {saved.chain.turns} turns", "use a lower one"
@@ -93,8 +101,15 @@ def _check(options: argparse.Namespace) -> None:
         raise SettingError(
             "--as", f"got {options.kind!r} {'with' if options.turn else 'without'} --turn", f"use {kinds}"
         )
-    if options.save is not None and not options.save.absolute().parent.is_dir():
-        raise SettingError("--save", f"{options.save.parent} is not a folder", "create it first")
+    if options.kind is not None and options.save is None:
+        raise SettingError("--as", f"got {options.kind!r} without --save", "name the file by --save")
+    if options.save is not None:
+        if not options.save.absolute().parent.is_dir():
+            raise SettingError("--save", f"{options.save.parent} is not a folder", "create it first")
+        if options.save.is_dir():
+            raise SettingError("--save", f"{options.save} is a folder", "name a file in it")
+    if options.action is not None:
+        _message(options.action)
 
 
 @asynccontextmanager
@@ -111,7 +126,8 @@ async def _opened(
     # the run's server is gone
     server = record.recipe.server.model_copy(update={"url": None})
     served = what_is_served(record.recipe.model_copy(update={"server": server}), checkpoint)
-    tell(f"starting the {served.recipe.server.engine} server on {served.label}")
+    sampled = "" if saved.version is None else f" (the chain was sampled by version {saved.version})"
+    tell(f"starting the {served.recipe.server.engine} server on {served.label}{sampled}")
     async with (
         serve(served.recipe, served.adapters) as (_, url),
         open_runner(saved.part.recipe, record.folder, url, images=record.folder / "images") as runner,
@@ -132,12 +148,13 @@ async def _rank(
             effects = await turn_effects(runner, saved.chain, saved.task, options.samples, model)
         except ReplayError as error:
             raise SettingError("CHAIN", str(error), "look at what its tools draw or keep") from None
-        if options.save is not None:
-            _append(options.save, pairs.credit(saved.chain, effects, runner.setup.specs))
+        specs = runner.setup.specs
     order = ranked(effects)
     plain = [{"turn": one.turn, "effect": one.effect, "before": _plain(one.before)} for one in order]
     told = {"chain": saved.chain.id, "figure": effects[0].before.figure, "turns": plain}
     save_replay(saved.record.folder, told)
+    if options.save is not None:
+        _append(options.save, pairs.credit(saved.chain, effects, specs))
     if options.json:
         say(json.dumps(told))
         return
@@ -153,13 +170,17 @@ async def _try(
 ) -> None:
     from agentfactory.audit.replay import pairs
     from agentfactory.audit.replay.continuations import ReplayError, continuations
+    from agentfactory.audit.replay.saved_chain import check_same_tokens
     from agentfactory.audit.saved_reports import save_replay
 
     chain, turns = saved.chain, options.turn - 1
     change, played = _change(options, turns)
     results: list[tuple[str, Results]] = []
+    if options.checkpoint is not None:
+        check_same_tokens(saved, options.checkpoint)
     try:
         async with _opened(saved, saved.checkpoint(), tell) as (runner, model):
+            _check_action(options, runner.setup.specs)
             found = await continuations(runner, chain, saved.task, turns, options.samples, model)
             results.append(("as it was", found))
             if change is not None:
@@ -172,6 +193,13 @@ async def _try(
                 results.append((_name(options), found))
     except ReplayError as error:
         raise SettingError("CHAIN", str(error), "look at what its tools draw or keep") from None
+    told = {"chain": chain.id, "turn": options.turn, "exact": options.system is None}
+    told["results"] = {name: _plain(found) for name, found in results}
+    save_replay(saved.record.folder, told)
+    if options.json:
+        say(json.dumps(told))
+    else:
+        _tell_results(options, chain, results, say)
     if options.save is not None:
         every = [one for _, found in results for one in found.chains]
         try:
@@ -183,12 +211,14 @@ async def _try(
         except ValueError as error:
             raise SettingError("--save", str(error), "raise --samples, or change something else") from None
         _append(options.save, row)
-    told = {"chain": chain.id, "turn": options.turn, "exact": options.system is None}
-    told["results"] = {name: _plain(found) for name, found in results}
-    save_replay(saved.record.folder, told)
-    if options.json:
-        say(json.dumps(told))
-        return
+
+
+def _tell_results(
+    options: argparse.Namespace,
+    chain: "Trajectory",
+    results: "Sequence[tuple[str, Results]]",
+    say: Callable[[str], None],
+) -> None:
     say(f"{chain.id}, from before turn {options.turn}; the chain itself has the reward {chain.reward}")
     for name, found in results:
         say(f"  {name}: {found.figure} {found.mean:.2f} {_interval(found)}, {len(found.chains)} continuations")
@@ -210,20 +240,38 @@ def _change(options: argparse.Namespace, turns: int) -> tuple[Any, int]:
 
 
 def _message(text: str) -> "Message":
-    """Return the assistant's message with a call, or with a text."""
+    """Return the assistant's message with a call, or with a text, which does not begin with a brace."""
+    if not text.strip():
+        raise SettingError("--action", "got an empty text", "write a call, or an answer")
+    if not text.lstrip().startswith("{"):
+        return {"role": "assistant", "content": text}
     try:
         call = json.loads(text)
-    except ValueError:
-        return {"role": "assistant", "content": text}
-    if (
-        not isinstance(call, dict)
-        or not isinstance(call.get("name"), str)
-        or not isinstance(call.get("arguments"), dict)
-    ):
-        problem = f"got {text}"
-        raise SettingError("--action", problem, 'write a call as {"name": TOOL, "arguments": {...}}, or plain text')
+        is_call = isinstance(call["name"], str) and isinstance(call["arguments"], dict)
+    except (ValueError, LookupError, TypeError):
+        is_call = False
+    if not is_call:
+        raise SettingError("--action", f"got {text}", 'write a call as {"name": TOOL, "arguments": {...}}')
     function = {"name": call["name"], "arguments": call["arguments"]}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def _check_action(options: argparse.Namespace, specs: "Sequence[ToolSpec]") -> None:
+    """Raise SettingError if an action calls a tool that there is not, or with arguments that its schema refuses."""
+    from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
+
+    for call in _message(options.action).get("tool_calls") or [] if options.action is not None else []:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        spec = next((spec for spec in specs if spec.name == name), None)
+        if spec is None:
+            names = ", ".join(spec.name for spec in specs)
+            raise SettingError("--action", f"there is no tool {name!r}", f"call one of {names}")
+        try:
+            fault = ArgumentCheck(spec.parameters).fault(arguments)
+        except UncheckedError:
+            continue
+        if fault is not None:
+            raise SettingError("--action", f"{name} refuses {json.dumps(arguments)}: {fault}", "correct the arguments")
 
 
 def _name(options: argparse.Namespace) -> str:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from agentfactory.audit.record import RECIPE, Record
 from agentfactory.audit.run_record import version_of
+from agentfactory.launching.served_weights import what_is_served
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import Part
 from agentfactory.rollout.data import Task
+from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, step_of
@@ -62,3 +64,13 @@ def _check(chain: Trajectory, recipe: Recipe) -> None:
         raise SettingError("CHAIN", f"{chain.id} has summaries, which are sampled again", "name a run without them")
     if not chain.turns:
         raise SettingError("CHAIN", f"{chain.id} has no turns: {chain.error or chain.outcome}", "name another chain")
+
+
+def check_same_tokens(saved: SavedChain, checkpoint: Path) -> None:
+    """Raise SettingError unless a checkpoint has the tokens of the chain's model."""
+    assert saved.record.recipe is not None
+    served = what_is_served(saved.record.recipe, checkpoint)
+    own, other = (load_tokenizer(path).get_vocab() for path in (saved.part.recipe.model.path, served.recipe.model.path))
+    if own != other:
+        problem = f"{checkpoint} has another tokenizer than {saved.part.recipe.model.path}"
+        raise SettingError("--checkpoint", problem, "name a checkpoint of the same model")

@@ -15,6 +15,7 @@ class RunsPage {
   async load() {
     let told;
     try {
+      if (!source.followed) throw new Error("An exported file has no table of runs.");
       told = await source.runs();
     } catch (error) {
       told = { error: error.message };

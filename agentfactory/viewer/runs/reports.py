@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from agentfactory.audit.finding import Severity
 from agentfactory.audit.saved_reports import read_audit
 from agentfactory.viewer.runs.chain_index import Index
 from agentfactory.viewer.runs.recipe_difference import settings_of
@@ -12,6 +13,7 @@ FIGURES = ("success_before", "success_after", "greedy_after", "reward_after", "t
 """Figures of a summary that the table of runs shows."""
 _LEFT_OUT = {"name", "output", "import_path", "prepare"}
 """Settings that differ between folders, and say nothing about training."""
+_MOST_FINDINGS, _MOST_EVIDENCE, _MOST_TEXT = 200, 20, 5000
 _MOST_KEYS = 12
 """Settings in the table; two recipes are compared as a whole on a page of their own."""
 
@@ -22,13 +24,23 @@ def audit_of(run: Run, index: Index) -> dict[str, Any] | None:
     report = read_audit(run.path, run.folder.within)
     if report is None:
         return None
-    findings = report.get("findings")
-    for finding in findings if isinstance(findings, list) else []:
-        evidence = finding.get("evidence") if isinstance(finding, dict) else None
-        for one in evidence if isinstance(evidence, list) else []:
-            if isinstance(one, dict):
-                one["link"] = index.place_of(run.id, str(one.get("chain") or ""), str(one.get("group") or ""))
-    return report
+    findings = [one for one in _list(report, "findings") if isinstance(one, dict)][:_MOST_FINDINGS]
+    for finding in findings:
+        finding["evidence"] = [one for one in _list(finding, "evidence") if isinstance(one, dict)][:_MOST_EVIDENCE]
+        for one in finding["evidence"]:
+            one["link"] = index.place_of(run.id, str(one.get("chain") or ""), str(one.get("group") or ""))
+    looked_at = report.get("looked_at")
+    return {
+        "conclusion": str(report.get("conclusion") or "")[:_MOST_TEXT],
+        "findings": findings,
+        "unchecked": [one for one in _list(report, "unchecked") if isinstance(one, dict)],
+        "looked_at": looked_at if isinstance(looked_at, dict) else {},
+    }
+
+
+def _list(values: dict[str, Any], name: str) -> list[Any]:
+    found = values.get(name)
+    return found if isinstance(found, list) else []
 
 
 def table_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -74,4 +86,7 @@ def _worst(run: Run) -> str | None:
         report = read_audit(run.path, run.folder.within)
     except (OSError, ValueError):
         return None
-    return None if report is None else str(report.get("worst") or "none")
+    if report is None:
+        return None
+    found = {one.get("severity") for one in _list(report, "findings") if isinstance(one, dict)}
+    return next((str(level) for level in Severity if level in found), "none")
