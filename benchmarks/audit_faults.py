@@ -529,7 +529,7 @@ class Breaking:
         if path in ("/start_weight_update", "/v1/load_lora_adapter"):
             if path == "/v1/load_lora_adapter":
                 self.prefix = re.sub(r"\d+$", "", body["lora_name"])
-            self.fault.broken = self.pushed == faults.BROKEN
+            self.fault.broken = self.pushed >= faults.BROKEN
             self.pushed += 1
         return await self.fault.tamper(path, body, forward)
 
