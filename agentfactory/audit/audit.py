@@ -29,7 +29,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 
 CHECKS: Sequence[type[Check]] = (
-    *(EndingCheck, WeightCheck, TokenCheck, TrainedCheck, RewardCheck, ReplayCheck, TaskCheck),
+    *(EndingCheck, WeightCheck, TokenCheck, TaskCheck, TrainedCheck, RewardCheck, ReplayCheck),
     *(ToolCallCheck, OutcomeCheck, GroupCheck, FormatCheck, LengthCheck, GreedyCheck, MetricCheck),
 )
 """The checks of a run. Of equally severe findings, those of earlier checks come first: causes before symptoms."""

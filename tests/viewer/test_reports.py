@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,6 @@ import numpy as np
 import pytest
 
 from agentfactory.audit.saved_reports import REPLAYS, save_replay
-from agentfactory.commands.main import main
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
 from tests.viewer.browsing import api, asking, opened, run_id, viewing
 from tests.waiting import wait_for
@@ -37,7 +38,9 @@ def runs(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
         row.mask = np.array(row.mask)
         row.mask[5] = 1
         append_group(file, group)
-    assert main(["audit", str(faulty)]) == 1
+    # not in this process, where the browser's event loop runs
+    command = [sys.executable, "-m", "agentfactory", "audit", str(faulty)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
     recipe = other / "grpo" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("seed: 0", "seed: 7", 1))
     found = {"figure": "success", "mean": 0.5, "interval": [0.25, 0.75], "chains": 16}
@@ -81,9 +84,9 @@ def test_a_finding_opens_the_chain_at_the_token(browser: "Browser", runs: tuple[
 def test_a_chain_shows_what_hung_on_its_turns(browser: "Browser", runs: tuple[Path, Path], width: int) -> None:
     with browsed(browser, *runs, width=width) as (url, page):
         run = run_id(url, "faulty/grpo")
-        (chain,) = [row for row in api(url, f"/api/trajectories?run={run}&size=200")["rows"] if row["byte"] == 0][-1:]
         replays = [json.loads(line) for line in (runs[0] / "grpo" / REPLAYS).read_text().splitlines()]
-        rows = api(url, f"/api/trajectories?run={run}&size=200")["rows"]
+        group = replays[0]["chain"].partition(".")[0]
+        rows = api(url, f"/api/trajectories?run={run}&group={group}")["rows"]
         chain = next(row for row in rows if row["chain"] == replays[0]["chain"])
         page.goto(f"{url}#/trajectory/{run}/{chain['file']}/{chain['byte']}/{chain['place']}")
         effects = page.locator(".message .effect")
@@ -110,9 +113,8 @@ def test_runs_are_told_apart(browser: "Browser", runs: tuple[Path, Path], width:
 
 
 def test_the_table_has_figures_and_differing_settings(runs: tuple[Path, Path]) -> None:
-    follower, client = asking(*runs)
+    _, client = asking(*runs)
     table = client.get("/api/runs").json()
-    follower.close()
     assert table["keys"] == ["seed"]
     by_label = {row["label"]: row for row in table["rows"]}
     assert set(by_label) == {"faulty/grpo", "other/grpo"}
@@ -129,11 +131,10 @@ def test_a_damaged_report_is_told_or_shown_as_far_as_it_goes(
     shutil.copytree(runs[1] / "grpo", run, symlinks=True)
     (run / "audit.json").write_text(text)
     (run / REPLAYS).write_text("{")
-    follower, client = asking(run)
+    _, client = asking(run)
     (row,) = client.get("/api/runs").json()["rows"]
     answer = client.get("/api/audit", params={"run": row["run"]})
     chain: dict[str, Any] = client.get("/api/trajectories").json()["rows"][0]
     page = client.get("/api/trajectory", params={name: chain[name] for name in ("run", "file", "byte", "place")})
-    follower.close()
     assert answer.status_code in (200, 404)
     assert (page.status_code, page.json()["replays"]) == (200, [])
