@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,8 +46,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     for record in records:
         report = asyncio.run(audit(record))
         conclusion = conclude(report, record)
-        if record.kind == KIND:
-            save_audit(record.folder, to_json(report, conclusion))
+        if record.kind == KIND and not save_audit(record.folder, to_json(report, conclusion)):
+            print(f"{record.folder} cannot be written: the viewer will not show this audit", file=sys.stderr)
         if options.json:
             say(json.dumps(to_json(report, conclusion), ensure_ascii=False))
         else:

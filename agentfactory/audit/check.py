@@ -26,7 +26,7 @@ class Check(ABC):
         self.record = record
         self.parts = parts
         self.unchecked: list[Unchecked] = []
-        """What this check could not compare, after all groups."""
+        """Subjects that the check could not compare, known after all groups."""
 
     @abstractmethod
     async def note(self, seen: Seen) -> None:
@@ -39,7 +39,7 @@ class Check(ABC):
     @property
     @abstractmethod
     def looked_at(self) -> str:
-        """What was compared, in words and numbers, such as "1,200 chains"; empty if there was nothing to compare."""
+        """Number of compared chains, tokens or files, such as "1,200 chains"; empty if there was nothing to compare."""
 
     def part_of(self, seen: Seen) -> Opened:
         """Return the part of the recipe whose chains these are."""

@@ -1,4 +1,4 @@
-"""What an audit reads: a run's groups, metrics and recipe, in the same form for every kind of run."""
+"""Record of a run: its groups, metrics and recipe, in the same form for every kind of run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -12,7 +12,7 @@ from agentfactory.tools.errors import SettingError
 
 def records_at(path: Path) -> list[Record]:
     """Return the records of the run at `path`, one for each of its stages. Raises SettingError if there is none, if
-    another project's files are damaged, or if it is another user's run, because its recipe's code would be run."""
+    another project's files are damaged, or if the folder of the run has links or other special files."""
     if not path.exists():
         raise SettingError("RUN", f"there is no {path}", "name the folder of a run, such as runs/quickstart")
     # first, because a folder with `logs` looks like a run of ours

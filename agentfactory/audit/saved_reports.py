@@ -1,4 +1,4 @@
-"""What `audit` and `replay` write into a run's folder, for the viewer and for later."""
+"""Reports of `audit` and `replay`, kept in the run's folder for the viewer."""
 
 import json
 import os

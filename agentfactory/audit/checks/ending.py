@@ -7,6 +7,7 @@ from pathlib import Path
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Severity
 from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.run_record import KIND
 from agentfactory.launching.run_folder import Hold, RunFolderError
 from agentfactory.tools.files.untrusted_files import open_file
 
@@ -41,7 +42,7 @@ class EndingCheck(Check):
         if record.summary.get("status") == "completed":
             return
         if self._is_running():
-            yield self.remark(f"the run is at step {reached} and goes on: this is what it has written so far")
+            yield self.remark(f"the run is at step {reached} and continues: only the part written so far was checked")
             return
         of = f" of {planned}" if planned else ""
         failed = record.summary.get("status") == "failed"
@@ -84,7 +85,7 @@ class EndingCheck(Check):
         folder = self.record.folder
         # `agentfactory eval` and `rollout` train nothing
         trains = any((folder / name).exists() for name in ("assignment.json", "trajectories/train.jsonl"))
-        ours = self.record.kind == "agentfactory" and self._logs.is_dir()
+        ours = self.record.kind == KIND and self._logs.is_dir()
         return "summary.json and the logs" if ours and (trains or self.record.metrics) else ""
 
 

@@ -33,6 +33,8 @@ class ReplayCheck(Check):
         self._until = 0.0
         self._rewards, self._diverged, self._failed, self._changing = Places(), Places(), Places(), Places()
         self._slow = False
+        self._late = 0
+        self._why_not: str | None = None
 
     async def note(self, seen: Seen) -> None:
         """See Check."""
@@ -41,7 +43,8 @@ class ReplayCheck(Check):
         if self._slow or not runner.toolset.environments or opened.recipe.rollout.agent is not None:
             return
         if any(config.reward in MODELS for config in opened.recipe.rewards):
-            return  # a judge would be asked again, for money
+            self._why_not = "a judge would be asked again, for money"
+            return
         every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
         for chain in seen.group.trajectories:
             self._seen += 1
@@ -50,6 +53,8 @@ class ReplayCheck(Check):
             self._until = self._until or time.monotonic() + MOST_SECONDS
             if time.monotonic() < self._until:
                 await self._replay(seen, chain)
+            else:
+                self._late += 1
 
     async def _replay(self, seen: Seen, chain: Trajectory) -> None:
         opened = self.part_of(seen)
@@ -76,7 +81,11 @@ class ReplayCheck(Check):
         if opened.rewards.has_group_rewards or found is None or chain.reward is None:
             return
         if abs(found - chain.reward) > NEAR * max(1.0, abs(found)):
-            second = (await opened.runner.replay(chain, seen.group.task)).chain.reward
+            try:
+                async with asyncio.timeout(CHAIN_SECONDS):
+                    second = (await opened.runner.replay(chain, seen.group.task)).chain.reward
+            except TimeoutError:
+                second = None
             if second != found:
                 self._changing.add(Evidence(f"{found:g}, then {second}; saved is {chain.reward:g}", *place))
                 return
@@ -103,6 +112,11 @@ class ReplayCheck(Check):
         if places := self._failed:
             text = f"{places.total} of {self._played} chains could not be played again"
             yield self.remark(text, "try the environment with `agentfactory tools check RECIPE`", places.kept)
+        if self._late:
+            text = f"{self._late} of {self._late + self._played} chains: {MOST_SECONDS:g} s had passed"
+            self.unchecked.append(Unchecked(self.topic, text))
+        if self._why_not is not None:
+            self.unchecked.append(Unchecked(self.topic, self._why_not))
 
     @property
     def looked_at(self) -> str:

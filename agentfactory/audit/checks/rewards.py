@@ -28,7 +28,7 @@ class RewardCheck(Check):
 
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
-        self._compared = self._all = self._failed = 0
+        self._compared = self._all = 0
         self._differ, self._changing, self._of_failed, self._raising = Places(), Places(), Places(), Places()
         self._slow: set[str] = set()
         self._why_not: dict[str, str] = {}
@@ -64,7 +64,8 @@ class RewardCheck(Check):
                 first = await _score(chain, seen, opened)
             if abs(first - chain.reward) <= NEAR * max(1.0, abs(first)):
                 return
-            second = await _score(chain, seen, opened)
+            async with asyncio.timeout(SCORE_SECONDS):
+                second = await _score(chain, seen, opened)
         except TimeoutError:
             self._why_not[seen.group.source] = f"a reward took more than {SCORE_SECONDS:g} s for {chain.id}"
             self._slow.add(seen.group.source)

@@ -10,6 +10,7 @@ from typing import Any
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
 from agentfactory.audit.record import MESSAGES, ORDER, Record, Seen
+from agentfactory.audit.run_record import KIND
 from agentfactory.rollout.data import Place, TaskMix
 from agentfactory.rollout.sources import load_all, mix_of
 from agentfactory.rollout.trajectory import Group
@@ -17,7 +18,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import text_of
 
 ENOUGH_GROUPS, FEW = 64, 0.05
-"""Groups from which few different tasks are told; share of different tasks among them."""
+"""Least number of groups, and the share of different tasks in them below which tasks count as repeated."""
 ENOUGH_TRIES = 2
 """Groups of a task that are lost in a row."""
 DISTINCT = 0.9
@@ -52,7 +53,7 @@ class TaskCheck(Check):
         recipe = self.record.recipe
         if recipe is None or ORDER in self.record.lacks:
             return
-        if self.record.kind != "agentfactory" or recipe.train.algorithm == "sft" or recipe.data is None:
+        if self.record.kind != KIND or recipe.train.algorithm == "sft" or recipe.data is None:
             return
         try:
             loaded = load_all(recipe.parts())

@@ -9,6 +9,7 @@ from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.opened import Opened
 from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
+from agentfactory.audit.replay.saved_turns import own_messages
 from agentfactory.rollout.chains.row_rendering import RowRenderer
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.token_row import Row
@@ -92,11 +93,10 @@ class TokenCheck(Check):
 
 def differences(chain: Trajectory, opened: Opened) -> Iterator[Difference]:
     """Yield the first difference of each row of a chain from its messages."""
-    said = [index for index, message in enumerate(chain.messages) if message["role"] == "assistant"]
-    own = said[len(said) - chain.turns :] if chain.turns else []
+    own = own_messages(chain)
     if len(own) != chain.turns:
         if not chain.outcome.failed:
-            yield Difference("shape", 0, 0, f"{chain.turns} turns, but {len(said)} messages of the assistant")
+            yield Difference("shape", 0, 0, f"{chain.turns} turns, but fewer messages of the assistant")
         return
     try:
         spans = chain.turn_spans()

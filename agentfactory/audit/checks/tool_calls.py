@@ -75,7 +75,7 @@ class ToolCallCheck(Check):
                 failed_before = ""
                 if answer is None:
                     if answers and index < last - 1:
-                        text = f"{name} {arguments[:80]} has no answer, and the chain goes on"
+                        text = f"{name} {arguments[:80]} has no answer, and the chain continues"
                         self._unanswered.add(Evidence(text, seen.group.id, chain.id, file=seen.file))
                     continue
                 text = text_of(answer.get("content") or "")
@@ -112,7 +112,7 @@ class ToolCallCheck(Check):
                 text = f"all {times:,} calls of {name} got the same answer, {most[:80]!r}"
                 yield self.warning(text, "try it with `agentfactory tools call RECIPE`", [self._first[name]])
         if places := self._unanswered:
-            text = f"{places.total} calls have no answer, though their chains go on: they were never made"
+            text = f"{places.total} calls have no answer, though their chains continue: they were never made"
             yield self.wrong(text, "make each call that the model writes, or tell it why not", places.kept)
         if self._after_error >= ENOUGH_CALLS and self._repeats > MANY * self._after_error:
             text = (

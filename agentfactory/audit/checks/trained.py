@@ -1,4 +1,4 @@
-"""What the trainer trained, against what was sampled: which chains, and which of their tokens."""
+"""Trained chains and tokens, compared with the sampled ones."""
 
 from collections import Counter
 from collections.abc import Iterator

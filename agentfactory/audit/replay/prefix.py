@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from agentfactory.audit.replay.saved_turns import DivergedError, own_messages
+from agentfactory.audit.replay.saved_turns import DivergedError, was_cut
 from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.rollout.token_row import Span
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.messages import Message, ToolSpec
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is otherwise in a chain that is played again.
+    """The difference of a chain that is played again from the saved one.
 
     `actions` are the assistant's messages at some turns, in place of those that were sampled. `result` replaces the
     text of the results of the last turn that is played again. `system` replaces the system prompt: the messages are
@@ -74,8 +73,7 @@ class PrefixHooks(AgentHooks):
             for span in row.versions
             if span.start < end and span.end > begin
         ]
-        cut = bool(ids) and ids[-1] not in renderer.stop_token_ids and renderer.stopped(ids) is None
-        return Completion(ids, logprobs, spans, cut, mask)
+        return Completion(ids, logprobs, spans, was_cut(ids, renderer), mask)
 
     def _compare(self, turn: Turn) -> None:
         """Raise DivergedError if the prompt is not the saved one."""
@@ -97,7 +95,7 @@ class PrefixHooks(AgentHooks):
     def _forced(self, turn: Turn, message: Message) -> Completion:
         """Return a message as a turn whose tokens are inserted and not sampled."""
         ids = tokens_of(message, turn.messages, turn.specs, turn.renderer)
-        return Completion(ids, [0.0] * len(ids), [Span("", 0, 0)][:0], False, [0] * len(ids))
+        return Completion(ids, [0.0] * len(ids), [], False, [0] * len(ids))
 
 
 def tokens_of(message: Message, before: Sequence[Message], specs: Sequence[ToolSpec], renderer: Any) -> list[int]:
@@ -117,8 +115,3 @@ def anchors_differ(chain: Trajectory, saved: Trajectory, turns: int) -> str | No
         if mine != theirs:
             return f"before turn {turn} the environment is in another state ({mine}, and was {theirs})"
     return None
-
-
-def last_turn(saved: Trajectory) -> int:
-    """Return the number of turns that a chain can be played again for: those with messages."""
-    return len(own_messages(saved))

@@ -1,4 +1,4 @@
-"""`agentfactory replay`: what would have happened, had a chain gone on otherwise at a turn?"""
+"""`agentfactory replay`: continue a saved chain many times from a turn, and compare the outcomes."""
 
 import argparse
 import json
@@ -152,7 +152,8 @@ async def _rank(
     order = ranked(effects)
     plain = [{"turn": one.turn, "effect": one.effect, "before": _plain(one.before)} for one in order]
     told = {"chain": saved.chain.id, "figure": effects[0].before.figure, "turns": plain}
-    save_replay(saved.record.folder, told)
+    if not save_replay(saved.record.folder, told):
+        tell(f"{saved.record.folder} cannot be written: the viewer will not show this replay")
     if options.save is not None:
         _append(options.save, pairs.credit(saved.chain, effects, specs))
     if options.json:
@@ -195,7 +196,8 @@ async def _try(
         raise SettingError("CHAIN", str(error), "look at what its tools draw or keep") from None
     told = {"chain": chain.id, "turn": options.turn, "exact": options.system is None}
     told["results"] = {name: _plain(found) for name, found in results}
-    save_replay(saved.record.folder, told)
+    if not save_replay(saved.record.folder, told):
+        tell(f"{saved.record.folder} cannot be written: the viewer will not show this replay")
     if options.json:
         say(json.dumps(told))
     else:

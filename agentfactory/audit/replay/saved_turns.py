@@ -16,15 +16,14 @@ class DivergedError(Exception):
 
 
 class SavedTurns:
-    """The first `most` turns of a saved chain (None: all), parsed again from their tokens; see Turns.
+    """The turns of a saved chain, parsed again from their tokens; see Turns.
 
     Messages that come between them must be the saved ones: the first that differs raises DivergedError, as does a turn
     after the last.
     """
 
-    def __init__(self, episode: Episode, renderer: Renderer, saved: Trajectory, most: int | None = None) -> None:
+    def __init__(self, episode: Episode, renderer: Renderer, saved: Trajectory) -> None:
         self.episode, self.renderer, self.saved = episode, renderer, saved
-        self.most = saved.turns if most is None else most
         self.context = Context([])
         self._turn = 0
         self._own = own_messages(saved)
@@ -36,14 +35,12 @@ class SavedTurns:
 
     async def take(self, anchor: str | None) -> TakenTurn:
         """See Turns."""
-        if self._turn == self.most:
+        if self._turn == self.saved.turns:
             raise DivergedError(f"it has not ended after turn {self._turn}, and the saved one has")
         row, start, end = self.saved.turn_spans()[self._turn]
         sampled = [int(token) for token in self._ids(row, start, end)]
         parsed = self.renderer.parse(sampled, self.episode.counts["tool_calls"], specs=self.episode.setup.specs)
-        cut = (
-            bool(sampled) and sampled[-1] not in self.renderer.stop_token_ids and self.renderer.stopped(sampled) is None
-        )
+        cut = was_cut(sampled, self.renderer)
         self._turn += 1
         self.episode.note_turn(end - start, anchor)
         self.episode.trajectory.messages.append(parsed.message)
@@ -77,6 +74,11 @@ def own_messages(chain: Trajectory) -> list[int]:
     """Return the places of the messages that the policy wrote; a task may begin with earlier ones of the assistant."""
     said = [index for index, message in enumerate(chain.messages) if message["role"] == "assistant"]
     return said[len(said) - chain.turns :] if chain.turns else []
+
+
+def was_cut(sampled: Sequence[int], renderer: Renderer) -> bool:
+    """Return whether a turn ended at a limit, without a stop token or a stop string."""
+    return bool(sampled) and sampled[-1] not in renderer.stop_token_ids and renderer.stopped(list(sampled)) is None
 
 
 def _shown(message: Message) -> str:
