@@ -1,13 +1,11 @@
 """The planned memory of a server against a real engine's, and against figures that others have published."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -26,6 +24,7 @@ from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.packed_linear import WHOLE, onednn_modules
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.step_plan import Planner
+from tests.placement.allocations import allocations
 
 SMALL = {
     "hidden_size": 128,
@@ -94,7 +93,7 @@ def check_planned(
     # the profile sees that weights are replaced, but not the end of those that were allocated before it
     is_large = any(module.weight.numel() >= WHOLE for module in onednn_modules(model))
     replaced = planned.parts["weights"] if is_large else 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with allocations() as allocated:
         engine = Engine(model, **sizes)
         for together in prompts:
             for prompt in together:
@@ -106,12 +105,8 @@ def check_planned(
     assert engine.cache is not None
     assert planned.least_cache == engine.cache.nbytes
     assert planned.parts["weights"] == sum(weight.nbytes for weight in model.parameters())
-    assert prof.profiler is not None
-    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    real = max(itertools.accumulate(event.nbytes() for event in events))
     rest = planned.parts.get("packed", 0) + planned.parts["workspace"]
-    real -= engine.cache.nbytes + replaced
+    real = allocated.peak - engine.cache.nbytes - replaced
     assert real < rest < 1.4 * real
 
 

@@ -1,8 +1,6 @@
 """The planned memory of a trainer against what torch's allocator hands out while the real learner updates."""
 
-import gc
 import importlib.util
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -28,6 +25,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.update.learner import Learner, Terms
 from agentfactory.trainers.update.optimizer import make_optimizer
+from tests.placement.allocations import allocations
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
@@ -87,14 +85,6 @@ def make_recipe(
     return TrainRecipe.model_validate(sections)
 
 
-def allocated(prof: profile) -> int:
-    """The most bytes that tensors had at a time, beyond those that were there before."""
-    assert prof.profiler is not None
-    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
-    # positive where memory is taken, negative where it is given back
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
 @pytest.mark.parametrize(
     ("shape", "lora", "batching", "dtype", "train"),
     [
@@ -138,8 +128,7 @@ def test_planned_is_what_updates_allocate(
     recipe = make_recipe(tmp_path, dtype, lora, batching=batching, **train)
     planned = trainer_memory(recipe, config, "cpu", config)
     del planned["context"]  # the libraries
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with allocations() as allocated:
         learner = Learner(recipe, Accelerator(cpu=True))
         part = fullest(recipe, learner.batching)
         # from the second update on the optimiser's state is there too
@@ -149,7 +138,7 @@ def test_planned_is_what_updates_allocate(
                 lambda index, part, logprob, entropy, *divergence: Terms(loss=(sum(divergence) + logprob).sum()),
                 (lambda part, values: Terms(loss=values.sum())) if learner.has_critic else None,
             )
-    real = allocated(prof)
+    real = allocated.peak
     print(f"{real / MIB:.0f} MiB, planned / real {sum(planned.values()) / real:.3f}")
     assert real > 20 * MIB
     assert sum(planned.values()) == pytest.approx(real, rel=0.1), planned

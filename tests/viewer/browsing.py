@@ -76,5 +76,16 @@ def api(url: str, path: str) -> Any:
     return wait_for(answer)
 
 
+def when_read(url: str) -> dict[str, Any]:
+    """The state of a viewer when it has read all chains of its runs."""
+
+    def state() -> Any:
+        found = api(url, "/api/state")
+        # before the first look at the folders the total is 0
+        return 0 < found["progress"]["total"] == found["progress"]["read"] and found
+
+    return wait_for(state)
+
+
 def run_id(url: str, label: str) -> str:
     return next(run["id"] for run in api(url, "/api/state")["runs"] if run["label"] == label)

@@ -11,10 +11,9 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from tests.viewer.browsing import api, viewing
+from tests.viewer.browsing import api, viewing, when_read
 from tests.viewer.conftest import CHROMIUM
 from tests.viewer.screen_runs import screen_run
-from tests.waiting import wait_for
 
 DOCS = Path(__file__).parents[2] / "docs"
 PHONE = (390, 740)
@@ -54,12 +53,7 @@ def trajectory(row: dict[str, Any]) -> str:
 def main(folders: list[Path]) -> None:
     """Take all pictures."""
     with viewing(*folders) as url, sync_playwright() as playwright:
-
-        def finished() -> Any:
-            state = api(url, "/api/state")
-            return state["progress"]["read"] == state["progress"]["total"] and state
-
-        runs = [run["id"] for run in wait_for(finished)["runs"] if run["credited"]]
+        runs = [run["id"] for run in when_read(url)["runs"] if run["credited"]]
 
         def chain(query: str) -> str:
             row = api(url, f"/api/trajectories?source=train&{query}")["rows"][0]

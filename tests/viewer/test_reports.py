@@ -14,8 +14,7 @@ import pytest
 
 from agentfactory.audit.saved_reports import REPLAYS, save_replay
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
-from tests.viewer.browsing import api, asking, opened, run_id, viewing
-from tests.waiting import wait_for
+from tests.viewer.browsing import api, asking, opened, run_id, viewing, when_read
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -57,7 +56,7 @@ def runs(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def browsed(browser: "Browser", *runs: Path, width: int = 1400) -> "Iterator[tuple[str, Page]]":
     context = browser.new_context(viewport={"width": width, "height": 900})
     with viewing(*runs) as url, opened(context) as page:
-        wait_for(lambda: (state := api(url, "/api/state")["progress"]) and state["read"] == state["total"])
+        when_read(url)
         yield url, page
     context.close()
 
