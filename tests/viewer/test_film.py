@@ -14,7 +14,7 @@ from PIL import Image, ImageColor
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.tools.images.coordinates import Coordinates
-from tests.viewer.browsing import api, asking, viewing
+from tests.viewer.browsing import api, asking, viewing, when_read
 from tests.viewer.pictures import trajectory
 from tests.viewer.screen_runs import SIZE, SIZES, screen_run
 from tests.viewer.viewer_runs import many_chains
@@ -106,6 +106,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 def test_a_chain_of_a_browser_is_a_film(page: "Page", film: RunFolder) -> None:
     with viewing(film.path) as url:
+        when_read(url)
         [row] = api(url, "/api/trajectories")["rows"]
         page.goto(f"{url}{trajectory(row)}?tab=film")
         frames = page.locator(".film li")
@@ -140,6 +141,7 @@ def test_a_chain_of_a_browser_is_a_film(page: "Page", film: RunFolder) -> None:
 
 def test_a_chain_without_pictures_has_no_film(page: "Page", tmp_path: Path) -> None:
     with viewing(many_chains(tmp_path / "many", 1, 1).path) as url:
+        when_read(url)
         [row] = api(url, "/api/trajectories")["rows"]
         page.goto(f"{url}{trajectory(row)}?tab=film")
         page.locator(".conversation").wait_for()
