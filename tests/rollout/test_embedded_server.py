@@ -526,6 +526,14 @@ async def test_the_prompts_ids_are_returned_on_request(client: Client) -> None:
     assert "prompt_token_ids" not in await client.post("/inference/v1/generate", {**body, "return_token_ids": False})
 
 
+async def test_older_clients_of_vllm_find_the_token_as_text(client: Client) -> None:
+    params = {"logprobs": 1, "skip_special_tokens": False, "stop_token_ids": [95], "routed_experts_prompt_start": 1}
+    choice = await client.generate(some_ids(5), **params)
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+    check_logprobs(reference(client.server.model), some_ids(5), choice)
+
+
 async def test_error_answers(client: Client) -> None:
     assert await client.generate([1], model="other", status=404) == "The model `other` does not exist."
     long = await client.generate([1] * MAX_MODEL_LEN, status=400)
@@ -544,7 +552,7 @@ async def test_error_answers(client: Client) -> None:
         {"temperature": -1},
         {"temperature": "hot"},
         {"max_tokens": 0},
-        {"logprobs": 3},
+        {"logprobs": 2},
         {"seed": "x"},
         {"stop_token_ids": "x"},
         {"logit_bias": [1]},

@@ -22,6 +22,8 @@ Json = dict[str, Any]
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
     *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop", "prompt_logprobs"),
+    # about text, or about routed experts, neither of which is returned
+    *("skip_special_tokens", "routed_experts_prompt_start"),
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -95,10 +97,10 @@ def make_request(
     candidates = _token_ids(params.get("logprob_token_ids") or [], "sampling_params.logprob_token_ids").tolist()
     if any(not 0 <= token < engine.vocab_size for token in candidates):
         raise ApiError(400, f"sampling_params.logprob_token_ids: must be from 0 to {engine.vocab_size - 1}")
-    if params.get("logprobs") not in (None, len(candidates)):
+    if params.get("logprobs") not in (None, len(candidates), len(candidates) or 1):
         raise ApiError(
             400,
-            "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids",
+            "sampling_params.logprobs: must be 0 or 1 (the sampled token only) or the number of logprob_token_ids",
         )
     scored = params.get("prompt_logprobs")
     if scored is not None and (type(scored) is not int or scored < 0):
@@ -133,9 +135,7 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
     tokens = request.tokens
     logprobs = None
     if body["sampling_params"].get("logprobs") is not None:
-        content: list[Json] = [
-            {"token_id": token, "logprob": logprob} for token, logprob in zip(tokens, request.logprobs, strict=True)
-        ]
+        content = [_scored(token, logprob) for token, logprob in zip(tokens, request.logprobs, strict=True)]
         logprobs = {"content": content}
         for entry, candidates in zip(content, request.candidate_logprobs, strict=False):
             entry["top_logprobs"] = _top_logprobs(entry, request.candidates, candidates)
@@ -183,7 +183,13 @@ def _prompt_logprobs(request: Request) -> list[Json | None]:
 def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
     """Return the candidates in vLLM's format: after the sampled token, each once, no more than requested."""
     listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
-    return [{"token_id": token, "logprob": logprob} for token, logprob in listed.items()][: len(candidates)]
+    return [_scored(token, logprob) for token, logprob in listed.items()][: len(candidates)]
+
+
+def _scored(token: int, logprob: float) -> Json:
+    """Return a token and its log-probability, under the names of vLLM's newer (token_id) and older (token) servers:
+    renderers 0.1, the client of verifiers and prime-rl, reads the older."""
+    return {"token_id": token, "token": f"token_id:{token}", "logprob": logprob}
 
 
 def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
