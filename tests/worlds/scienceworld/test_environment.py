@@ -173,9 +173,7 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
 
 
 @pytest.mark.long
-def test_games_in_turns_show_what_they_show_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without it the order of things in a room depends on memory addresses, the engine's own randomness.
-    monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
+def test_games_in_turns_show_what_they_show_alone() -> None:
     games = [(task, variation, "easy") for task, variation in QUICK.items()]
     # the thermometer's noise, and plants in pots with or without self-watering
     games += [("use-thermometer", 4, "openDoors"), ("grow-plant", 1, ""), ("grow-plant", 1, "selfWateringFlowerPots")]
@@ -189,6 +187,21 @@ def test_games_in_turns_show_what_they_show_alone(monkeypatch: pytest.MonkeyPatc
         assert len(jvms.pids()) == 1
     finally:
         jvms.close()
+
+
+def test_a_game_repeats_in_another_process() -> None:
+    # bees wander, and a room with a hundred things lists them in the order of a set
+    actions = ["go to outside", "look around", *["wait1", "look around"] * 6, "go to greenhouse", "look around"]
+    games = [("find-animal", 3, "easy"), ("grow-fruit", 1, "easy")]
+    shown = []
+    for others in ([], [("boil", 0, "easy")]):
+        jvms = Jvms(heap_mb=384, games_per_jvm=8)
+        try:
+            found = transcripts(jvms, [*others, *games], [actions] * len([*others, *games]))
+            shown.append(found[len(others) :])
+        finally:
+            jvms.close()
+    assert shown[0] == shown[1]
 
 
 async def test_a_killed_java_process_loses_its_chains_only(paths: dict[str, list[str]]) -> None:
