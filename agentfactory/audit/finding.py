@@ -23,7 +23,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A place in the run's files that shows a finding. Tokens are counted from 0 within `row` of the chain."""
+    """A place in the run's files that shows a finding. Rows of the chain and tokens of the row are counted from 0."""
 
     text: str
     group: str = ""
@@ -34,9 +34,12 @@ class Evidence:
 
     @property
     def place(self) -> str:
-        """The place in words."""
+        """The place in words; the rows of a chain are counted from 1 there, as in the viewer."""
         parts = [f"chain {self.chain}" if self.chain else f"group {self.group}" if self.group else ""]
-        parts += [f"row {self.row}" if self.row else "", f"token {self.position}" if self.position is not None else ""]
+        parts += [
+            f"row {self.row + 1}" if self.row else "",
+            f"token {self.position}" if self.position is not None else "",
+        ]
         parts.append(self.file)
         return ", ".join(part for part in parts if part)
 

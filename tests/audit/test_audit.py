@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentfactory.audit.audit import audit
-from agentfactory.audit.finding import Finding, Report, Severity
+from agentfactory.audit.finding import Evidence, Finding, Report, Severity
 from agentfactory.audit.run_record import records_of
 from agentfactory.commands.main import main
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
@@ -387,3 +387,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "RUN: there is no " in capsys.readouterr().err
     assert main(["audit", str(tmp_path)]) == 2
     assert "is no run; fix: name a folder that `agentfactory train` has written" in capsys.readouterr().err
+
+
+def test_rows_are_counted_as_the_viewer_counts_them() -> None:
+    assert Evidence("masked", chain="g0.1", row=1, position=5).place == "chain g0.1, row 2, token 5"
+    assert Evidence("masked", chain="g0.1", row=0, position=5).place == "chain g0.1, token 5"
