@@ -22,8 +22,8 @@ Json = dict[str, Any]
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
     *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop", "prompt_logprobs"),
-    # about text, or about routed experts, neither of which is returned
-    *("skip_special_tokens", "routed_experts_prompt_start"),
+    # of routed experts, which are not returned
+    "routed_experts_prompt_start",
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -34,6 +34,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
+    # no text is returned
+    "skip_special_tokens": (True, False),
 }
 _REQUEST = {
     *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),
