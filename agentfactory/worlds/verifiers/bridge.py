@@ -115,7 +115,8 @@ def _import(name: str) -> None:
     try:
         vf.import_taskset(name)
     except ModuleNotFoundError as error:
-        lacking = getattr(error.__cause__, "name", None)
+        # without a cause, a package of verifiers itself has failed
+        lacking = getattr(error.__cause__ or error, "name", None)
         module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
         if lacking in (None, module, f"verifiers.v1.tasksets.{module}"):
             fix = "install its package into this Python, or set folder to the one that has its module"
