@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-numbers-all test-long test-benchmarks \
 	test-faults vllm-cpu test-vllm test-vllm-long test-families alfworld test-alfworld test-wheel test-gpu lint docs \
-	learn-ci learn learn-worlds learn-agents test-agents test-harnesses real
+	learn-ci learn learn-worlds learn-agents test-agents test-harnesses test-verifiers real
 
 setup: $(VENV)/.installed-dev
 
@@ -215,3 +215,12 @@ test-agents: $(VENV)/.installed-dev .venv-agents/bin/mini $(QWEN)
 
 test-harnesses: $(VENV)/.installed-dev .venv-harnesses/.installed
 	AGENTFACTORY_HARNESSES=$(abspath .venv-harnesses/bin) $(PYTEST) -n 0 -m long tests/test_harnesses.py $(ARGS)
+
+# verifiers as it is, which needs another mcp than AgentFactory: its environments, and its training client.
+.venv-verifiers/.installed:
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check 'verifiers~=0.4.0' uv
+	touch $@
+
+test-verifiers: $(VENV)/.installed-dev .venv-verifiers/.installed
+	AGENTFACTORY_VERIFIERS_PYTHON=$(abspath .venv-verifiers/bin/python) $(PYTEST) -n 0 -m long tests/worlds/verifiers $(ARGS)

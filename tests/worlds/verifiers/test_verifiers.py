@@ -24,7 +24,7 @@ PYTHON = os.environ.get("AGENTFACTORY_VERIFIERS_PYTHON", "")
 real = [
     pytest.mark.processes,
     pytest.mark.long,
-    pytest.mark.skipif(not PYTHON, reason="AGENTFACTORY_VERIFIERS_PYTHON names no Python with verifiers and uv"),
+    pytest.mark.skipif(not PYTHON, reason="verifiers is not installed: make test-verifiers"),
 ]
 
 SUMS = """
