@@ -81,7 +81,7 @@ class Jvm:
         self._ended = False
         # neither the JIT's last tier nor parallel garbage collection makes the engine faster
         options = [f"-Xmx{heap_mb}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:+ExitOnOutOfMemoryError"]
-        # the engine lists things in the order of their hash codes, which else depend on memory addresses
+        # the engine lists things in the order of their identity hashes, which Java otherwise draws anew for each object
         options += ["-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
         classes = ["-classpath", os.pathsep.join((find_jar_path(), JAR_PATH))]
         server = ["py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
@@ -227,10 +227,10 @@ class Jvm:
             told = f"Java did not answer within {_ANSWER_SECONDS:g} s" if silent else self.loss
             raise GameLost(told) from error
 
-    def generator(self, seed: int) -> Any:
+    def generator(self) -> Any:
         """Return a new random generator. Raises GameLost."""
         with self._lock, self._calling():
-            return self._classes.java.util.Random(seed)
+            return self._classes.java.util.Random()
 
     def interface(self) -> Any:
         """Return a new interface to the engine. Use within `call`."""
@@ -244,8 +244,8 @@ class Jvm:
 
 
 class Game:
-    """A game of one task variation: the same actions have the same results. Thread-safe; calls to one process are
-    serialized.
+    """A game of one task variation: the same actions have the same results, because the engine seeds its generator with
+    the variation's number. Thread-safe; calls to one process are serialized.
 
     Args:
         gold: Also compute the gold path, which doubles the loading time.
@@ -260,7 +260,7 @@ class Game:
         self.jvm = jvm
         self.simplifications = simplifications
         self.next_number = 0
-        self.random = jvm.generator(variation)
+        self.random = jvm.generator()
         self.engine: Any = None
         try:
             # as the game's own call, because it consumes random numbers and object numbers

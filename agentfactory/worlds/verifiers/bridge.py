@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -121,8 +122,13 @@ def _import(name: str) -> None:
         if lacking in (None, module, f"verifiers.v1.tasksets.{module}"):
             fix = "install its package into this Python, or set folder to the one that has its module"
             raise Refused("id", f"got {name!r}; {sys.executable} has no module {module}", fix) from error
+        package, _, inner = lacking.partition(".")
         problem = f"got {name!r}, which needs the package {lacking}"
-        raise Refused("id", problem, f"{sys.executable} -m pip install {lacking}") from error
+        fix = f"{sys.executable} -m pip install {package}"
+        if inner and find_spec(package) is not None:
+            problem += f", and the installed {package} has none"
+            fix = f"install the version that it needs; {sys.executable} -m pip check names it"
+        raise Refused("id", problem, fix) from error
     except Exception as error:  # boundary: user code
         fix = "correct it, or install what it needs"
         raise Refused("id", f"got {name!r}, which fails on import: {_described(error)}", fix) from error

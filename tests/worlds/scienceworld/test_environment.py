@@ -190,7 +190,7 @@ def test_games_in_turns_show_what_they_show_alone() -> None:
 
 
 def test_a_game_repeats_in_another_process() -> None:
-    # bees wander, and a room with a hundred things lists them in the order of a set
+    # each room lists its things in the order of a set
     actions = ["go to outside", "look around", *["wait1", "look around"] * 6, "go to greenhouse", "look around"]
     games = [("find-animal", 3, "easy"), ("grow-fruit", 1, "easy")]
     shown = []

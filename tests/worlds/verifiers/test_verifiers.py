@@ -238,6 +238,14 @@ class TestReal:
         with pytest.raises(SettingError, match=f"verifiers.{message}"):
             source(folder, name, **fields).rows()
 
+    def test_another_version_of_a_package_is_named(self, tmp_path: Path) -> None:
+        # as after the installation of OpenEnv 0.10, which needs an older mcp
+        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mcp.server.mcpserver'] = None\n")
+        message = "got 'textarena', which needs the package mcp.server.mcpserver, and the installed mcp has none"
+        with pytest.raises(SettingError, match=message) as caught:
+            source(tmp_path, "textarena", options={"game": "Hangman-v0"}).rows()
+        assert "pip check" in caught.value.fix
+
     async def test_single_turns_are_scored_by_verifiers(self, folder: Path) -> None:
         rows = source(folder, "sums", tasks=6).rows()
         replies = {"0 + 1 =": "It is 1", "1 + 2 =": "4", "2 + 3 =": "raise", "3 + 4 =": "7"}

@@ -88,7 +88,7 @@ def make_request(
         raise ApiError(400, "sampling_params: must be an object")
     for key, value in params.items():
         if key not in _SAMPLING and value not in _NEUTRAL.get(key, ()):
-            only = f"; only {_NEUTRAL[key][0]} is" if key in _NEUTRAL else ""
+            only = f"; only {' or '.join(map(str, _NEUTRAL[key]))} is" if key in _NEUTRAL else ""
             raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
     temperature = params.get("temperature", 1.0)
     if not _is_number(temperature) or not 0 <= temperature < float("inf"):
