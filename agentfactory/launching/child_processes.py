@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -123,9 +123,10 @@ class Children:
         show: bool = False,
         explain: Callable[[list[str]], str | None] | None = None,
         is_finishing: Callable[[], bool] = lambda: False,
+        inherited: Mapping[str, str] = os.environ,
     ) -> Child:
-        """Start a child; its output goes to `log`, or with `show` only its stderr. See Child for `explain` and
-        `is_finishing`."""
+        """Start a child in the environment `inherited`, with the variables `env`; its output goes to `log`, or with
+        `show` only its stderr. See Child for `explain` and `is_finishing`."""
         with writing(log.parent):
             log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
@@ -136,7 +137,7 @@ class Children:
                 stdout=None if show else file,
                 stderr=file,
                 # threads that spin while they wait would take cores from the other processes
-                env={"OMP_WAIT_POLICY": "passive", **os.environ, **parent_watch.environment(), **(env or {})},
+                env={"OMP_WAIT_POLICY": "passive", **inherited, **parent_watch.environment(), **(env or {})},
                 start_new_session=True,
             )
         child = Child(name, process, log, log_start, explain, is_finishing)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files.disk import set_usual_modes
-from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes import environment, parent_watch
 from agentfactory.tools.user_code import import_path
 from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.tools.user_code.loading import UserCodeError, load_object
@@ -38,11 +38,14 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
         return
     from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.recipe.composition import display
+    from agentfactory.recipe.schema import stages_of
 
+    variables = {name for stage in stages_of(recipe) for name in stage.variables()}
     say(f"preparing {display(folder)}")
     log = recipe.output / "logs" / "prepare.log"
     with announced(f"running {Path(recipe.prepare).name} (prepare; log: {display(log)})"):
-        children.wait(children.start("prepare function", prepare_command(recipe), log))
+        inherited = environment.for_chains(variables, {})
+        children.wait(children.start("prepare function", prepare_command(recipe), log, inherited=inherited))
     if not folder.exists():
         raise ChildFailed(f"the prepare function ended its process before it was done (log: {log})")
 

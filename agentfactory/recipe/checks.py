@@ -25,7 +25,7 @@ from agentfactory.recipe.sglang_checks import check_sglang, check_sglang_is_inst
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening import check_lengths, check_texts
-from agentfactory.rollout.config import DataConfig, Inflight, Part, distinct
+from agentfactory.rollout.config import DataConfig, Inflight, Part, RolloutRecipe, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
@@ -36,6 +36,8 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.addresses import is_http_address
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
+from agentfactory.tools.processes.environment import is_setting
+from agentfactory.tools.user_code.source_files import source_files, variables_read
 
 _TRIED_ROWS = 3
 
@@ -85,6 +87,8 @@ def check(
             for part in parts_of(recipe):
                 with part_named(part):
                     _check_chains(part.recipe, purpose, is_held_out(part))
+        if purpose == "train":
+            _check_variables(recipe)
         if runs_chains(recipe, purpose) or purpose == "serve":
             _check_server(recipe, lack)
             if purpose in ("train", "serve"):
@@ -411,6 +415,18 @@ def _check_chains(recipe: Recipe, purpose: Purpose, held_out: bool) -> None:
         if rollout.max_staleness == 0:
             problem = "got 'keep' with rollout.max_staleness=0: no turn runs during an update"
             raise SettingError("rollout.inflight", problem, "remove it, or raise rollout.max_staleness")
+
+
+def _check_variables(recipe: Recipe) -> None:
+    """Raise SettingError if user code reads an environment variable that is set, but does not reach the process in
+    which this code runs."""
+    data = recipe.model_dump(mode="json", include={"prepare", *RolloutRecipe.model_fields})
+    passed = recipe.variables()
+    for file in source_files(data, Path.cwd(), recipe.import_path):
+        for name in sorted(variables_read(file) & os.environ.keys() - passed):
+            if not is_setting(name):
+                problem = f"{display(file)} reads {name}, which the recipe does not name, and so does not get it"
+                raise SettingError("env", problem, f"env: [{', '.join([*recipe.env, name])}], or unset {name}")
 
 
 def _check_server(recipe: Recipe, lack: Lack) -> None:

@@ -28,6 +28,7 @@ from agentfactory.recipe.old_fields import renew
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.processes.environment import name_variables
 from agentfactory.tools.user_code.import_path import append_folders
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -68,6 +69,7 @@ def load_recipe(
     _take_over(composed)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
+    name_variables(recipe.env)
     check_prepare(recipe.prepare, composed)
     check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
     return recipe
@@ -142,6 +144,7 @@ def _load_staged(
             raise
         whole.stages.append(recipe)
         previous = name
+    name_variables({name for stage in whole.stages for name in stage.env})
     return whole
 
 

@@ -335,6 +335,9 @@ class ToolsRecipe(Section):
     """Further MCP servers, by name."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on a chain's use of tools."""
+    env: list[str] = []
+    """Environment variables that tools, rewards, worlds and `prepare` may read, such as that of an API key. Their
+    processes get no others, except settings of the system and of libraries (PATH, HOME, OMP_NUM_THREADS, ...)."""
 
     def longest_call(self) -> tuple[float, str]:
         """Return the longest time limit in seconds of a call of user code in this process, and its setting."""

@@ -1,5 +1,7 @@
 """The recipe fields of the rollout package: the sections rollout and eval, and the whole."""
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,6 +18,9 @@ from agentfactory.rollout.config.sources import OF_RECIPE, SourceConfig, TasksCo
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import McpServerConfig, PositiveInt, Section, ToolsRecipe
 from agentfactory.tools.errors import SettingError
+
+_VARIABLE = re.compile(r"\$\{?(\w+)")
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 class OutcomePolicy(StrEnum):
@@ -247,6 +252,26 @@ class RolloutRecipe(ToolsRecipe):
                 problem, fix = f"got {source.teacher_url!r}, but no teacher grades held-out tasks", "remove it"
                 raise SettingError(f"eval.data.sources.{index}.teacher_url", problem, fix)
         return self
+
+    def variables(self) -> set[str]:
+        """Return the environment variables that the recipe names: in `env`, in fields such as `api_key_env`, and as
+        `${NAME}`; those of the hub's token if it names a model or data of the hub."""
+        found = {*self.env}
+
+        def collect(value: Any, field: str = "") -> None:
+            match value:
+                case str():
+                    found.update([value] if field.endswith("_env") else _VARIABLE.findall(value))
+                case dict():
+                    for name, each in value.items():
+                        collect(each, name)
+                case list():
+                    for each in value:
+                        collect(each)
+
+        collect(self.model_dump(mode="json", include=set(RolloutRecipe.model_fields)))
+        paths = [self.model.path, *(part.recipe.data.path for part in self.parts() if part.recipe.data is not None)]
+        return found | {*(_HUB_TOKENS if any(path and not os.path.isabs(path) for path in paths) else ())}
 
     def parts(self) -> "list[Part[Self]]":
         """Return the part of each source of tasks; without sources, the only one."""

@@ -29,7 +29,7 @@ from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.run_notices import Notice, inform, log, notify
-from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes import environment, parent_watch
 from agentfactory.tools.processes.endings import HOLDS_LOCK, ended_by
 from agentfactory.tools.processes.stacks import Inside
 from agentfactory.tools.user_code.import_path import own_python
@@ -195,7 +195,9 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **parent_watch.environment(), "CUDA_VISIBLE_DEVICES": ""},
+                env=environment.for_chains(
+                    job.recipe.variables(), {**parent_watch.environment(), "CUDA_VISIBLE_DEVICES": ""}
+                ),
                 # signals that a launcher sends to the trainer's process group must not reach the worker, which the
                 # trainer ends
                 start_new_session=True,

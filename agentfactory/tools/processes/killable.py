@@ -1,14 +1,13 @@
 """Worker processes for libraries that can hang or crash on hostile input, and are then killed and restarted."""
 
 import json
-import os
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes import environment, parent_watch
 from agentfactory.tools.user_code.import_path import own_python
 
 
@@ -62,7 +61,7 @@ class KillableProcess:
             own_python(*arguments, executable=executable),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **parent_watch.environment(), **(variables or {})},
+            env=environment.for_others({**parent_watch.environment(), **(variables or {})}),
             start_new_session=True,
         )
         self.answered = False

@@ -33,6 +33,22 @@ def source_files(named: Mapping[str, Any], base: Path, import_path: Iterable[Pat
     return found
 
 
+def variables_read(file: Path) -> set[str]:
+    """Return the environment variables that a Python file reads by name."""
+    names: set[str] = set()
+    if file.suffix == ".py":
+        # whoever runs the file reports its error
+        with suppress(SyntaxError, ValueError):
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                match node:
+                    case ast.Subscript(value=ast.Attribute(attr="environ"), slice=ast.Constant(value=str(name))):
+                        names.add(name)
+                    case ast.Call(func=ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]):
+                        if called == "getenv" or (called == "get" and ast.unparse(node.func).endswith("environ.get")):
+                            names.add(name)
+    return names
+
+
 def digests_of(files: Iterable[Path]) -> dict[str, str]:
     """Return the SHA-256 of each file, by its path."""
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

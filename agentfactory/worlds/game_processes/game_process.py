@@ -11,6 +11,7 @@ from typing import Any
 
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes import environment
 from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.worlds.game_processes.refused import Refused
 
@@ -83,13 +84,14 @@ class _ForkServer:
                 own_python("-m", _SERVER, place, str(seconds), str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={
-                    **os.environ,
-                    # modules of the recipe's folder, too
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    # a fork has none of the threads of its parent
-                    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-                },
+                env=environment.for_others(
+                    {
+                        # modules of the recipe's folder, too
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                        # a fork has none of the threads of its parent
+                        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                    }
+                ),
                 # Ctrl-C in a terminal does not reach it
                 start_new_session=True,
             )

@@ -12,15 +12,12 @@ depend on the order of sets, so it needs PYTHONHASHSEED=0. The kernel's alarm en
 long; the end of stdin ends one whose parent is gone.
 """
 
-import ast
-import builtins
 import dataclasses
 import difflib
 import json
 import logging
 import os
 import random
-import re
 import resource
 import signal
 import sys
@@ -30,13 +27,12 @@ from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
-import sympy
 from reasoning_gym.coaching.base_curriculum import BaseCurriculum
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
-from sympy.parsing import sympy_parser
 
 from agentfactory.tools.processes import parent_watch
+from agentfactory.worlds.reasoning_gym import answers
 
 MEMORY_BYTES = 4 << 30
 TASK_SECONDS = 60.0
@@ -46,9 +42,6 @@ _TRIES = 20
 _NONSENSE = "?"
 _OURS = ("seed", "size")
 """Options that the source sets."""
-_UNSAFE = re.compile(r"__|['\"`@;:\\=]|\blambda\b|(?<![\d.])\.\s*[^\W\d]")
-"""Parts of an expression that could call a method, or name one in a text."""
-_HARMLESS = {"abs", "max", "min", "pow", "round", "sum", "int", "float"}
 
 Spec = dict[str, Any]
 """A data set: `name`, `level`, `options`, `seed`."""
@@ -67,33 +60,13 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     # generators and verifiers print
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    evaluate_no_code()
+    answers.install()
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin:
         request = json.loads(line)
         for answer in _rows(request["rows"]) if "rows" in request else _verdict(request):
             print(json.dumps(answer), file=replies)
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def evaluate_no_code() -> None:
-    """Replace the functions with which verifiers evaluate answers as Python: `eval` by that of literals, and sympy's
-    parser by one that refuses all but formulas."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("reasoning_gym."):
-            for attribute in ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"):
-                if name.endswith(f".{attribute}"):
-                    vars(module)["eval"] = ast.literal_eval
-            if vars(module).get("parse_expr") is sympy_parser.parse_expr:
-                vars(module)["parse_expr"] = _parse_formula
-    sympy.parse_expr = _parse_formula
-
-
-def _parse_formula(text: str, *args: Any, **options: Any) -> Any:
-    named = set(re.findall(r"[^\W\d]\w*", text))
-    if _UNSAFE.search(text) or any(hasattr(builtins, name) for name in named - _HARMLESS):
-        raise ValueError("it is not a formula")
-    return sympy_parser.parse_expr(text, *args, **options)
 
 
 def _rows(specs: list[Spec]) -> Iterator[dict[str, Any]]:
@@ -231,7 +204,7 @@ def _verdict(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         # a copy, because verifiers may change it
-        yield {"score": float(_cached_set(spec).score_answer(request["answer"], deepcopy(entry)))}
+        yield {"score": answers.score(_cached_set(spec), request["answer"], deepcopy(entry))}
     except Exception as error:  # boundary: a verifier may raise anything
         yield {"raised": f"{type(error).__name__}: {error}"}
 

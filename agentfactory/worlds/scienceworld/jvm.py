@@ -16,6 +16,7 @@ import psutil
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes import environment
 from agentfactory.tools.user_code.extras import check_extra
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class Jvm:
                     stdout=subprocess.PIPE,
                     stderr=said,
                     cwd=BASEPATH,  # reads a file of types there
+                    env=environment.for_others(),
                     start_new_session=True,
                 )
             except OSError as error:

@@ -203,7 +203,9 @@ def _check_keys(config: Any) -> None:
             continue
         if needed:
             problem = f"{what} needs a key, but the variable {name} is not set"
-            raise Refused(_field(path), problem, f"export {name}=KEY, or use another")
+            raise Refused(
+                _field(path), problem, f"export {name}=KEY, and name it in the recipe: env: [{name}]; or use another"
+            )
 
 
 def _parts(value: Any, path: list[str]) -> Iterator[tuple[list[str], Any]]:

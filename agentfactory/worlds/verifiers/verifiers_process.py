@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.proxies import spare_loopback
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes import end_with_parent as keeper
+from agentfactory.tools.processes import environment
 from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.worlds.verifiers import bridge
 
@@ -66,8 +66,10 @@ def _setting(refused: list[str]) -> SettingError:
 
 
 def _environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of the process: ours, except those of our own Python."""
-    found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    """Return the variables of the process: those for code of others, except those of our own Python."""
+    found = environment.for_others()
+    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        found.pop(name, None)
     if settings["folder"] is not None:
         # the servers of an environment's tools import its module, too
         found["PYTHONPATH"] = settings["folder"]

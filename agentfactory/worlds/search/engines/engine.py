@@ -21,6 +21,7 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.proxies import Proxy, open_session, proxy_for, through
 from agentfactory.tools.http.retries import Retries, seconds_asked
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes.environment import may_be_read
 from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.user_code.extension import check_types
 from agentfactory.worlds.browse.answer_cache import DiskCache
@@ -270,10 +271,14 @@ class Engine(ABC):
 
 
 def variable(engine: str, name: str) -> str:
-    """Return the value of an engine's environment variable. Raises SettingError if it is not set."""
-    if value := os.environ.get(name, "").strip():
+    """Return the value of an engine's environment variable. Raises SettingError if it is not set, or if the recipe does
+    not name it."""
+    value = os.environ.get(name, "").strip()
+    if value and may_be_read(name):
         return value
-    raise SettingError("source", f"{engine} needs the environment variable {name}, which is not set", f"export {name}")
+    reason = "the recipe does not name" if value else "is not set"
+    fix = f"{'' if value else f'export {name}, and '}name it in the recipe: env: [{name}]"
+    raise SettingError("source", f"{engine} needs the environment variable {name}, which {reason}", fix)
 
 
 def passage(url: str, title: Any, text: Any, score: Any = None) -> Passage:
