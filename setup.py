@@ -1,5 +1,7 @@
 """AgentFactory's packages and dependencies. `pip install '.[viewer]'` is enough for the quickstart."""
 
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
 # in two extras each
@@ -89,10 +91,19 @@ EXTRAS = {
 }
 
 setup(
-    name="agentfactory",
+    # the package is `agentfactory`, which is another project's name on the package index
+    name="agentfactory-rl",
     version="0.2.0",
     description="Reinforcement learning for LLM agents that use tools over many turns",
-    license="Apache-2.0",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11",
     # without __init__.py, trainers, rollout and tools are namespace packages; recipes and templates are data
     packages=find_namespace_packages(

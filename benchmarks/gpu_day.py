@@ -45,7 +45,7 @@ def download(freeze: Path, folder: Path, python: str, cuda: str) -> None:
     installed = read_freeze(freeze)
     with tempfile.TemporaryDirectory() as temporary:
         wanted, known = Path(temporary) / "wanted.txt", Path(temporary) / "known.txt"
-        wanted.write_text("\n".join([f"agentfactory[fp8] @ file://{REPOSITORY}", *EXTRAS]))
+        wanted.write_text("\n".join([f"agentfactory-rl[fp8] @ file://{REPOSITORY}", *EXTRAS]))
         known.write_text("\n".join(f"{name}=={version}" for name, version in installed.items() if version))
         uv = [sys.executable, "-m", "uv", "pip", "compile", "--no-python-downloads", "--no-header", "--no-annotate"]
         target = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]

@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -27,11 +27,11 @@ FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.cu
 """Recipe fields with the same names as modules."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
+def texts(others: Collection[str] = OTHERS) -> Iterator[tuple[str, str]]:
     names = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     for name in names.stdout.splitlines():
         path = REPOSITORY / name
-        if name not in OTHERS and path.is_file() and not path.is_symlink() and path.suffix not in BINARY:
+        if name not in others and path.is_file() and not path.is_symlink() and path.suffix not in BINARY:
             yield name, path.read_text(encoding="utf-8")
 
 
@@ -70,6 +70,22 @@ def test_every_module_that_a_string_names_is_there() -> None:
             if not known and not defines:
                 missing.append(f"{name}: agentfactory{dotted}")
     assert missing == []
+
+
+FOREIGN = re.compile(
+    # by a command, or as a requirement; the last part leaves out agentfactory-rl, files and folders
+    r"(?:\binstall|\buv add|\buvx|\bpipx run)\b[^`\n;#|&]*[ \"']agentfactory(?![\w/-]|\.\w)"
+    r"|(?<![\w.-])agentfactory ?(?:\\?\[|[=~<>!]=|@ )"
+)
+"""A text that installs `agentfactory`, which is another project on the package index; ours is `agentfactory-rl`."""
+
+
+@pytest.mark.processes
+def test_nothing_installs_the_foreign_package_of_our_name() -> None:
+    planted = ["uv pip install -q 'agentfactory'", "needs agentfactory[dense]", "agentfactory>=0.2", "uvx agentfactory"]
+    assert [text for text in planted if not FOREIGN.search(text)] == []
+    files = texts({"tests/test_namespace.py"})
+    assert [f"{name}: {found[0]}" for name, text in files for found in FOREIGN.finditer(text)] == []
 
 
 @pytest.mark.processes

@@ -269,7 +269,7 @@ def test_what_is_no_proxy_is_named(value: str, monkeypatch: pytest.MonkeyPatch) 
 async def test_a_socks_proxy_without_its_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxies, "is_installed", lambda name: name != "aiohttp_socks")
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    with pytest.raises(SettingError, match=r"ALL_PROXY: SOCKS needs .*; fix: pip install 'agentfactory\[socks\]'"):
+    with pytest.raises(SettingError, match=r"ALL_PROXY: SOCKS needs .*; fix: pip install 'agentfactory-rl\[socks\]'"):
         RetrievalClient("http://far.example:8000")
     with pytest.raises(ToolInfrastructureError, match=r"ALL_PROXY: SOCKS needs .*; fix: pip install"):
         await ask_mcp_server("http://far.example:8000", monkeypatch)

@@ -113,9 +113,9 @@ def _other_version(error: BaseException) -> str:
     """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
     if not isinstance(error, ImportError):
         return ""
-    from agentfactory.tools.user_code.extras import unmet
+    from agentfactory.tools.user_code.extras import DISTRIBUTION, unmet
 
-    problem = unmet("agentfactory")
+    problem = unmet(DISTRIBUTION)
     fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
     return f"; {problem}; fix: {fix}" if problem else ""
 

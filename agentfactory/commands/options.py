@@ -15,6 +15,7 @@ from agentfactory.commands.completion import SHELLS, complete_override
 from agentfactory.launching.resume_option import add_resume_option, settle_resume
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.entry_points import COMMANDS, registered
+from agentfactory.tools.user_code.extras import DISTRIBUTION
 
 _ABOUT = {
     "new": "write a small working task: tool, reward, data, recipes, test",
@@ -160,7 +161,7 @@ def make_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    version = f"agentfactory {importlib.metadata.version('agentfactory')}"
+    version = f"agentfactory {importlib.metadata.version(DISTRIBUTION)}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -20,6 +20,8 @@ from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import Sandbox
+from agentfactory.tools.user_code.entry_points import WORLDS
+from agentfactory.tools.user_code.extras import DISTRIBUTION
 from agentfactory.tools.user_code.import_path import own_python
 
 _LITTLE_MEMORY = 3 * 2**30
@@ -30,10 +32,10 @@ _FILES = 1024
 
 
 def check_versions() -> Iterator[Finding]:
-    """Check Python, and every package against AgentFactory's requirements."""
+    """Check Python, every package against AgentFactory's requirements, and for packages of its former name."""
     yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
     right = 0
-    for text in importlib.metadata.requires("agentfactory") or []:
+    for text in importlib.metadata.requires(DISTRIBUTION) or []:
         requirement = Requirement(text)
         required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if not required and (requirement.marker is None or "extra" not in str(requirement.marker)):
@@ -50,6 +52,13 @@ def check_versions() -> Iterator[Finding]:
             continue
         text = f"{requirement.name} is {version}, but AgentFactory needs {requirement.specifier}"
         yield (problem if required else warning)("packages", text, f"pip install '{wanted}'")
+    for other in importlib.metadata.distributions(name="agentfactory"):
+        # only installed files have a RECORD; a clone may also contain the .egg-info of an earlier setup
+        if other.read_text("RECORD") is not None:
+            older = other.entry_points.select(group=WORLDS)
+            what = f"an AgentFactory from before the name {DISTRIBUTION}" if older else "another project"
+            fix = "pip uninstall agentfactory, then install AgentFactory again: they share files"
+            yield (warning if older else problem)("packages", f"agentfactory {other.version} is {what}", fix)
     yield ok("packages", f"{right} required packages have the right versions")
 
 

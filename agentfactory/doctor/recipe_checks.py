@@ -29,6 +29,7 @@ from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureErr
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.user_code.entry_points import load_named
+from agentfactory.tools.user_code.extras import DISTRIBUTION
 from agentfactory.tools.user_code.import_path import own_python
 
 _ANSWERS_WITHIN = 10.0
@@ -237,7 +238,7 @@ def _find_vllm() -> tuple[str, str] | None:
 
 
 def _required(name: str) -> Requirement:
-    known = map(Requirement, importlib.metadata.requires("agentfactory") or [])
+    known = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
     return next(requirement for requirement in known if requirement.name == name)
 
 

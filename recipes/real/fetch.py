@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentfactory.tools.files.disk import writing
+from agentfactory.tools.user_code.extras import install_command
 from agentfactory.tools.user_code.import_path import is_installed
 
 PARTS = {
@@ -85,7 +86,7 @@ if __name__ == "__main__":
     if folder.exists():
         sys.exit(f"error: {folder} exists; fix: name another folder, or delete it")
     if not is_installed("gguf"):
-        sys.exit("error: gguf is not installed; fix: run `pip install 'agentfactory[real]'`")
+        sys.exit(f"error: gguf is not installed; fix: {install_command('real')}")
     try:
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -205,10 +205,10 @@ def test_installed_worlds_are_listed_with_what_is_missing(
     assert main(["worlds", "list", "--json"]) == 0
     entries = {(each["kind"], each["name"]): each for each in json.loads(capsys.readouterr().out)}
     browse = entries["world", "browse"]
-    assert browse["needs"] == ["agentfactory[browse]"]
-    assert "html_to_markdown is not installed; fix: pip install 'agentfactory[browse]'" in browse["missing"]
+    assert browse["needs"] == ["agentfactory-rl[browse]"]
+    assert "html_to_markdown is not installed; fix: pip install 'agentfactory-rl[browse]'" in browse["missing"]
     assert entries["world", "image_tools"]["missing"] is None
-    assert entries["world", "image_tools"]["package"].startswith("agentfactory ")
+    assert entries["world", "image_tools"]["package"].startswith("agentfactory-rl ")
     assert entries["tasks", "harbor"]["world"] == "harbor"
     assert all(each["about"] for each in entries.values() if each["missing"] is None)
 

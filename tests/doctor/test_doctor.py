@@ -1,5 +1,6 @@
 """`agentfactory doctor`: every planted problem is found, said with its fix, and nothing else is blamed."""
 
+import importlib
 import json
 import os
 import resource
@@ -90,6 +91,7 @@ def plant_distribution(folder: Path, name: str, version: str) -> None:
     """Another version of a package, before the one that is installed."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
+    (info / "RECORD").touch()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
@@ -152,6 +154,22 @@ def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path)
     said = the_problem(doctor_machine.check_versions())
     assert said == "packages: peft is 0.19.1, but AgentFactory needs <0.22,>=0.21; pip install 'peft<0.22,>=0.21'"
+
+
+def test_packages_of_the_former_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agentfactory.egg-info").mkdir()
+    (tmp_path / "agentfactory.egg-info" / "PKG-INFO").write_text("Name: agentfactory\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not [finding for finding in doctor_machine.check_versions() if "agentfactory 0.1.0" in finding.text]
+    plant_distribution(tmp_path, "agentfactory", "0.0.0")
+    importlib.invalidate_caches()
+    said = the_problem(doctor_machine.check_versions())
+    assert said.startswith("packages: agentfactory 0.0.0 is another project; pip uninstall agentfactory, then install")
+    points = "[agentfactory.worlds]\ngarden = garden:Garden\n"
+    (tmp_path / "agentfactory-0.0.0.dist-info" / "entry_points.txt").write_text(points)
+    (older,) = (finding for finding in doctor_machine.check_versions() if "agentfactory 0.0.0" in finding.text)
+    assert older.level is Level.WARNING
+    assert older.text.endswith("is an AgentFactory from before the name agentfactory-rl")
 
 
 def test_a_gpu_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

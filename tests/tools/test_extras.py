@@ -31,13 +31,13 @@ def test_an_import_that_fails_names_the_extra_of_the_world(monkeypatch: pytest.M
     # None in sys.modules is an import that fails as that of a package that is not installed does
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
     monkeypatch.setitem(sys.modules, "rapidfuzz.fuzz", None)
-    with pytest.raises(SettingError, match=r"rapidfuzz is not installed; fix: pip install 'agentfactory\[webshop\]'"):
+    with pytest.raises(SettingError, match=r"rapidfuzz is not .*; fix: pip install 'agentfactory-rl\[webshop\]'"):
         load_named(WEBSHOP)
 
 
 def test_all_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda name: name != "pypdf")
-    with pytest.raises(SettingError, match=r"^pypdf is not installed; fix: pip install 'agentfactory\[browse\]'$"):
+    with pytest.raises(SettingError, match=r"^pypdf is not installed; fix: pip install 'agentfactory-rl\[browse\]'$"):
         check_extra("browse")
     check_extra("search")
     monkeypatch.setattr(extras, "is_installed", lambda name: False)
@@ -51,7 +51,7 @@ def test_a_package_that_has_another_version_than_ours_is_named(
     """pip installs a framework that needs mcp<2 over AgentFactory's mcp, with no more than a warning."""
     (tmp_path / "mcp-1.26.0.dist-info").mkdir()
     (tmp_path / "mcp-1.26.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mcp\nVersion: 1.26.0\n")
-    assert extras.unmet("agentfactory") is None
+    assert extras.unmet(extras.DISTRIBUTION) is None
     monkeypatch.syspath_prepend(tmp_path)
 
     def fail(options: object) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from agentfactory.tools.user_code.extras import DISTRIBUTION
 from tests.conftest import REPOSITORY
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
@@ -44,7 +45,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of a new environment with the wheel and what it asks for."""
     folder = make_environment(tmp_path_factory.mktemp("environment") / "venv")
     # as the Makefile does: a build of torch that only pip finds, and uv for the rest
-    (torch,) = (line for line in requires("agentfactory") or [] if Requirement(line).name == "torch")
+    (torch,) = (line for line in requires(DISTRIBUTION) or [] if Requirement(line).name == "torch")
     pip(folder, "--no-compile", torch)
     install(folder, str(wheel))
     return folder
@@ -139,7 +140,7 @@ def test_without_extras_their_features_name_them(programs: Path, place: Path) ->
         command = [str(programs / "agentfactory"), *arguments]
         done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True)
         assert done.returncode in (1, 2), done
-        assert f"fix: pip install 'agentfactory[{extra}]'" in done.stderr, done
+        assert f"fix: pip install 'agentfactory-rl[{extra}]'" in done.stderr, done
         assert "Traceback" not in done.stderr
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.http.server_keys import has_loopback_address
+from agentfactory.tools.user_code.extras import install_command
 from agentfactory.tools.user_code.import_path import is_installed
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _check(proxy: Proxy) -> None:
     missing = [name for name in ("aiohttp_socks", "socksio") if not is_installed(name)] if proxy.is_socks else []
     if missing:
         problem = f"SOCKS needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed"
-        fix = "pip install 'agentfactory[socks]', or give an HTTP proxy in HTTPS_PROXY and HTTP_PROXY"
+        fix = f"{install_command('socks')}, or give an HTTP proxy in HTTPS_PROXY and HTTP_PROXY"
         raise SettingError(proxy.variable, problem, fix)
 
 

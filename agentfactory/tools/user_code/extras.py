@@ -1,4 +1,4 @@
-"""Missing packages: AgentFactory's extras, such as `pip install 'agentfactory[search]'`, and unmet requirements."""
+"""Missing packages: AgentFactory's extras, such as `pip install 'agentfactory-rl[search]'`, and unmet requirements."""
 
 import re
 from functools import cache
@@ -12,6 +12,9 @@ from packaging.requirements import Requirement
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 
+DISTRIBUTION = "agentfactory-rl"
+"""AgentFactory's name for pip and importlib.metadata, as in setup.py. On the package index, `agentfactory` is another
+project."""
 OWN_ENVIRONMENT = (
     "give it a virtual environment of its own: start an agent as a program (rollout.agent.command), and tools as an "
     "MCP server (mcp_servers.NAME.command)"
@@ -21,7 +24,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]")
 
 
 @cache
-def extras(distribution: str = "agentfactory") -> dict[str, list[str]]:
+def extras(distribution: str = DISTRIBUTION) -> dict[str, list[str]]:
     """Return the packages of each extra for users, as setup.py has them, by their names in `import`."""
     found: dict[str, list[str]] = {}
     for requirement in requires(distribution) or ():
@@ -30,7 +33,7 @@ def extras(distribution: str = "agentfactory") -> dict[str, list[str]]:
     return found
 
 
-def check_extra(extra: str, distribution: str = "agentfactory") -> None:
+def check_extra(extra: str, distribution: str = DISTRIBUTION) -> None:
     """Raise SettingError, with the command that installs it, if a package of `extra` is missing."""
     missing = [package for package in extras(distribution).get(extra, ()) if not is_installed(package)]
     if missing:
@@ -45,10 +48,15 @@ def missing_extra(error: ImportError, place: str) -> SettingError | None:
     return _not_installed(max(having, key=lambda extra: extra in place), [package]) if having else None
 
 
-def _not_installed(extra: str, packages: list[str], distribution: str = "agentfactory") -> SettingError:
+def install_command(extra: str, distribution: str = DISTRIBUTION) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install '{distribution}[{extra}]'"
+
+
+def _not_installed(extra: str, packages: list[str], distribution: str = DISTRIBUTION) -> SettingError:
     *others, last = packages
     missing = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    return SettingError("", f"{missing} not installed", f"pip install '{distribution}[{extra}]'")
+    return SettingError("", f"{missing} not installed", install_command(extra, distribution))
 
 
 def unmet(distribution: str) -> str | None:

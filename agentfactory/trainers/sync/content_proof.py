@@ -193,7 +193,7 @@ class Content:
         if function not in FUNCTIONS:
             raise SyncError(
                 f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
-                "install the same release of agentfactory in both environments"
+                "install the same release of AgentFactory in both environments"
             )
         dtype, shape, digest = rest.split(":")
 

@@ -10,6 +10,7 @@ from typing import Any
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.killable import KillableProcess
+from agentfactory.tools.user_code.extras import install_command
 from agentfactory.tools.user_code.import_path import is_installed, own_python
 from agentfactory.worlds.alfworld.generator import Package
 from agentfactory.worlds.alfworld.paths import expanded_path
@@ -233,5 +234,5 @@ def check_python(python: str | None) -> None:
         lacking = [name for name in PACKAGES if name in asked.stdout]
     if lacking:
         where = "here" if python is None else f"where {python} is"
-        fix = "pip install 'agentfactory[alfworld]' (gcc and cmake build it), or name by `python` one that has alfworld"
+        fix = f"{install_command('alfworld')} (gcc and cmake build it), or name by `python` one that has alfworld"
         raise SettingError("python", f"ALFWorld needs {' and '.join(lacking)}, not installed {where}", fix)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.extras import check_extra
+from agentfactory.tools.user_code.extras import DISTRIBUTION, check_extra
 
 ABOUT = "build an index of passages for the tool `search`, or serve one to other programs"
 EXAMPLES = [
@@ -41,7 +41,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     build.add_argument("--split", metavar="NAME", default="train", help="split of a hub data set; default: train")
     about = "language for stemming, or none; default: english"
     build.add_argument("--language", metavar="NAME", default="english", help=about)
-    about = "also index the vectors of this sentence-transformers model; needs agentfactory[dense]"
+    about = f"also index the vectors of this sentence-transformers model; needs {DISTRIBUTION}[dense]"
     build.add_argument("--dense", metavar="MODEL", help=about)
     for name in ("query", "passage"):
         about = f"text before each {name} that the model of --dense encodes; default: the model's own"

@@ -373,7 +373,7 @@ def test_missing_java_is_told_before_any_chain_begins(command: str, tmp_path: Pa
 def test_a_missing_engine_is_told_with_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda name: False)
     for use in (lambda: scienceworld_tasks("train"), ScienceWorld):
-        with pytest.raises(SettingError, match=r"not installed; fix: pip install 'agentfactory\[scienceworld\]'"):
+        with pytest.raises(SettingError, match=r"not installed; fix: pip install 'agentfactory-rl\[scienceworld\]'"):
             use()
 
 

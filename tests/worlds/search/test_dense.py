@@ -21,7 +21,7 @@ from tests.worlds.search.corpora import PLAYS, write_jsonl
 
 needs_packages = pytest.mark.skipif(
     not (is_installed("sentence_transformers") and is_installed("usearch")),
-    reason="needs dense retrieval: pip install 'agentfactory[dense]'",
+    reason="needs dense retrieval: pip install 'agentfactory-rl[dense]'",
 )
 WORDS = [
     *("query", "passage", "hamlet", "macbeth", "faust", "tragedy", "drama", "wager", "bet"),
