@@ -9,15 +9,20 @@ gone.
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
 from typing import Any
 
+import math_verify.parser
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy.parsing import sympy_parser
 
 MEMORY_BYTES = 2 << 30
+_ARITHMETIC = re.compile(r"[\d.\s+*/()-]*", re.ASCII)
+_parse = sympy_parser.parse_expr
 _ENVIRONMENTS = ("$", "\\(", "\\[", "\\boxed")
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 # only expressions that are marked as the answer, in valid LaTeX
@@ -42,8 +47,18 @@ def read_text(text: str, strict: bool = False) -> list[Any]:
     return list(parse(text, extraction_config=_ANYWHERE, parsing_timeout=None))
 
 
+def parse_arithmetic(text: str, *args: Any, **options: Any) -> Any:
+    """Parse a formula like `sympy.parse_expr`, which evaluates its text as Python. Raise ValueError for anything but
+    numbers and operators."""
+    if not _ARITHMETIC.fullmatch(text):
+        raise ValueError("not arithmetic")
+    return _parse(text, *args, **options)
+
+
 def main() -> None:
     """Answer requests until stdin ends."""
+    # math-verify's patterns leave nothing else to it; sympify gives it any text
+    math_verify.parser.parse_expr = sympy_parser.parse_expr = parse_arithmetic
     logging.disable()  # texts that cannot be parsed are expected
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -9,7 +9,10 @@ from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
 from agentfactory.tools.processes.killable import KillableProcesses
+from agentfactory.tools.sandbox.confined import start_confined
 from agentfactory.tools.user_code.extras import check_extra
+
+_PROCESS = "agentfactory.rollout.rewards.math_comparison"
 
 
 @reward
@@ -45,7 +48,7 @@ class MathEqual:
         return self
 
     def __post_init__(self) -> None:
-        self._processes = KillableProcesses("agentfactory.rollout.rewards.math_comparison", self.processes)
+        self._processes = KillableProcesses(_PROCESS, self.processes, start=start_confined)
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""

@@ -3,8 +3,9 @@
 import json
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from agentfactory.tools.processes import environment, parent_watch
@@ -19,10 +20,17 @@ class KillableProcesses:
             (by the kernel's alarm) if an answer takes too long.
         count: Maximum number of processes borrowed at a time; further borrowers wait.
         variables: Additional environment variables of the processes.
+        start: Starts a process, like subprocess.Popen.
     """
 
-    def __init__(self, module: str, count: int, variables: Mapping[str, str] | None = None) -> None:
-        self._module, self._variables = module, variables
+    def __init__(
+        self,
+        module: str,
+        count: int,
+        variables: Mapping[str, str] | None = None,
+        start: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
+    ) -> None:
+        self._create = partial(KillableProcess, "-m", module, variables=variables, start=start)
         self._places = threading.BoundedSemaphore(count)
         self._idle: list[KillableProcess] = []
 
@@ -33,7 +41,7 @@ class KillableProcesses:
         Raises ChildProcessError if it does not start.
         """
         with self._places:
-            process = self._idle.pop() if self._idle else KillableProcess("-m", self._module, variables=self._variables)
+            process = self._idle.pop() if self._idle else self._create()
             process.answered = False
             try:
                 yield process
@@ -54,10 +62,14 @@ class KillableProcess:
     answer to a request. Raises ChildProcessError if it does not start."""
 
     def __init__(
-        self, *arguments: str, executable: str | None = None, variables: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        executable: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        start: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
     ) -> None:
         # a separate session, so that Ctrl-C in a terminal does not reach it
-        self._process = subprocess.Popen(
+        self._process = start(
             own_python(*arguments, executable=executable),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

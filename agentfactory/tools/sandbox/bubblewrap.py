@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +98,28 @@ def program_command(bwrap: str, view: View, memory_mb: int, seccomp: int, env: i
     if "/tmp" not in view.folders:
         arguments += ["--size", str(memory_mb << 20), "--tmpfs", "/tmp"]
     return [*arguments, *view.of_the_rest(), "--chdir", "/", "--remount-ro", "/dev", "--remount-ro", "/", "--"]
+
+
+def reading_command(bwrap: str, readable: Iterable[Path]) -> list[str]:
+    """Return the arguments up to a program of ours that sees the system's libraries and `readable`, all read-only. It
+    has the user's rights to no other file."""
+    arguments = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    for place in (
+        "/usr",
+        "/bin",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        "/etc/alternatives",
+        "/etc/localtime",
+        "/etc/fonts",
+    ):
+        arguments += ["--ro-bind-try", place, place]
+    arguments += ["--dev", "/dev", "--tmpfs", "/tmp"]
+    # after /tmp, where one may be
+    for path in dict.fromkeys(readable):
+        arguments += ["--ro-bind", str(path), str(path)]
+    return [*arguments, "--chdir", "/tmp", "--remount-ro", "/", "--"]
 
 
 def reader(bwrap: str) -> list[str]:

@@ -33,9 +33,9 @@ _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process; the reaper finds leftovers by it."""
 
-# A child with --die-with-parent dies with the thread that started it, so that thread must live until the end. One is
-# enough: a start takes some milliseconds.
-_starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+"""The thread that starts sandboxes. One with --die-with-parent dies with the thread that started it, so that thread
+must live until the end. One is enough: a start takes some milliseconds."""
 _reapers: dict[int | None, "subprocess.Popen[bytes]"] = {}
 """Reapers by the user id of their sandboxes; each ends automatically with this process."""
 
@@ -84,7 +84,7 @@ class SandboxProcess:
                 signal.pidfd_send_signal(self.init_handle, signal.SIGKILL)
             os.close(self.init_handle)
         with suppress(RuntimeError):  # this process is ending
-            _starter.submit(self._reap)
+            starter.submit(self._reap)
 
     def free(self) -> None:
         """Kill the sandbox, and close our ends, on which nothing must be waiting."""
@@ -104,7 +104,7 @@ class SandboxProcess:
 
 def start(settings: SandboxSettings, output_bytes: list[int]) -> "Future[SandboxProcess]":
     """Start a sandbox in the background. `output_bytes`: one size for stdout and stderr together, or one for each."""
-    return _starter.submit(_start, settings, output_bytes)
+    return starter.submit(_start, settings, output_bytes)
 
 
 def start_program(
@@ -118,7 +118,7 @@ def start_program(
 ) -> "Future[SandboxProcess]":
     """Start a program that may start others, in the background. `outputs`: descriptors of its stdout and stderr. With
     `port`, the first message on the socket carries the socket that listens on it inside. `full`: no file can grow."""
-    return _starter.submit(_start_program, command, view, env, limits, outputs, port, full)
+    return starter.submit(_start_program, command, view, env, limits, outputs, port, full)
 
 
 def _start_program(

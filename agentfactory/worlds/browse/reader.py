@@ -5,6 +5,7 @@ from typing import Any
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.processes.killable import KillableProcesses
 from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.tools.sandbox.confined import start_confined
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 
 _PROCESSES = 2
@@ -20,7 +21,7 @@ class Reader:
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = seconds
-        self._processes = KillableProcesses("agentfactory.worlds.browse.read_process", _PROCESSES)
+        self._processes = KillableProcesses("agentfactory.worlds.browse.read_process", _PROCESSES, start=start_confined)
 
     async def read(self, document: Document) -> Text:
         """Convert a document to text.

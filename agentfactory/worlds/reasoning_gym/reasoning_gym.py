@@ -8,12 +8,15 @@ from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.processes.killable import KillableProcesses
+from agentfactory.tools.sandbox.confined import start_confined
 from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.reasoning_gym.gym_tasks import PROCESS, VARIABLES
 
 logger = logging.getLogger(__name__)
 
 _PROCESSES = 2
+_MOST_CHARACTERS = 100_000
+"""Of an answer. The longest stored ones have some thousand."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _verifiers: Shared[KillableProcesses] = Shared()
 
@@ -31,7 +34,9 @@ class ReasoningGym(Environment):
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = seconds
-        self._processes = _verifiers.acquire("all", lambda: KillableProcesses(PROCESS, _PROCESSES, VARIABLES))
+        self._processes = _verifiers.acquire(
+            "all", lambda: KillableProcesses(PROCESS, _PROCESSES, VARIABLES, start_confined)
+        )
 
     @classmethod
     def check_machine(cls) -> None:
@@ -53,7 +58,8 @@ class ReasoningGym(Environment):
         """Return the verifier's score; `success` is 1 for a full score. Raise VerifierError if the verifier fails for
         its own answer."""
         found = _ANSWER.findall(prediction)
-        score = self._score(found[-1].strip()) if found else 0.0
+        answer = found[-1].strip() if found else ""
+        score = self._score(answer) if found and len(answer) <= _MOST_CHARACTERS else 0.0
         return {"reward": score, "success": float(score == 1.0), "answered": float(bool(found))}
 
     def close(self) -> None:
