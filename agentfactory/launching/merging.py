@@ -108,7 +108,9 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     from agentfactory.trainers.networks.row_layouts import ids
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
-    network = class_of(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
+    network = class_of(AutoConfig.from_pretrained(base, trust_remote_code=False)).from_pretrained(
+        base, dtype=torch.float32, trust_remote_code=False
+    )
     is_tied = untie(network)
     model: Any = PeftModel.from_pretrained(network, adapter)
     rounded_to: torch.dtype = getattr(torch, dtype)

@@ -24,7 +24,7 @@ def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
     # the hub's own client retries for half a minute
     offline = is_hub_name(path) and not hub_answers(path)
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=offline), None
+        return AutoConfig.from_pretrained(path, local_files_only=offline, trust_remote_code=False), None
     except (OSError, ValueError) as error:
         shape = SHAPES / f"{path.replace('/', '--')}.json"
         if offline and shape.is_file():

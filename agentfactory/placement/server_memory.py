@@ -98,7 +98,7 @@ def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = Fal
         del config.quantization_config
     kind: Any = AutoModelForImageTextToText if whole and hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        network: PreTrainedModel = kind.from_config(config, dtype=dtype)
+        network: PreTrainedModel = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     return network
 
 

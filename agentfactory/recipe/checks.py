@@ -30,7 +30,7 @@ from agentfactory.rollout.data import Task, check_source, conversation_of, load_
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.inference.server_command import missing_from
-from agentfactory.rollout.model_hub import HubName, is_hub_name, model_names, use_hub_if_it_answers
+from agentfactory.rollout.model_hub import HubName, is_hub_name, load_fault, model_names, use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.addresses import is_http_address
@@ -302,15 +302,22 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
     """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it is unusable,
-    for example because `rollout.parser` cannot parse its tool calls, or if model.lora.trainable_tokens names a token
-    that the tokenizer lacks."""
+    for example because `rollout.parser` cannot parse its tool calls, if transformers has no such architecture, or if
+    model.lora.trainable_tokens names a token that the tokenizer lacks."""
     # imported here, because they import transformers
+    from transformers import AutoConfig
+
     from agentfactory.rollout.text.format_tokens import token_id
     from agentfactory.rollout.text.load_renderer import load_renderer
     from agentfactory.rollout.text.templates import RenderError
 
     if is_hub_name(recipe.model.path):
         use_hub_if_it_answers(recipe.model.path)
+    try:
+        AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
+    except ValueError as error:
+        problem = f"transformers cannot load {recipe.model.path}: {load_fault(error)}"
+        raise SettingError("model.path", problem, "name a model whose architecture transformers has") from error
     rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)
     try:
         renderer = load_renderer(

@@ -67,6 +67,12 @@ def model_names(recipe: RolloutRecipe) -> list[HubName]:
     return [HubName(field, name, "model") for field, name in named.items() if name and is_hub_name(name)]
 
 
+def load_fault(error: Exception) -> str:
+    """Return transformers' reason for not loading a model, without its advice to run code from the model's folder."""
+    reason, advice, _ = str(error).partition(" You can inspect the repository")
+    return f"{reason} AgentFactory never runs it" if advice else reason
+
+
 def is_hub_name(name: str) -> bool:
     """Return whether a model or dataset of this name is looked up on the hub, and not on this machine."""
     return not os.path.isabs(name) and not os.path.exists(name)

@@ -36,7 +36,8 @@ class PixelMaker:
         self._vision = vision
         # the Pillow backend needs no torchvision; it does not resize here
         own = isinstance(vision, OwnProcessor)
-        self._resized = None if own else AutoImageProcessor.from_pretrained(path, backend="pil", do_resize=False)
+        options = {"backend": "pil", "do_resize": False, "trust_remote_code": False}
+        self._resized = None if own else AutoImageProcessor.from_pretrained(path, **options)
 
     def make(self, image: Image.Image) -> Inputs:
         """Return the network's arguments for an image that `Vision.fit` returned."""

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from agentfactory.rollout.images.vision import Grid, Vision
+from agentfactory.rollout.model_hub import load_fault
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.errors import SettingError
 
@@ -24,9 +25,9 @@ def load_own_processor(path: str) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(path)
+        return AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        problem = f"the processor of {path}, which converts images to tokens, cannot be loaded: {error}"
+        problem = f"the processor of {path}, which converts images to tokens, cannot be loaded: {load_fault(error)}"
         raise SettingError("model.path", problem, "install what is missing, or add the files of the model") from error
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
+from agentfactory.rollout.model_hub import load_fault
 from agentfactory.tools.errors import SettingError
 
 
@@ -24,9 +25,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             loader: Any = PreTrainedTokenizerFast
         else:
             from transformers import AutoTokenizer as loader
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        problem = f"{path} has no tokenizer that transformers can load: {error}"
+        problem = f"{path} has no tokenizer that transformers can load: {load_fault(error)}"
         raise SettingError("model.path", problem, "name a model with its tokenizer") from error
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_truncation()

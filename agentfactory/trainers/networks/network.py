@@ -47,8 +47,8 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             "set it to the base that its adapter_config.json names, and model.lora.from to this folder",
         )
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
-    kind = class_of(AutoConfig.from_pretrained(config.path))
-    load = partial(kind.from_pretrained, config.path, dtype=dtype)
+    kind = class_of(AutoConfig.from_pretrained(config.path, trust_remote_code=False))
+    load = partial(kind.from_pretrained, config.path, dtype=dtype, trust_remote_code=False)
     if config.lora and config.lora.quantization:
         # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, with double quantisation of the blocks' constants
         quantization = BitsAndBytesConfig(

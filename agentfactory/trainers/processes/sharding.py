@@ -27,7 +27,9 @@ def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dt
         network: Any = load()
     else:
         with torch.device("meta"):
-            network = kind.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+            network = kind.from_config(
+                AutoConfig.from_pretrained(path, trust_remote_code=False), dtype=dtype, trust_remote_code=False
+            )
         # new memory for each name, so tied weights are no longer tied
         network.to_empty(device="cpu")
     # weights that the checkpoint stores under both names with different values are not tied, whatever its config says

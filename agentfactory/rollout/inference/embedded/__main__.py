@@ -71,11 +71,12 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from agentfactory.rollout.inference.embedded.engine import Engine
     from agentfactory.rollout.inference.embedded.quantization import adapters_only, quantize
     from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
+    from agentfactory.rollout.model_hub import load_fault
     from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
-        config = AutoConfig.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=False)
         if stored := getattr(config, "quantization_config", None):
             _fail(
                 f"the embedded engine cannot serve {args.model}, which is quantised ({stored['quant_method']}); use "
@@ -83,7 +84,9 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
             )
         sees = hasattr(config, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model: Any = kind.from_pretrained(args.model, config=config, dtype=getattr(torch, args.dtype))
+        model: Any = kind.from_pretrained(
+            args.model, config=config, dtype=getattr(torch, args.dtype), trust_remote_code=False
+        )
         model = model.to(device=device)
         encoder = None
         if sees:
@@ -91,7 +94,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
 
             encoder = load_encoder(args.model, model)
     except (OSError, ValueError, RuntimeError) as error:
-        _fail(f"cannot load the model {args.model}: {error}")
+        _fail(f"cannot load the model {args.model}: {load_fault(error)}")
     eos = model.generation_config.eos_token_id
     try:
         if args.quantization:
