@@ -24,8 +24,8 @@ _MOST_CHARACTERS = 4_000
 """Of a formula. The longest stored answer has about 200."""
 _MOST_DIGITS = 400
 """Of a number in a formula."""
-_LARGEST_POWER = 200
-"""Largest exponent, in a power of a number or of anything else."""
+_LARGEST_POWER, _MOST_BITS = 200, 10_000
+"""Largest exponent of anything, and longest power of a number."""
 _DECIMAL = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _WHOLE = re.compile(r"\d+\.?", re.ASCII)
 """Numbers that countdown and puzzle24 count right: they would see two in 1.5, and none in 2e1, 0x18 and 2_4."""
@@ -172,8 +172,8 @@ def _symbol(name: str) -> Any:
 def _power(base: Any, exponent: Any) -> Any:
     if exponent.is_number and not abs(exponent) <= _LARGEST_POWER:
         raise ValueError(f"a power of more than {_LARGEST_POWER}")
-    if base.is_Rational and exponent.is_number and max(abs(base.p), base.q) > 10**_MOST_DIGITS:
-        raise ValueError("a power of a long number")
+    if base.is_Rational and exponent.is_number and max(abs(base.p), base.q).bit_length() * abs(exponent) > _MOST_BITS:
+        raise ValueError(f"a power of more than {_MOST_BITS} bits")
     return base**exponent
 
 

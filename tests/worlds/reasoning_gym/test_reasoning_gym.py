@@ -93,10 +93,11 @@ def test_a_verifier_that_hangs_is_ended(
     world: ReasoningGym, one_process: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "_seconds", 2.0)
-    (row,) = ReasoningGymTasks(datasets="countdown", size=1).rows()
+    (row,) = ReasoningGymTasks(datasets="coin_flip", size=1).rows()
     with caplog.at_level(logging.WARNING):
-        assert score(world, row, answer("9**9**9**9")) == 0.0
-    assert "the verifier of countdown took longer than 2 s" in caplog.text
+        assert score(world, row, answer("1e9999999999")) == 0.0
+    assert "the verifier of coin_flip took longer than 2 s" in caplog.text
+    assert score(world, row, answer("1" * 200_000)) == 0.0
     assert score(world, row, answer(row["answer"])) == 1.0
 
 
