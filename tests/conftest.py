@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from agentfactory.launching.child_processes import Children
+from agentfactory.tools.processes import environment
 from tests.forked import start_engine
 from tests.project import agentfactory, project  # noqa: F401 (fixtures)
 from tests.trained_quickstart import train_once
@@ -126,6 +127,13 @@ def loggers_as_they_were() -> Iterator[None]:
     before = logger.level, list(logger.handlers)
     yield
     assert (logger.level, list(logger.handlers)) == before, "remove the handler and restore the level"
+
+
+@pytest.fixture(autouse=True)
+def no_named_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the variables that a recipe names, after each test: a process has one recipe."""
+    monkeypatch.setenv(environment.VARIABLE, "")
+    monkeypatch.delenv(environment.VARIABLE)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,6 +17,7 @@ from aiohttp import web
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.tools.processes import environment
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.search.budget import BudgetUsedUp
 from agentfactory.worlds.search.engines import engine as engine_module
@@ -306,7 +307,13 @@ def test_a_missing_variable_is_named(kind: type[Engine], monkeypatch: pytest.Mon
             monkeypatch.setenv(name, value)
         with pytest.raises(SettingError, match=f"{kind.name} needs the environment variable {name}") as error:
             kind()
-        assert error.value.fix == f"export {name}"
+        assert error.value.fix == f"export {name}, and name it in the recipe: env: [{name}]"
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv(environment.VARIABLE, "OTHER")
+    with pytest.raises(SettingError, match=f"{name}, which the recipe does not name; fix: name it in the recipe"):
+        kind()
+    environment.name_variables([name])
+    kind()
 
 
 async def test_a_redirect_does_not_take_the_key_elsewhere(use: Use) -> None:
