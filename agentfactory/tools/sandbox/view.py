@@ -36,7 +36,7 @@ class View:
         arguments: list[str] = []
         names = sorted(os.listdir(self.root))
         for name in names:
-            if name not in _OURS and (self.root != Path("/") or name in _SYSTEM):
+            if is_shown(self.root, name):
                 arguments += self._show(PurePosixPath("/", name), points)
         return [*arguments, "--dir", "/run"]
 
@@ -66,6 +66,11 @@ class View:
             if place / name not in points:
                 arguments += self._show(place / name, below)
         return arguments
+
+
+def is_shown(root: Path, name: str) -> bool:
+    """Return whether sandboxes show the entry `name` of a root file system."""
+    return name not in _OURS and (root != Path("/") or name in _SYSTEM)
 
 
 def check_readable(field: str, paths: Iterable[Path]) -> None:
