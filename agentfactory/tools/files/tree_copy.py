@@ -98,7 +98,7 @@ class TreeCopy:
                 is_new = True
             except FileExistsError:
                 is_new = False
-            made = open_below(path.with_name(name), into)
+            made = open_below(Path(name), into)
             stack.callback(os.close, made)
             self._content(path, opened, made, mode)
             if is_new:
@@ -110,7 +110,7 @@ class TreeCopy:
             self._count(path, status.st_size)
             if into is None:
                 return
-            with os.fdopen(create_regular(path, name, into), "wb") as copy:
+            with os.fdopen(create_regular(Path(name), into), "wb") as copy:
                 left = status.st_size  # it may grow meanwhile
                 while left and (piece := file.read(min(left, _PIECE))):
                     copy.write(piece)

@@ -65,7 +65,7 @@ def create_file(path: Path, within: Path) -> BufferedWriter:
     Raises RefusedFileError if there is anything but a regular file, OSError if it cannot be written.
     """
     with opened_folder(path.parent, within, make=True) as folder:
-        return os.fdopen(create_regular(path, path.name, folder), "wb")
+        return os.fdopen(create_regular(path, folder), "wb")
 
 
 def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
@@ -218,14 +218,14 @@ def open_regular(path: Path, folder: int | None) -> int:
     return _regular(path, descriptor)
 
 
-def create_regular(path: Path, name: str, folder: int) -> int:
-    """Open the file `name` of an open folder for writing, empty, and create it if it is missing. Raises like
-    `create_file`, with `path` as its name."""
+def create_regular(path: Path, folder: int) -> int:
+    """Open the file `path.name` of an open folder for writing, empty, and create it if it is missing. Raises like
+    `create_file`."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(name, flags, 0o666, dir_fd=folder)
+        descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
     except OSError as error:
-        raise _explained(error, path, name, folder, stat.S_IFREG) from None
+        raise _explained(error, path, path.name, folder, stat.S_IFREG) from None
     os.ftruncate(_regular(path, descriptor), 0)
     return descriptor
 
@@ -236,7 +236,7 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or os.path.isabs(error.filename):
+        if isinstance(error, RefusedFileError) or error.filename is None or os.path.isabs(error.filename):
             raise
         raise type(error)(error.errno, error.strerror, str(path)) from None
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder
 from agentfactory.tools.files.tree_copy import TreeCopy
-from agentfactory.tools.files.untrusted_files import entries_of, opened_folder, read_file, resolved
+from agentfactory.tools.files.untrusted_files import entries_of, opened_folder, read_file
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox.disk_use import measure
 from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.view import View, is_shown
+from agentfactory.tools.sandbox.view import View, is_shown, place_in
 from agentfactory.worlds.harbor.dockerfile import Copy
 from agentfactory.worlds.harbor.tasks import HarborTask, matching
 from agentfactory.worlds.harbor.variables import expanded, masked
@@ -162,7 +162,7 @@ def _stage(task: HarborTask, folder: Path, room: int) -> None:
         inner = root.joinpath(*place.parts[1:])
         # from this machine's own root, only system folders: no user's files
         is_public = root != Path("/") or is_shown(root, place.parts[1])
-        if is_public and inner.is_dir() and resolved(place, root, is_root=True) == inner:
+        if is_public and inner.is_dir() and place_in(root, str(place)) == str(place):
             with opened_folder(outside, folder) as into:
                 image.folder(inner, into)
     for copy in task.copies:

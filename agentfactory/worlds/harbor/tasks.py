@@ -26,9 +26,8 @@ from agentfactory.tools.files.untrusted_files import (
     printable,
     read_file,
     refused,
-    resolved,
 )
-from agentfactory.tools.sandbox.view import is_shown
+from agentfactory.tools.sandbox.view import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
 from agentfactory.worlds.harbor.variables import names_without_default
 
@@ -201,7 +200,8 @@ class _Reader:
         """Return the error for a file that is not read or copied."""
         if isinstance(error, RefusedFileError):
             at = os.path.relpath(error.filename, self.folder)
-            return self.error(name, f"{'it' if at == name else at} {error.problem}", error.fix)
+            place = {name: "it", ".": "the task's folder"}.get(at, at)
+            return self.error(name, f"{place} {error.problem}", error.fix)
         return self.error(name, f"it cannot be read: {error}", "correct it")
 
     def section(self, name: str) -> dict[str, Any]:
@@ -256,9 +256,11 @@ class _Reader:
         given = self.section("environment").get("workdir") or "."
         if not isinstance(given, str) or "\0" in given:
             raise self.error("task.toml", f"environment.workdir: got {short(given)}", "give a path")
-        workdir = self._place("WORKDIR", joined(dockerfile.workdir, given), image)
+        workdir = self._place("environment/Dockerfile", "WORKDIR", joined(dockerfile.workdir, given), image)
         copies = [
-            replace(copy, target=self._place(f"line {copy.line}: COPY to", copy.target, image))
+            replace(
+                copy, target=self._place(f"environment/Dockerfile, line {copy.line}", "COPY to", copy.target, image)
+            )
             for copy in dockerfile.copies
         ]
         if workdir == "/":
@@ -358,16 +360,14 @@ class _Reader:
             raise self.error(f"environment/Dockerfile, line {line}", problem, fix)
         return image
 
-    def _place(self, what: str, place: str, image: Image) -> str:
+    def _place(self, file: str, what: str, place: str, image: Image) -> str:
         """Return a path of the image that chains may change, with the links of the root file system followed in it."""
-        root = Path(image.root)
-        if is_shown(root, place.split("/")[1]):
-            try:
-                place = "/" + "/".join(resolved(place, root, is_root=True).relative_to(root).parts)
-            except RefusedFileError as error:
-                raise self.error("environment/Dockerfile", f"{what} {place}: it {error.problem}", error.fix) from None
+        try:
+            place = place_in(Path(image.root), place)
+        except RefusedFileError as error:
+            raise self.error(file, f"{what} {place}: it {error.problem}", error.fix) from None
         if any(PurePosixPath(place).is_relative_to(own) for own in _OWN):
-            raise self.error("environment/Dockerfile", f"{what} {place}: it is reserved", "use a folder such as /app")
+            raise self.error(file, f"{what} {place}: this path is reserved", "use a folder such as /app")
         return place
 
     def _writable(self, workdir: str, copies: Sequence[Copy], image: Image) -> list[str]:
