@@ -112,7 +112,9 @@ async def test_a_folder_that_cannot_be_kept_is_removed_and_told(
 async def test_a_template_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), tmp_path)
-    with pytest.raises(OSError, match=r"^the workspace cannot be copied: .*/fifo is a FIFO; fix: replace it, or delete it$"):
+    with pytest.raises(
+        OSError, match=r"^the workspace cannot be copied: .*/fifo is a FIFO; fix: replace it, or delete it$"
+    ):
         async with program.running(lambda: None):
             pass
 

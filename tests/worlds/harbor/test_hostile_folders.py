@@ -16,6 +16,8 @@ import pytest
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.worlds.harbor.harbor import Harbor
+from tests.command_line_agents import call
+from tests.scripted_chains import scripted_chains
 from tests.worlds.harbor.test_harbor import STANDARD, make, rows
 
 CONTENT, SECRET = "what-the-machine-holds", "planted-key-of-the-machine"
@@ -287,6 +289,12 @@ def a_root_with_an_absolute_link(p: Place) -> None:
 
 
 @case()
+def a_workdir_above_the_root(p: Place) -> None:
+    _in_root(p, "usr")
+    p.copies("COPY evil ../../../outside/folder/", workdir="/app/../../outside")
+
+
+@case()
 def a_root_with_a_relative_link(p: Place) -> None:
     _in_root(p, "../outside")
 
@@ -528,16 +536,35 @@ async def test_a_folder_that_changes_after_the_check(place: Place) -> None:
 
 
 @pytest.mark.processes
-async def test_lent_variables_reach_processes_and_nothing_that_is_saved(place: Place) -> None:
+async def test_lent_variables_reach_processes_and_nothing_that_is_saved(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     place.write("task.toml", "[environment]\nenv = {KEY = 'k=${PLANTED}'}\n[verifier]\nenv = {TOO = '${PLANTED}'}\n")
-    place.tests('echo "{\\"reward\\": ${#TOO}, \\"$KEY\\": ${#KEY}}" > /logs/verifier/reward.json')
+    place.tests('echo "{\\"reward\\": ${#TOO}, \\"$KEY\\": ${#KEY}}" > /logs/verifier/reward.json; echo $TOO')
     row = rows(place.task.parent, ["PLANTED"])["a-task"]
     assert row["harbor"]["environment_env"] == {"KEY": "k=${PLANTED}"}
-    shell = Harbor()
-    try:
-        await shell.reset(**row)
-        assert (await shell.shell('echo "$KEY ${#KEY} $TOO"'))["observation"] == f"k=*** {len(SECRET) + 2} "
-        assert await shell.reward() == {"reward": float(len(SECRET)), "k=***": len(SECRET) + 2.0, "success": 1.0}
-    finally:
-        await shell.close()
-    assert SECRET not in json.dumps(row)
+    caplog.set_level("DEBUG")
+    texts = [call("I look.", "shell", command='echo "$KEY ${#KEY} $TOO"; env > all; cat all'), "It is done."]
+    async with scripted_chains(tmp_path, texts, tools=["harbor"], rewards=[]) as chains:
+        await chains.runner.check([row])
+        trajectory = await chains.run(**row)
+    assert next(m["content"] for m in trajectory.messages if m["role"] == "tool").startswith(
+        f"k=*** {len(SECRET) + 2} \n"
+    )
+    assert trajectory.reward == len(SECRET)
+    assert trajectory.metrics["k=***"] == len(SECRET) + 2
+    saved = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [text for text in (*saved, json.dumps(row), repr(trajectory), caplog.text) if SECRET in text]
+
+
+@pytest.mark.processes
+async def test_a_variable_that_is_lent_but_missing_where_the_chain_runs_is_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write("task.toml", "[verifier]\nenv = {TOO = '${PLANTED}'}\n")
+    row = rows(place.task.parent, ["PLANTED"])["a-task"]
+    monkeypatch.delenv("PLANTED")
+    with pytest.raises(SettingError, match=r"harbor: .*verifier\.env\.TOO: .* PLANTED is not set; fix: export it"):
+        rows(place.task.parent, ["PLANTED"])
+    with pytest.raises(ValueError, match="no variable PLANTED is lent and set"):
+        await Harbor().reset(**row)
