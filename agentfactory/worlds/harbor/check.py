@@ -13,7 +13,8 @@ from typing import Any
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.harbor.harbor import Harbor
-from agentfactory.worlds.harbor.tasks import Image, load_rows
+from agentfactory.worlds.harbor.harbor_task import Image
+from agentfactory.worlds.harbor.tasks import load_rows
 
 
 async def play(row: dict[str, Any], commands: Sequence[str] = (), solve: bool = False) -> dict[str, float]:

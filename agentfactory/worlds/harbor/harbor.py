@@ -22,7 +22,7 @@ from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.sandbox.view import View, is_shown, place_in
 from agentfactory.worlds.harbor.dockerfile import Copy
-from agentfactory.worlds.harbor.tasks import HarborTask, matching
+from agentfactory.worlds.harbor.harbor_task import HarborTask, matching
 from agentfactory.worlds.harbor.variables import expanded, masked
 
 _MOST_BYTES = 1 << 20

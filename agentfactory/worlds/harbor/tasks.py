@@ -1,7 +1,6 @@
 """`data.harbor`: load and check tasks in Harbor's format, as data rows."""
 
 import difflib
-import math
 import os
 import re
 import shutil
@@ -9,10 +8,9 @@ import stat
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
@@ -25,10 +23,10 @@ from agentfactory.tools.files.untrusted_files import (
     entries_of,
     printable,
     read_file,
-    refused,
 )
 from agentfactory.tools.sandbox.view import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
+from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching
 from agentfactory.worlds.harbor.variables import names_without_default
 
 _SECTIONS = frozenset(
@@ -65,51 +63,6 @@ _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
 """Paths reserved for the format or the sandbox."""
 
 
-@dataclass(frozen=True)
-class Image:
-    """The root file system used in place of an image."""
-
-    root: str
-    run_done: bool = False
-    """True if the root already has the results of its tasks' RUN instructions."""
-    writable: tuple[str, ...] = ()
-    """Additional folders that tasks may change; each chain gets a copy."""
-
-
-@dataclass(frozen=True)
-class HarborTask:
-    """A task's settings for its sandbox."""
-
-    folder: str
-    name: str
-    root: str
-    workdir: str
-    env: dict[str, str]
-    """Variables of the Dockerfile, with their values."""
-    copies: list[Copy]
-    writable: list[str]
-    """Folders that may be changed, none of them inside another."""
-    agent_seconds: float | None = None
-    verifier_seconds: float = 600.0
-    environment_env: dict[str, str] = field(default_factory=dict)
-    """Variables of task.toml, as written there, such as `${NAME}`; of all processes, of the tests, of the solution."""
-    verifier_env: dict[str, str] = field(default_factory=dict)
-    solution_env: dict[str, str] = field(default_factory=dict)
-    lent: list[str] = field(default_factory=list)
-    """Variables of this machine that they may name."""
-    memory_mb: int | None = None
-    storage_mb: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the task as a field of a row."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the task from the mapping made by `to_json`."""
-        return cls(**{**data, "copies": [Copy(**copy) for copy in data["copies"]]})
-
-
 def load_rows(folder: Path, images: Mapping[str, Image], field: str, lent: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return a row for each task in `folder`, or for `folder` itself if it is a task, sorted by name. A row has
     `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings). `lent`: environment variables
@@ -129,25 +82,7 @@ def load_rows(folder: Path, images: Mapping[str, Image], field: str, lent: Seque
 
 
 def _is_task(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _OF_A_TASK)
-
-
-def matching(folder: Path, pattern: str) -> dict[Path, int]:
-    """Return the files and folders of the task in `folder` that a source of COPY names, with their types. Raises
-    RefusedFileError if a link is among them or leads to them."""
-    found = {folder / "environment": stat.S_IFDIR}
-    for part in PurePosixPath(joined("/", pattern)).parts[1:]:
-        found = {
-            place / name: kind
-            for place, above in found.items()
-            if above == stat.S_IFDIR
-            for name, kind in entries_of(place, folder).items()
-            if fnmatchcase(name, part)
-        }
-        for path, kind in found.items():
-            if kind not in (stat.S_IFDIR, stat.S_IFREG):
-                raise refused(path, kind)
-    return found
+    return any(os.path.isfile(folder / name) for name in _OF_A_TASK)
 
 
 def _without_canary(text: str) -> str:
@@ -214,7 +149,7 @@ class _Reader:
         value = self.section(section).get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
             raise self.error("task.toml", f"{section}.{name}: got {short(value)}", "give a number above 0")
         return float(value)
 
@@ -233,7 +168,6 @@ class _Reader:
         given = self.section(section).get("env", {})
         if not isinstance(given, dict):
             raise self.error("task.toml", f"{section}.env: got {short(given)}", "write a table of names and strings")
-
         texts = {str(name): str(text) for name, text in given.items()}
         for name, text in texts.items():
             if not re.fullmatch(r"[^=\0]+", name) or "\0" in text:
@@ -256,12 +190,9 @@ class _Reader:
         given = self.section("environment").get("workdir") or "."
         if not isinstance(given, str) or "\0" in given:
             raise self.error("task.toml", f"environment.workdir: got {short(given)}", "give a path")
-        workdir = self._place("environment/Dockerfile", "WORKDIR", joined(dockerfile.workdir, given), image)
+        workdir = self._place(0, "WORKDIR", given, image, dockerfile.workdir)
         copies = [
-            replace(
-                copy, target=self._place(f"environment/Dockerfile, line {copy.line}", "COPY to", copy.target, image)
-            )
-            for copy in dockerfile.copies
+            replace(copy, target=self._place(copy.line, "COPY to", copy.target, image)) for copy in dockerfile.copies
         ]
         if workdir == "/":
             problem = "no WORKDIR: commands would start in /, which is read-only"
@@ -360,12 +291,16 @@ class _Reader:
             raise self.error(f"environment/Dockerfile, line {line}", problem, fix)
         return image
 
-    def _place(self, file: str, what: str, place: str, image: Image) -> str:
-        """Return a path of the image that chains may change, with the links of the root file system followed in it."""
+    def _place(self, line: int, what: str, path: str, image: Image, base: str = "/") -> str:
+        """Return a path of the image that chains may change, with the links of the root file system followed in it.
+        `line`: that of the Dockerfile, if known."""
+        file = f"environment/Dockerfile, line {line}" if line else "environment/Dockerfile"
         try:
-            place = place_in(Path(image.root), place)
+            place = place_in(Path(image.root), joined(base, path))
         except RefusedFileError as error:
-            raise self.error(file, f"{what} {place}: it {error.problem}", error.fix) from None
+            raise self.error(file, f"{what} {path}: it {error.problem}", error.fix) from None
+        except ValueError as error:
+            raise self.error(file, f"{what}: {error}", "correct it") from None
         if any(PurePosixPath(place).is_relative_to(own) for own in _OWN):
             raise self.error(file, f"{what} {place}: this path is reserved", "use a folder such as /app")
         return place
@@ -378,7 +313,7 @@ class _Reader:
             for source in copy.sources:
                 try:
                     found = matching(self.folder, source)
-                except RefusedFileError as error:
+                except (RefusedFileError, ValueError) as error:
                     raise self.refusal(name, error) from None
                 if not found:
                     raise self.error(name, f"COPY {source}: there is no such file in environment/", "add it")

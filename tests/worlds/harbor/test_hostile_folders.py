@@ -366,6 +366,16 @@ def variables_that_double(p: Place) -> None:
     p.copies("ENV A=xx", *["ENV A=$A$A"] * 60)
 
 
+@case("environment/Dockerfile, line 3: it cannot be read: it has a path of 5001 characters")
+def a_source_without_end(p: Place) -> None:
+    p.copies(f"COPY {'d' * 5000} .")
+
+
+@case("environment/Dockerfile: WORKDIR: it has a path of ")
+def a_workdir_without_end(p: Place) -> None:
+    p.write("task.toml", f"[environment]\nworkdir = '{'d/' * 5000}'\n")
+
+
 @case("environment/Dockerfile: it has a path of ")
 def a_path_that_grows(p: Place) -> None:
     p.copies(*["WORKDIR " + "d" * 200] * 40)
@@ -374,6 +384,11 @@ def a_path_that_grows(p: Place) -> None:
 @case("task.toml: it is not TOML")
 def settings_nested_without_end(p: Place) -> None:
     p.write("task.toml", f"metadata = {'[' * 5000}")
+
+
+@case(r"environment\.memory_mb: got 10000.*; fix: give a number above 0")
+def a_number_without_end(p: Place) -> None:
+    p.write("task.toml", f"[environment]\nmemory_mb = 1{'0' * 400}\n")
 
 
 @case(r"verifier\.timeout_sec: got inf; fix: give a number above 0")
