@@ -95,7 +95,7 @@ class Harbor(Shell):
         await in_folder_thread(_fresh, tests, Path(self.task.folder, "tests"), self._room())
         await in_folder_thread(_fresh, logs)
         # no user site: the tests' Python must not import packages from the agent's /root
-        env = {"PYTHONNOUSERSITE": "1", **self._variables(self.task.verifier_env)}
+        env = self._variables({"PYTHONNOUSERSITE": "1", **self.task.verifier_env})
         script = _script("/tests/test.sh", "/logs/verifier/test-stdout.txt")
         places = {"/tests": tests, "/logs/verifier": logs}
         await self._allow(self._limits.disk_mb)  # the agent may have left no room for the tests' output
