@@ -23,6 +23,7 @@ from agentfactory.tools.environments.workspaces import ChainProgram, check_kept,
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal
 from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
+from agentfactory.tools.user_code.row_files import write_files
 
 pytestmark = pytest.mark.processes  # the first folder starts the sweeper process
 
@@ -269,6 +270,21 @@ def test_templates(tmp_path: Path) -> None:
         file.truncate(2**43)
     with pytest.raises(SettingError, match=r"each chain gets a copy: .* MiB left; fix: make it smaller"):
         check_template("f", tmp_path / "good")
+
+
+def test_files_of_rows_stay_in_the_workspace(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "real").mkdir(parents=True)
+    outside.mkdir()
+    (folder / "inner").symlink_to("real")
+    (folder / "up").symlink_to("../outside")
+    (folder / "file").symlink_to(outside / "file")
+    write_files({"inner/new/x": b"1", "real/y": b"2"}, folder)
+    assert ((folder / "real/new/x").read_bytes(), (folder / "real/y").read_bytes()) == (b"1", b"2")
+    for name in ("up/x", "file", "real"):
+        with pytest.raises(OSError, match=r"leads out of |is a folder"):
+            write_files({name: b"3"}, folder)
+    assert not os.listdir(outside)
 
 
 async def test_long_copies_do_not_keep_others_from_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
