@@ -137,6 +137,8 @@ async def test_an_instance_that_no_cell_used_is_kept(interpreter: CodeInterprete
 async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "a.csv").write_text("1,2")
+    (tmp_path / "inner").symlink_to("tables")
+    (tmp_path / "out").symlink_to("/etc")
     interpreter = CodeInterpreter(files=str(tmp_path), seconds=60, disk_mb=1)
     read = "[open(name, 'rb').read() for name in sorted(files)]"
     try:
@@ -147,11 +149,13 @@ async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
         pass_time(61)
         assert "restarted" in await stuck
         assert await _run(interpreter, "open('b.txt').read()") == "'text'"
-        await interpreter.reset(files=["tables/a.csv"], question="?")
+        await interpreter.reset(files=["tables/a.csv", "inner/a.csv"], question="?")
         assert await _run(interpreter, "open('tables/a.csv').read()") == "'1,2'"
         refused: dict[str, Any] = {
             "there is no file 'missing'": ["missing"],
             "there is no file '../x'": ["../x"],
+            "there is no file 'out/passwd'": ["out/passwd"],
+            "there is no file 'tables'": ["tables"],
             "does not name a file of the workspace": {"../x": "text"},
             "is not base64": {"x": {"base64": "?"}},
             r"x is int; give a text, or \{\"base64\"": {"x": 1},

@@ -21,8 +21,9 @@ from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox import process, program
+from agentfactory.tools.sandbox.bubblewrap import variables
 from agentfactory.tools.sandbox.disk_use import measure
-from agentfactory.tools.sandbox.limits import ProgramLimits
+from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxUnavailable
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.view import View
 from agentfactory.tools.sessions.toolset import open_toolset
@@ -84,6 +85,30 @@ async def test_what_a_command_cannot_do(shell: Shell, command: str, text: str) -
     shell._seconds = 5.0 if "wait" in command else 20.0
     assert text in await said(shell, command)
     assert (await said(shell, "echo on")).endswith("on"), "the next one works"
+
+
+async def test_mount_points_do_not_leave_a_root_by_its_links() -> None:
+    """bwrap keeps the machine in /oldroot while it makes mount points, and follows links there."""
+    with tempfile.TemporaryDirectory() as made:
+        root, outside = Path(made) / "root", Path(made) / "outside"
+        for folder in (Path(made), root, outside, root / "bin"):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o777)
+        (root / "bin/sh").touch()
+        (root / "workspace").symlink_to(f"../oldroot{outside}/made")
+        shell = Shell(root=str(root))
+        await shell.reset()
+        with pytest.raises(SandboxUnavailable, match="sh"):  # it is empty
+            await shell.run("true", 5)
+        await shell.close()
+        assert not os.listdir(outside)
+
+
+def test_a_variable_cannot_hold_arguments_of_bwrap() -> None:
+    assert variables({"A": "b = c"}) == b"--setenv\0A\0b = c\0"
+    for env in ({"A": "b\0--bind\0/\0/x"}, {"A\0--bind": "b"}, {"A=B": "c"}, {"": "c"}):
+        with pytest.raises(ValueError, match="cannot be set as an environment variable"):
+            variables(env)
 
 
 async def test_what_listens_on_this_machine_is_out_of_reach(shell: Shell) -> None:

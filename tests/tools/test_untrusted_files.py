@@ -9,11 +9,13 @@ import pytest
 from agentfactory.tools.files.untrusted_files import (
     RefusedFileError,
     check_tree,
+    create_file,
     entries_of,
     lines_of,
     open_file,
     read_file,
     read_json,
+    resolved,
 )
 
 
@@ -116,3 +118,36 @@ def test_a_message_holds_no_control_sequence_of_a_name(folder: Path) -> None:
     with pytest.raises(RefusedFileError) as refused:
         check_tree(folder, folder)
     assert "\x1b" not in str(refused.value)
+
+
+def test_a_file_is_written_below_a_folder_only(folder: Path) -> None:
+    with create_file(folder / "new" / "below" / "file", folder) as file:
+        file.write(b"text")
+    (folder / "below" / "file").chmod(0o755)
+    with create_file(folder / "below" / "file", folder) as file:
+        file.write(b"x")
+    assert (folder / "new" / "below" / "file").read_bytes() == b"text"
+    assert ((folder / "below" / "file").read_bytes(), os.stat(folder / "below" / "file").st_mode & 0o777) == (
+        b"x",
+        0o755,
+    )
+    for name in ("below/link", "link/file", "below/fifo", "below", "below/../../outside/file"):
+        with pytest.raises(RefusedFileError):
+            create_file(folder / name, folder)
+    assert (folder.parent / "outside" / "file").read_text() == "secret"
+
+
+@pytest.mark.parametrize("name", ["up", "etc", "below/link", "below/../..", "/etc", "to-link"])
+def test_links_are_followed_within_a_folder(folder: Path, name: str) -> None:
+    for link, target in (("up", "below/../../outside"), ("etc", "/below"), ("to-link", "up"), ("circle", "circle")):
+        (folder / link).symlink_to(target)
+    assert resolved("link/new/../file", folder) == folder / "below" / "file"
+    with pytest.raises(RefusedFileError, match="leads out of "):
+        resolved(name, folder)
+    for is_root in (False, True):
+        with pytest.raises(RefusedFileError, match="leads to itself"):
+            resolved("circle/file", folder, is_root)
+    # as after chroot
+    found = {"up": "outside", "etc": "below", "below/../..": ".", "/etc": "below", "to-link": "outside"}
+    expected = str(folder / "below/link").replace("run/below/link", "outside/file")[1:]
+    assert resolved(name, folder, is_root=True) == folder / found.get(name, expected)

@@ -23,6 +23,7 @@ from agentfactory.tools.environments.workspaces import ChainProgram, check_kept,
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal
 from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
+from agentfactory.tools.user_code.row_files import write_files
 
 pytestmark = pytest.mark.processes  # the first folder starts the sweeper process
 
@@ -112,7 +113,9 @@ async def test_a_folder_that_cannot_be_kept_is_removed_and_told(
 async def test_a_template_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), tmp_path)
-    with pytest.raises(OSError, match=r"^the workspace cannot be copied: .*/fifo: .* is a named pipe$"):
+    with pytest.raises(
+        OSError, match=r"^the workspace cannot be copied: .*/fifo is a FIFO; fix: replace it, or delete it$"
+    ):
         async with program.running(lambda: None):
             pass
 
@@ -251,10 +254,7 @@ def test_templates(tmp_path: Path) -> None:
     for name, target in (("absolute", tmp_path / "good" / "file"), ("up", "../good"), ("etc", "/etc")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "link").symlink_to(target)
-        said = (
-            f"link is {'a link out of the folder' if name == 'up' else 'an absolute link'}, .*put the file itself there"
-        )
-        with pytest.raises(SettingError, match=said):
+        with pytest.raises(SettingError, match=f"{name}/link leads out of .*; fix: put the file itself there"):
             check_template("f", tmp_path / name)
     (tmp_path / "loop").mkdir()
     (tmp_path / "loop" / "link").symlink_to("link")
@@ -264,12 +264,27 @@ def test_templates(tmp_path: Path) -> None:
         check_template("f", tmp_path / "loop" / "link")
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "fifo")
-    with pytest.raises(SettingError, match="fifo is neither a file nor a folder"):
+    with pytest.raises(SettingError, match="fifo is a FIFO; fix: replace it"):
         check_template("f", tmp_path / "pipe")
     with (tmp_path / "good" / "huge").open("wb") as file:
         file.truncate(2**43)
     with pytest.raises(SettingError, match=r"each chain gets a copy: .* MiB left; fix: make it smaller"):
         check_template("f", tmp_path / "good")
+
+
+def test_files_of_rows_stay_in_the_workspace(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "real").mkdir(parents=True)
+    outside.mkdir()
+    (folder / "inner").symlink_to("real")
+    (folder / "up").symlink_to("../outside")
+    (folder / "file").symlink_to(outside / "file")
+    write_files({"inner/new/x": b"1", "real/y": b"2"}, folder)
+    assert ((folder / "real/new/x").read_bytes(), (folder / "real/y").read_bytes()) == (b"1", b"2")
+    for name in ("up/x", "file", "real"):
+        with pytest.raises(OSError, match=r"leads out of |is a folder"):
+            write_files({name: b"3"}, folder)
+    assert not os.listdir(outside)
 
 
 async def test_long_copies_do_not_keep_others_from_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

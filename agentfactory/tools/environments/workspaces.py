@@ -25,6 +25,8 @@ from agentfactory.tools.config import CHAIN
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.files import removal
 from agentfactory.tools.files.disk import refusal
+from agentfactory.tools.files.tree_copy import TreeCopy
+from agentfactory.tools.files.untrusted_files import RefusedFileError, opened_folder
 from agentfactory.tools.sandbox.limits import sandbox_user
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,6 @@ class ChainProgram:
         try:
             if self.template is not None:
                 await in_folder_thread(_copy, self.template, folder)
-                folder.chmod(0o700)
             yield self._command(str(folder))
         finally:
             if (kept := place()) is not None:
@@ -101,9 +102,9 @@ def give_to_sandbox(folder: Path) -> None:
     if (user := sandbox_user()) is None:
         return
     os.chown(folder, user, user)
-    for path, folders, files in os.walk(folder):
+    for _, folders, files, opened in os.fwalk(folder):
         for name in (*folders, *files):
-            os.chown(os.path.join(path, name), user, user, follow_symlinks=False)
+            os.chown(name, user, user, dir_fd=opened, follow_symlinks=False)
 
 
 def check_template(field: str, template: Path) -> int:
@@ -114,25 +115,18 @@ def check_template(field: str, template: Path) -> int:
     """
     if not os.path.isdir(template):
         raise SettingError(field, f"{template} is not a folder", "name an existing one")
-
-    def fail(error: OSError) -> None:
-        raise SettingError(field, f"{error.filename} cannot be read: {error.strerror}", "change its permissions")
-
-    whole, root = 0, os.path.realpath(template)
-    for folder, folders, files in os.walk(template, onerror=fail):
-        for path in (Path(folder) / name for name in (*folders, *files)):
-            if path.is_symlink():
-                _check_link(field, path, Path(root))
-            elif not path.is_dir() and not path.is_file():
-                raise SettingError(field, f"{path} is neither a file nor a folder", "remove it")
-            elif not os.access(path, os.R_OK):
-                raise SettingError(field, f"{path} cannot be read: Permission denied", "change its permissions")
-            elif path.is_file():
-                whole += path.stat().st_size
-    if whole > (free := shutil.disk_usage(tempfile.gettempdir()).free):
-        problem = f"{template} has {whole / 2**20:.0f} MiB, and {tempfile.gettempdir()} {free / 2**20:.0f} MiB left"
+    tree = TreeCopy(template)
+    try:
+        tree.folder(template, None)
+    except RefusedFileError as error:
+        raise SettingError(field, f"{error.filename} {error.problem}", error.fix) from None
+    except OSError as error:
+        problem = f"{error.filename} cannot be read: {error.strerror}"
+        raise SettingError(field, problem, "change its permissions") from None
+    if tree.size > (free := shutil.disk_usage(tempfile.gettempdir()).free):
+        problem = f"{template} has {tree.size / 2**20:.0f} MiB, and {tempfile.gettempdir()} {free / 2**20:.0f} MiB left"
         raise SettingError(field, f"each chain gets a copy: {problem}", "make it smaller, or set TMPDIR")
-    return whole
+    return tree.size
 
 
 def check_kept(field: str, kept: Path) -> None:
@@ -146,28 +140,12 @@ def check_kept(field: str, kept: Path) -> None:
         raise SettingError(field, f"got {kept}, but {place} cannot be written: {error.strerror}", "name another folder")
 
 
-def _check_link(field: str, link: Path, root: Path) -> None:
-    target = link.readlink()
-    if target.is_absolute():
-        told = f"{link} is an absolute link, to {target}: every chain would follow it out of its own folder"
-        raise SettingError(field, told, "make it relative, or put the file itself there")
-    try:
-        end = os.path.realpath(link, strict=True)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise SettingError(field, f"{link} is a link that leads to itself", "remove it") from None
-        end = os.path.realpath(link)
-    if not Path(end).is_relative_to(root):
-        raise SettingError(field, f"{link} is a link out of the folder, to {target}", "put the file itself there")
-
-
 def _copy(template: Path, folder: Path) -> None:
     try:
-        shutil.copytree(template, folder, symlinks=True, dirs_exist_ok=True)
-    except shutil.Error as error:
-        faults = error.args[0]  # (source, destination, reason) of each file
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise OSError(f"the workspace cannot be copied: {faults[0][0]}: {faults[0][2]}{more}") from None
+        with opened_folder(folder, folder) as into:
+            TreeCopy(template).folder(template, into)
+    except OSError as error:
+        raise OSError(f"the workspace cannot be copied: {error}") from None
 
 
 def _keep(folder: Path, place: Path) -> None:

@@ -3,8 +3,9 @@
 import os
 import stat
 from collections.abc import Iterator
-from io import BufferedReader
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from io import BufferedReader, BufferedWriter
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from pydantic_core import from_json
@@ -26,9 +27,11 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-
-_DEEPEST = 64
+DEEPEST = 64
 """Maximum nesting of folders."""
+_MOST_LINKS = 40
+"""Maximum links in a path, as in the kernel."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RefusedFileError(OSError):
@@ -36,6 +39,7 @@ class RefusedFileError(OSError):
 
     def __init__(self, path: Path, problem: str, fix: str) -> None:
         super().__init__(None, f"{problem}; fix: {fix}", str(path))
+        self.problem, self.fix = problem, fix
 
     def __str__(self) -> str:
         # a name can hold the control sequences of a terminal
@@ -49,13 +53,19 @@ def open_file(path: Path, within: Path | None = None) -> BufferedReader:
     Raises RefusedFileError for anything but a regular file, OSError if it cannot be opened.
     """
     if within is None:
-        return os.fdopen(_open_regular(path, str(path), None), "rb")
-    *folders, name = _parts(path, within)
-    folder = _open_folder(within, folders)
-    try:
-        return os.fdopen(_open_regular(path, name, folder), "rb")
-    finally:
-        os.close(folder)
+        return os.fdopen(open_regular(path, None), "rb")
+    with opened_folder(path.parent, within) as folder:
+        return os.fdopen(open_regular(path, folder), "rb")
+
+
+def create_file(path: Path, within: Path) -> BufferedWriter:
+    """Open the file `path` for writing, empty, without following a link below the folder `within`. Missing folders are
+    made, and an existing file keeps its mode.
+
+    Raises RefusedFileError if there is anything but a regular file, OSError if it cannot be written.
+    """
+    with opened_folder(path.parent, within, make=True) as folder:
+        return os.fdopen(create_regular(path, folder), "wb")
 
 
 def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
@@ -104,20 +114,12 @@ def lines_of(file: BinaryIO, most: int = LINE_BYTES) -> Iterator[bytes]:
 def entries_of(path: Path, within: Path) -> dict[str, int]:
     """Return the names in a folder, sorted, with the type of each (`stat.S_IFREG`, ...), without following a link below
     `within`. A folder that is missing has none. Raises RefusedFileError if it is no folder."""
-    try:
-        folder = _open_folder(within, _parts(path, within))
-    except FileNotFoundError:
-        return {}
-    try:
-        kinds = {}
+    kinds: dict[str, int] = {}
+    with suppress(FileNotFoundError), opened_folder(path, within) as folder:
         for name in sorted(os.listdir(folder)):
-            try:
+            with suppress(FileNotFoundError):  # deleted meanwhile
                 kinds[name] = stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-            except FileNotFoundError:
-                continue  # deleted meanwhile
-        return kinds
-    finally:
-        os.close(folder)
+    return kinds
 
 
 def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
@@ -125,8 +127,8 @@ def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
     levels below it (None: all)."""
     for name, kind in entries_of(path, within).items():
         if kind == stat.S_IFDIR:
-            if len((path / name).relative_to(within).parts) > _DEEPEST:
-                raise RefusedFileError(path / name, f"is more than {_DEEPEST} folders deep", "delete it")
+            if len((path / name).relative_to(within).parts) > DEEPEST:
+                raise RefusedFileError(path / name, f"is more than {DEEPEST} folders deep", "delete it")
             if depth != 0:
                 check_tree(path / name, within, None if depth is None else depth - 1)
         elif kind != stat.S_IFREG:
@@ -139,31 +141,71 @@ def refused(path: Path, kind: int) -> RefusedFileError:
     return RefusedFileError(path, f"is {_KINDS.get(kind, 'a regular file')}", fix)
 
 
-def _parts(path: Path, within: Path) -> tuple[str, ...]:
+def resolved(name: str | PurePath, within: Path, is_root: bool = False) -> Path:
+    """Return the path to which `name` leads, with all links below `within` followed. `is_root`: `within` is the root of
+    a file system, in which absolute links and `..` begin and end as after chroot.
+
+    Raises RefusedFileError if it leads out of `within`, or if its links have no end.
+    """
+    waiting, found, links = [*reversed(PurePath(name).parts)], list[str](), 0
+    while waiting:
+        part = waiting.pop()
+        if is_root and (part.startswith("/") or (part == ".." and not found)):
+            found = []
+        elif part.startswith("/") or (part == ".." and not found):
+            fix = "put the file itself there, or a relative link to another place in it"
+            raise RefusedFileError(within / name, f"leads out of {within}", fix)
+        elif part == "..":
+            found.pop()
+        else:
+            try:
+                target = os.readlink(within.joinpath(*found, part))
+            except OSError:  # no link, or missing
+                found.append(part)
+                continue
+            links += 1
+            if links > _MOST_LINKS:
+                raise RefusedFileError(within / name, "is a link that leads to itself", "remove it")
+            waiting += reversed(PurePath(target).parts)
+    return within.joinpath(*found)
+
+
+@contextmanager
+def opened_folder(path: Path, within: Path, make: bool = False) -> Iterator[int]:
+    """Open the folder `path` as a descriptor, without following a link below `within`, which may itself be reached by
+    links. `make`: missing folders are made. Raises RefusedFileError if it is no folder, OSError if it cannot be
+    opened."""
     parts = path.relative_to(within).parts
     if ".." in parts:
         raise RefusedFileError(path, f"leads out of {within}", "name a file in it")
-    return parts
-
-
-def _open_folder(within: Path, names: tuple[str, ...] | list[str]) -> int:
-    """Return a descriptor of the folder below `within`, which may itself be reached by a link."""
-    path, folder = within, os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    for name in names:
-        path /= name
-        try:
-            below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        except OSError as error:
-            # a link is `not a directory` here
-            raise _explained(error, path, name, folder, stat.S_IFDIR) from None
-        finally:
+    at, folder = within, os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in parts:
+            at /= name
+            if make:
+                with suppress(FileExistsError), named(at):
+                    os.mkdir(name, dir_fd=folder)
+            below = open_below(at, folder)
             os.close(folder)
-        folder = below
-    return folder
+            folder = below
+        yield folder
+    finally:
+        os.close(folder)
 
 
-def _open_regular(path: Path, name: str, folder: int | None) -> int:
-    follow = folder is None
+def open_below(path: Path, folder: int) -> int:
+    """Open the folder `path.name` of an open folder, without following a link. Raises like `opened_folder`."""
+    try:
+        return os.open(path.name, _FOLDER, dir_fd=folder)
+    except OSError as error:
+        # a link is `not a directory` here
+        raise _explained(error, path, path.name, folder, stat.S_IFDIR) from None
+
+
+def open_regular(path: Path, folder: int | None) -> int:
+    """Open the regular file `path.name` of an open folder for reading, without following a link. None: open `path`,
+    following links. Raises like `open_file`."""
+    follow, name = folder is None, str(path) if folder is None else path.name
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         # opening a device or a FIFO has effects, so look first; if it is replaced meanwhile, the flags limit them
@@ -173,6 +215,33 @@ def _open_regular(path: Path, name: str, folder: int | None) -> int:
         raise
     except OSError as error:
         raise _explained(error, path, name, folder, stat.S_IFREG) from None
+    return _regular(path, descriptor)
+
+
+def create_regular(path: Path, folder: int) -> int:
+    """Open the file `path.name` of an open folder for writing, empty, and create it if it is missing. Raises like
+    `create_file`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
+    except OSError as error:
+        raise _explained(error, path, path.name, folder, stat.S_IFREG) from None
+    os.ftruncate(_regular(path, descriptor), 0)
+    return descriptor
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Give an error about a name in an open folder the whole path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, RefusedFileError) or error.filename is None or os.path.isabs(error.filename):
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+def _regular(path: Path, descriptor: int) -> int:
     try:
         _check_regular(path, os.fstat(descriptor))
     except RefusedFileError:

@@ -9,6 +9,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from agentfactory.tools.files.untrusted_files import open_file
+
 _LONGEST_PATH = 1024
 """Maximum characters of a path; longer text is an image in base64."""
 _ADDRESSES = ("data:", "http:", "https:", "image:")
@@ -71,7 +73,7 @@ def size_of(source: Any) -> tuple[int, int]:
     if (path := _path_of(source, Path())) is None:
         return _upright_size(_open(BytesIO(content_of(source)), _name_of(source)))
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return _upright_size(_open(file, _name_of(source)))
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -119,7 +121,8 @@ def content_of(source: Any, base: Path = Path()) -> bytes:
     """Return the bytes of an image's file; see `decode`. Raises ValueError."""
     if (path := _path_of(source, base)) is not None:
         try:
-            return path.read_bytes()
+            with open_file(path) as file:
+                return file.read()
         except (OSError, ValueError) as error:
             raise _unreadable(path, error) from error
     if isinstance(source, bytes | bytearray):

@@ -128,7 +128,15 @@ def reader(bwrap: str) -> list[str]:
 
 
 def variables(env: Mapping[str, str]) -> bytes:
-    """Return the arguments that set a sandbox's environment, for a file, because every user can read command lines."""
+    """Return the arguments that set a sandbox's environment, for a file, because every user can read command lines.
+
+    Raises ValueError for a null character, after which further arguments of bwrap could stand.
+    """
+    for name, value in env.items():
+        if "\0" in name + value or "=" in name or not name:
+            raise ValueError(
+                f"{name!r} cannot be set as an environment variable: it has a null character, or = in its name"
+            )
     return b"".join(b"--setenv\0%b\0%b\0" % (os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 

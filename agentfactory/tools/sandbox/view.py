@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.files.untrusted_files import resolved
 from agentfactory.tools.sandbox.interpreter import is_public
 from agentfactory.tools.sandbox.limits import NO_SANDBOX, sandbox_user
 
@@ -32,11 +33,11 @@ class View:
 
     def of_root(self) -> list[str]:
         """Return bwrap's arguments that mount the root, and leave room in it for all other mount points."""
-        points = [PurePosixPath(place) for place in (*self.folders, *map(str, self._further()))]
+        points = [PurePosixPath(place_in(self.root, place)) for place in (*self.folders, *map(str, self._further()))]
         arguments: list[str] = []
         names = sorted(os.listdir(self.root))
         for name in names:
-            if name not in _OURS and (self.root != Path("/") or name in _SYSTEM):
+            if is_shown(self.root, name):
                 arguments += self._show(PurePosixPath("/", name), points)
         return [*arguments, "--dir", "/run"]
 
@@ -44,9 +45,9 @@ class View:
         """Return bwrap's arguments that mount further files and folders, possibly below the sandbox's own entries."""
         arguments: list[str] = []
         for path in self._further():
-            arguments += ["--ro-bind", str(path), str(path)]
+            arguments += ["--ro-bind", str(path), place_in(self.root, str(path))]
         for place, folder in sorted(self.folders.items()):
-            arguments += ["--bind", str(folder), place]
+            arguments += ["--bind", str(folder), place_in(self.root, place)]
         return arguments
 
     def _further(self) -> list[Path]:
@@ -66,6 +67,19 @@ class View:
             if place / name not in points:
                 arguments += self._show(place / name, below)
         return arguments
+
+
+def is_shown(root: Path, name: str) -> bool:
+    """Return whether sandboxes show the entry `name` of a root file system."""
+    return name not in _OURS and (root != Path("/") or name in _SYSTEM)
+
+
+def place_in(root: Path, place: str) -> str:
+    """Return the path `place` of a sandbox with the links of its root file system followed inside. bwrap would follow
+    them on the machine, and create mount points there. Raises RefusedFileError if they have no end."""
+    if not is_shown(root, place.split("/")[1]):
+        return place
+    return "/" + "/".join(resolved(place, root, is_root=True).relative_to(root).parts)
 
 
 def check_readable(field: str, paths: Iterable[Path]) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from agentfactory.tools.files.untrusted_files import create_file, open_file, resolved
+
 
 def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes]:
     """Return name -> content of a row's `files`: a mapping of name to text, or to `{"base64": ...}`, or a list of names
@@ -36,9 +38,8 @@ def names_of(files: Any) -> list[str]:
 def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
     """Write the files of a row into a workspace."""
     for name, content in contents.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        with create_file(resolved(name, folder), folder) as file:
+            file.write(content)
 
 
 def is_inside(name: str) -> bool:
@@ -68,12 +69,14 @@ def folder_of_files(files: str | None) -> Path | None:
 
 
 def _read(name: str, folder: Path, most_mb: int) -> bytes:
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder) or not path.is_file():
-        raise ValueError(f"files: there is no file {name!r} in {folder}; create it, or correct the name")
-    if path.stat().st_size > most_mb << 20:
+    try:
+        with open_file(resolved(name, folder), folder) as file:
+            content = file.read((most_mb << 20) + 1)
+    except (OSError, ValueError):  # ValueError: the name has a null byte
+        raise ValueError(f"files: there is no file {name!r} in {folder}; create it, or correct the name") from None
+    if len(content) > most_mb << 20:
         raise ValueError(f"files: {name!r} is larger than the workspace; raise disk_mb ({most_mb})")
-    return path.read_bytes()
+    return content
 
 
 def _decode(name: str, content: Any) -> bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.user_code.row_files import is_inside
 from agentfactory.worlds.alfworld.generator import Game, Package, TaskType, make_game
 from agentfactory.worlds.alfworld.paths import expanded_path
 
@@ -67,9 +68,9 @@ class PublishedGames:
 
     def content(self, name: str) -> Path:
         """Return the game's file. Raises ValueError if it does not exist."""
-        file = self._root / name / GAME
-        if not isinstance(name, str) or not file.is_file():
-            raise ValueError(f"game: got {name!r}, and there is no file {file}")
+        file = self._root / str(name) / GAME
+        if not is_inside(str(name)) or not file.is_file():
+            raise ValueError(f"game: got {name!r}, and there is no file {file} in the folder of games")
         return file
 
 

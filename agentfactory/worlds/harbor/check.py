@@ -13,7 +13,8 @@ from typing import Any
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.harbor.harbor import Harbor
-from agentfactory.worlds.harbor.tasks import Image, load_rows
+from agentfactory.worlds.harbor.harbor_task import Image
+from agentfactory.worlds.harbor.tasks import load_rows
 
 
 async def play(row: dict[str, Any], commands: Sequence[str] = (), solve: bool = False) -> dict[str, float]:
@@ -47,11 +48,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("images", nargs="*", metavar="IMAGE=ROOT")
     parser.add_argument("--run-done", action="store_true", help="the roots already have the results of RUN")
+    parser.add_argument("--env", nargs="*", default=[], metavar="NAME", help="variables that tasks may use, as ${NAME}")
     arguments = parser.parse_args()
     pairs = (text.rpartition("=") for text in arguments.images)
     images = {image: Image(str(Path(root).resolve()), arguments.run_done) for image, _, root in pairs}
     try:
-        rows = load_rows(arguments.folder, images, "data.harbor")
+        rows = load_rows(arguments.folder, images, "data.harbor", arguments.env)
     except SettingError as error:
         sys.exit(str(error))
     sys.exit(0 if asyncio.run(check(rows)) else 1)

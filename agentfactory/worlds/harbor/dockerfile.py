@@ -1,14 +1,19 @@
 """A parser for tasks' Dockerfiles: image, working folder, variables and copied files."""
 
 import json
+import posixpath
 import re
 import shlex
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 _IGNORED = frozenset({"CMD", "EXPOSE", "LABEL", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "SHELL"})
 """Instructions that affect neither the file system nor single commands."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_MOST_TEXT = 1 << 20
+"""Characters of all expanded texts of a file: `ENV A=$A$A` doubles with each line."""
+_LONGEST_PATH = 4096
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 
 
@@ -44,38 +49,47 @@ class Dockerfile:
 
 
 def parse(text: str) -> Dockerfile:
-    """Parse a Dockerfile with a single stage. Raises Unsupported."""
+    """Parse a Dockerfile with a single stage. Raises Unsupported, and ValueError if its texts or paths are too long."""
     found = Dockerfile()
     arguments: dict[str, str] = {}
+    scope = _Scope(ChainMap(found.env, arguments))
     for line, name, value in _instructions(text):
-        scope = {**arguments, **found.env}
         if name == "ARG":
-            arguments.update({key: _expanded(given, scope) for key, given in _pairs(line, name, value).items()})
+            arguments.update({key: scope.expanded(given) for key, given in _pairs(line, name, value).items()})
         elif name == "FROM":
             if found.image:
                 raise Unsupported(line, "a second FROM: it has several stages", "keep the last stage only")
             words = [word for word in value.split() if not word.startswith("--")]
-            found.image = _expanded(words[0], scope) if words else ""
+            found.image = scope.expanded(words[0]) if words else ""
             if not found.image:
                 raise Unsupported(line, "FROM names no image", "name one")
         elif not found.image:
             raise Unsupported(line, f"{name} comes before FROM", "begin with FROM")
         elif name == "WORKDIR":
-            found.workdir = str(PurePosixPath(found.workdir, _expanded(value, scope)))
+            found.workdir = joined(found.workdir, scope.expanded(value))
         elif name == "ENV":
-            found.env.update({key: _expanded(given, scope) for key, given in _pairs(line, name, value).items()})
+            found.env.update({key: scope.expanded(given) for key, given in _pairs(line, name, value).items()})
         elif name in ("COPY", "ADD"):
             found.copies.append(_copy(line, name, value, scope, found.workdir))
         elif name == "RUN":
             found.runs.append((line, value))
         elif name == "USER":
-            if _expanded(value, scope).partition(":")[0] not in ("root", "0"):
+            if scope.expanded(value).partition(":")[0] not in ("root", "0"):
                 raise Unsupported(line, f"USER {value}: there is one user, named root", "remove it")
         elif name not in _IGNORED:
             raise Unsupported(line, f"{name} is not supported", "remove it, or do it in the root file system")
     if not found.image:
         raise Unsupported(1, "there is no FROM", "begin with FROM")
     return found
+
+
+def joined(base: str, path: str) -> str:
+    """Return the absolute path in the image of `path`, which is relative to `base`, without `..`. Raises ValueError if
+    it is too long."""
+    whole = posixpath.join("/", base, path)
+    if len(whole) > _LONGEST_PATH:
+        raise ValueError(f"it has a path of {len(whole)} characters; use {_LONGEST_PATH} at most")
+    return "/" + posixpath.normpath(whole).lstrip("/")
 
 
 def _instructions(text: str) -> list[tuple[int, str, str]]:
@@ -99,7 +113,7 @@ def _instructions(text: str) -> list[tuple[int, str, str]]:
     return found
 
 
-def _copy(line: int, name: str, value: str, scope: dict[str, str], workdir: str) -> Copy:
+def _copy(line: int, name: str, value: str, scope: "_Scope", workdir: str) -> Copy:
     flags: dict[str, str] = {}
     while value.startswith("--"):
         flag, _, value = value.partition(" ")
@@ -114,18 +128,18 @@ def _copy(line: int, name: str, value: str, scope: dict[str, str], workdir: str)
         raise Unsupported(line, f"{name} --{unknown.pop()} is not supported", "remove it")
     mode = None
     if chmod := flags.get("chmod"):
-        if not re.fullmatch(r"[0-7]{3,4}", chmod):
-            raise Unsupported(line, f"{name} --chmod={chmod}", "give the mode in octal digits")
+        if not re.fullmatch(r"0?[0-7]{3}", chmod):
+            raise Unsupported(line, f"{name} --chmod={chmod}", "give the permissions in three octal digits")
         mode = int(chmod, 8)
     words = json.loads(value) if value.startswith("[") else shlex.split(value)
-    *sources, target = [_expanded(word, scope) for word in words]
+    *sources, target = [scope.expanded(str(word)) for word in words] or [""]
     if not sources:
         raise Unsupported(line, f"{name} {value}: it names no source or no target", "name both")
     for source in sources:
         if re.match(r"\w+://", source) or (name == "ADD" and source.endswith(_ARCHIVES)):
             raise Unsupported(line, f"{name} {source}", "put the files themselves into environment/, and use COPY")
     into = len(sources) > 1 or target.endswith("/") or target in (".", "..")
-    return Copy(sources, str(PurePosixPath(workdir, target)), into, mode, line)
+    return Copy(sources, joined(workdir, target), into, mode, line)
 
 
 def _pairs(line: int, name: str, value: str) -> dict[str, str]:
@@ -139,5 +153,20 @@ def _pairs(line: int, name: str, value: str) -> dict[str, str]:
     return {key: given for key, _, given in (word.partition("=") for word in words)}
 
 
-def _expanded(text: str, scope: dict[str, str]) -> str:
-    return _VARIABLE.sub(lambda match: scope.get(match[1] or match[3], match[2] or ""), text)
+class _Scope:
+    """The variables of a Dockerfile. Those of this machine are not among them."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values, self._left = values, _MOST_TEXT
+
+    def expanded(self, text: str) -> str:
+        """Return a text with its variables replaced. Raises ValueError above _MOST_TEXT."""
+
+        def value(match: re.Match[str]) -> str:
+            found = self._values.get(match[1] or match[3], match[2] or "")
+            self._left -= len(found)
+            if self._left < 0:
+                raise ValueError(f"its variables expand to more than {_MOST_TEXT >> 20} MiB")
+            return found
+
+        return _VARIABLE.sub(value, text)

@@ -5,21 +5,25 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import Any
 
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder
+from agentfactory.tools.files.tree_copy import TreeCopy
+from agentfactory.tools.files.untrusted_files import entries_of, opened_folder, read_file
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox.disk_use import measure
 from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.view import View
+from agentfactory.tools.sandbox.view import View, is_shown, place_in
 from agentfactory.worlds.harbor.dockerfile import Copy
-from agentfactory.worlds.harbor.tasks import HarborTask
+from agentfactory.worlds.harbor.harbor_task import HarborTask, matching
+from agentfactory.worlds.harbor.variables import expanded, masked
 
 _MOST_BYTES = 1 << 20
 """Maximum bytes read of a reward file."""
@@ -60,8 +64,10 @@ class Harbor(Shell):
             found.memory_mb or self._defaults.memory_mb,
             found.storage_mb or self._defaults.disk_mb,
         )
+        for texts in (found.environment_env, found.verifier_env, found.solution_env):
+            expanded(texts, found.lent)  # raises, if one is not set here
         self.workspace = make_folder()
-        await in_folder_thread(_stage, found, self.workspace)
+        await in_folder_thread(_stage, found, self.workspace, self._room())
         await self._allow(0)
         self._begun = monotonic()
 
@@ -71,30 +77,30 @@ class Harbor(Shell):
             seconds = min(seconds, self._begun + self.task.agent_seconds - monotonic())
             if seconds <= 0:
                 return ProgramResult(124, "", "", f"the task's {self.task.agent_seconds:g} s are over")
-        return await super().run(command, seconds)
+        return self._masked(await super().run(command, seconds))
 
     async def solve(self) -> ProgramResult:
         """Run the task's solution (the oracle)."""
         assert self.workspace is not None
         solution = self.workspace / "solution"
-        await in_folder_thread(_fresh_copy, Path(self.task.folder, "solution"), solution)
+        await in_folder_thread(_fresh, solution, Path(self.task.folder, "solution"), self._room())
         script = _script("/solution/solve.sh")
-        env = {**self.environment(), **self.task.solution_env, "DEBIAN_FRONTEND": "noninteractive"}
+        env = {**self._variables(self.task.solution_env), "DEBIAN_FRONTEND": "noninteractive"}
         return await self._run(script, {"/solution": solution}, env, self.task.agent_seconds or self._seconds)
 
     async def reward(self) -> dict[str, float]:
         """Run the task's tests. Without a valid reward file the reward is 0 and the metric `no_reward` is 1."""
         assert self.workspace is not None
         tests, logs = self.workspace / "tests", self.workspace / "verifier"
-        await in_folder_thread(_fresh_copy, Path(self.task.folder, "tests"), tests)
-        await in_folder_thread(_fresh_copy, None, logs)
+        await in_folder_thread(_fresh, tests, Path(self.task.folder, "tests"), self._room())
+        await in_folder_thread(_fresh, logs)
         # no user site: the tests' Python must not import packages from the agent's /root
-        env = {**self.environment(), "PYTHONNOUSERSITE": "1", **self.task.verifier_env}
+        env = self._variables({"PYTHONNOUSERSITE": "1", **self.task.verifier_env})
         script = _script("/tests/test.sh", "/logs/verifier/test-stdout.txt")
         places = {"/tests": tests, "/logs/verifier": logs}
         await self._allow(self._limits.disk_mb)  # the agent may have left no room for the tests' output
         result = await self._run(script, places, env, self.task.verifier_seconds)
-        rewards = None if result.ended else await asyncio.to_thread(_rewards, logs)
+        rewards = None if result.ended else await asyncio.to_thread(_rewards, logs, self.task.lent)
         return {"reward": 0.0, "success": 0.0, "no_reward": 1.0} if rewards is None else rewards
 
     @property
@@ -111,7 +117,19 @@ class Harbor(Shell):
 
     def environment(self) -> dict[str, str]:
         """See Shell."""
-        return {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **self.task.env}
+        return self._variables({})
+
+    def _variables(self, further: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of a process: those of all commands, and further ones of task.toml."""
+        own = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **self.task.env}
+        return {**own, **expanded({**self.task.environment_env, **further}, self.task.lent)}
+
+    def _masked(self, result: ProgramResult) -> ProgramResult:
+        return replace(result, stdout=masked(result.stdout, self.task.lent))
+
+    def _room(self) -> int:
+        """Return the bytes that copies of the task's files may take."""
+        return min(self._limits.disk_mb << 20, shutil.disk_usage(tempfile.gettempdir()).free // 2)
 
     async def _allow(self, disk_mb: int) -> None:
         """Raise the disk limit if necessary, so that the chain's files can grow by `disk_mb`."""
@@ -125,7 +143,8 @@ class Harbor(Shell):
     ) -> ProgramResult:
         view = self.view()
         whole = View(view.root, view.readable, {**view.folders, **places}, view.start, view.user)
-        return await run_program(["sh", "-c", script], whole, self._limits, env, seconds=seconds, merged=True)
+        done = await run_program(["sh", "-c", script], whole, self._limits, env, seconds=seconds, merged=True)
+        return self._masked(done)
 
 
 def _script(path: str, output: str = "") -> str:
@@ -133,92 +152,77 @@ def _script(path: str, output: str = "") -> str:
     return f"chmod +x {path} && {path}" + (f" > {output} 2>&1" if output else "")
 
 
-def _stage(task: HarborTask, folder: Path) -> None:
+def _stage(task: HarborTask, folder: Path, room: int) -> None:
     """Fill the folders that the chain may change from the root file system, then by the Dockerfile's COPY."""
+    root = Path(task.root)
+    image, files = TreeCopy(root, left_out=_is_hidden), TreeCopy(Path(task.folder), room)
     folders = {PurePosixPath(place): folder / str(number) for number, place in enumerate(task.writable)}
     for place, outside in folders.items():
-        inner = Path(task.root, *place.parts[1:])
+        outside.mkdir()
+        inner = root.joinpath(*place.parts[1:])
         # from this machine's own root, only system folders: no user's files
-        if inner.is_dir() and (task.root != "/" or place.parts[1] in ("usr", "etc")):
-            shutil.copytree(inner, outside, symlinks=True, ignore=_unreadable)
-        else:
-            outside.mkdir()
-    context = Path(task.folder, "environment")
+        is_public = root != Path("/") or is_shown(root, place.parts[1])
+        if is_public and inner.is_dir() and place_in(root, str(place)) == str(place):
+            with opened_folder(outside, folder) as into:
+                image.folder(inner, into)
     for copy in task.copies:
-        _put(copy, context, folders)
-    workdir = _outside(PurePosixPath(task.workdir), folders)
-    workdir.mkdir(parents=True, exist_ok=True)
+        _put(copy, files, Path(task.folder), *_outside(copy.target, folders))
+    workdir, base = _outside(task.workdir, folders)
+    with opened_folder(workdir, base, make=True):
+        pass
     give_to_sandbox(folder)
 
 
-def _unreadable(folder: str, names: list[str]) -> list[str]:
-    """Return the entries of a root folder to leave out: sockets, pipes, and files that the sandbox's user must not
-    read, such as /etc/shadow."""
-    return [name for name in names if not _is_for_sandboxes(Path(folder, name))]
-
-
-def _is_for_sandboxes(path: Path) -> bool:
-    if path.is_symlink():
-        return True
-    if not (path.is_file() or path.is_dir()):
+def _is_hidden(status: os.stat_result) -> bool:
+    """Return whether to leave out an entry of a root file system: sockets, pipes, and files that the sandbox's user,
+    who will own the copy, must not read, such as /etc/shadow."""
+    if stat.S_ISLNK(status.st_mode):
         return False
-    # the sandbox's user will own the copy
-    return os.access(path, os.R_OK) if sandbox_user() is None else bool(path.stat().st_mode & stat.S_IROTH)
+    is_public = sandbox_user() is None or status.st_mode & stat.S_IROTH
+    return not (is_public and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)))
 
 
-def _put(copy: Copy, context: Path, folders: Mapping[PurePosixPath, Path]) -> None:
-    """Execute a COPY: a folder's contents or files into a folder, or one file to a new name."""
-    target = _outside(PurePosixPath(copy.target), folders)
-    sources = [path for name in copy.sources for path in _matching(context, name)]
-    into = copy.into or len(sources) > 1
-    for source in sources:
-        if source.is_dir():
-            shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-            made = target
-        else:
-            made = target / source.name if into or target.is_dir() else target
-            made.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, made, follow_symlinks=False)
-        if copy.mode is not None:
-            for path in [made, *made.rglob("*")] if made.is_dir() else [made]:
-                path.chmod(copy.mode)
+def _put(copy: Copy, files: TreeCopy, task: Path, target: Path, base: Path) -> None:
+    """Execute a COPY: a folder's contents or files into a folder, or one file to a new name. `target` is below
+    `base`."""
+    sources = {path: kind for source in copy.sources for path, kind in matching(task, source).items()}
+    is_folder = target == base or entries_of(target.parent, base).get(target.name) == stat.S_IFDIR
+    into = copy.into or is_folder or len(sources) > 1
+    for path, kind in sources.items():
+        is_file = kind == stat.S_IFREG
+        with opened_folder(target.parent if is_file and not into else target, base, make=True) as made:
+            if is_file:
+                files.file(path, made, path.name if into else target.name, copy.mode)
+            else:
+                files.folder(path, made, copy.mode)
 
 
-def _matching(context: Path, name: str) -> list[Path]:
-    name = name.lstrip("/")
-    return [context] if name in ("", ".", "./") else sorted(context.glob(name))
+def _outside(place: str, folders: Mapping[PurePosixPath, Path]) -> tuple[Path, Path]:
+    """Map a path inside the sandbox to the path outside, and the folder that it must not leave."""
+    inside = PurePosixPath(place)
+    base = next(base for base in folders if inside.is_relative_to(base))
+    return folders[base] / inside.relative_to(base), folders[base]
 
 
-def _outside(place: PurePosixPath, folders: Mapping[PurePosixPath, Path]) -> Path:
-    """Map a path inside the sandbox to the path outside."""
-    base = next(base for base in folders if place.is_relative_to(base))
-    return folders[base] / place.relative_to(base)
+def _fresh(folder: Path, source: Path | None = None, room: int = 0) -> None:
+    """Create a folder for the sandbox, with the content of a task's folder `source`."""
+    folder.mkdir()
+    if source is not None:
+        with opened_folder(folder, folder) as into:
+            TreeCopy(source.parent, room).folder(source, into)
+    give_to_sandbox(folder)
 
 
-def _fresh_copy(source: Path | None, target: Path) -> None:
-    """Copy a folder for the sandbox; None: create an empty one."""
-    if source is None:
-        target.mkdir()
-    else:
-        shutil.copytree(source, target, symlinks=True)
-    give_to_sandbox(target)
-
-
-def _rewards(logs: Path) -> dict[str, float] | None:
-    """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid."""
+def _rewards(logs: Path, lent: Sequence[str]) -> dict[str, float] | None:
+    """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid. The names
+    of numbers must not be values of the variables `lent`."""
     for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
         try:
-            # the sandbox controls these files: a link could point anywhere
-            descriptor = os.open(logs / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            found = read(masked(read_file(logs / name, _MOST_BYTES, logs).decode(), lent))
         except FileNotFoundError:
             continue
-        except OSError:
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
             return None
-        with os.fdopen(descriptor, "rb") as file:
-            try:
-                found = read(file.read(_MOST_BYTES).decode())
-            except (OSError, ValueError, TypeError, OverflowError, RecursionError):
-                return None
         rewards = {**found, "success": float(found["reward"] >= 1.0)}
         try:
             EnvironmentReward.parse(rewards, name)

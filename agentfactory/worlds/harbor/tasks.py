@@ -3,18 +3,31 @@
 import difflib
 import os
 import re
+import shutil
+import stat
+import tempfile
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.config import Section
 from agentfactory.tools.errors import SettingError, short
-from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, parse
+from agentfactory.tools.files.tree_copy import TreeCopy
+from agentfactory.tools.files.untrusted_files import (
+    RefusedFileError,
+    entries_of,
+    printable,
+    read_file,
+)
+from agentfactory.tools.sandbox.view import place_in
+from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
+from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching
+from agentfactory.worlds.harbor.variables import names_without_default
 
 _SECTIONS = frozenset(
     {
@@ -44,100 +57,87 @@ _HONOURED = {
     "solution": ("env",),
 }
 """Fields with an effect here. Others may be Harbor's own; they are ignored, unless they look like a typo of these."""
-_CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
+_MOST_BYTES = 1 << 18
+"""Maximum size of a task's texts."""
 _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
 """Paths reserved for the format or the sandbox."""
 
 
-@dataclass(frozen=True)
-class Image:
-    """The root file system used in place of an image."""
-
-    root: str
-    run_done: bool = False
-    """True if the root already has the results of its tasks' RUN instructions."""
-    writable: tuple[str, ...] = ()
-    """Additional folders that tasks may change; each chain gets a copy."""
-
-
-@dataclass(frozen=True)
-class HarborTask:
-    """A task's settings for its sandbox."""
-
-    folder: str
-    name: str
-    root: str
-    workdir: str
-    env: dict[str, str]
-    copies: list[Copy]
-    writable: list[str]
-    """Folders that may be changed, none of them inside another."""
-    agent_seconds: float | None = None
-    verifier_seconds: float = 600.0
-    verifier_env: dict[str, str] = field(default_factory=dict)
-    solution_env: dict[str, str] = field(default_factory=dict)
-    memory_mb: int | None = None
-    storage_mb: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the task as a field of a row."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the task from the mapping made by `to_json`."""
-        return cls(**{**data, "copies": [Copy(**copy) for copy in data["copies"]]})
-
-
-def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dict[str, Any]]:
+def load_rows(folder: Path, images: Mapping[str, Image], field: str, lent: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return a row for each task in `folder`, or for `folder` itself if it is a task, sorted by name. A row has
-    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings).
+    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings). `lent`: environment variables
+    of this machine that tasks may use.
 
     Raises SettingError below `field`, with the task's name, the file and a fix.
     """
     if not folder.is_dir():
         raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a subfolder per task")
-    is_task = any((folder / name).is_file() for name in _OF_A_TASK)
-    found = [folder] if is_task else sorted({path.parent for name in _OF_A_TASK for path in folder.glob(f"*/{name}")})
+    folder = Path(os.path.abspath(folder))
+    found = [place for place in (folder, *map(folder.joinpath, entries_of(folder, folder))) if _is_task(place)]
     if not found:
         raise SettingError(f"{field}.folder", f"no folder in {folder} has a task.toml", "name a folder of Harbor tasks")
-    return [_row(path, images, field) for path in found]
+    if found[0] == folder:
+        found = [folder]
+    return [_Reader(path, folder, images, field, lent).row() for path in found]
 
 
-def _row(folder: Path, images: Mapping[str, Image], field: str) -> dict[str, Any]:
-    reader = _Reader(folder, images, field)
-    instruction = _without_canary(reader.text("instruction.md")).strip()
-    if not instruction:
-        raise reader.error("instruction.md", "it is empty", "describe the task there")
-    return {"question": instruction, "task": folder.name, "harbor": reader.task().to_json()}
+def _is_task(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in _OF_A_TASK)
 
 
 def _without_canary(text: str) -> str:
     lines = text.split("\n")
-    while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
+    while lines and (not (line := lines[0].strip().lower()) or _is_canary(line)):
         lines.pop(0)
     return "\n".join(lines)
 
 
+def _is_canary(line: str) -> bool:
+    return "canary" in line and (line.startswith("#") or (line.startswith("<!--") and line.endswith("-->")))
+
+
 class _Reader:
-    def __init__(self, folder: Path, images: Mapping[str, Image], field: str) -> None:
-        self.folder, self.images, self.field = folder.resolve(), images, field
+    def __init__(
+        self, folder: Path, within: Path, images: Mapping[str, Image], field: str, lent: Sequence[str]
+    ) -> None:
+        self.folder, self.within, self.images, self.field, self.lent = folder, within, images, field, lent
+        if printable(folder.name) != folder.name:
+            raise self.error("the folder's name", "it has unprintable characters", "rename it")
         try:
             self.config = tomllib.loads(self.text("task.toml"))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise self.error("task.toml", f"it is not TOML: {error}", "correct it") from None
 
+    def row(self) -> dict[str, Any]:
+        instruction = _without_canary(self.text("instruction.md")).strip()
+        if not instruction:
+            raise self.error("instruction.md", "it is empty", "describe the task there")
+        return {"question": instruction, "task": self.folder.name, "harbor": self.task().to_json()}
+
     def error(self, file: str, problem: str, fix: str) -> SettingError:
-        return SettingError(self.field, f"task {self.folder.name}: {file}: {problem}", fix)
+        # texts of others can hold the control sequences of a terminal
+        return SettingError(self.field, printable(f"task {self.folder.name}: {file}: {problem}"), fix)
 
     def text(self, name: str) -> str:
         try:
-            return (self.folder / name).read_text(encoding="utf-8")
+            text = read_file(self.folder / name, _MOST_BYTES, self.within).decode()
         except FileNotFoundError:
             raise self.error(name, "there is no such file", "add it, or remove the task") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise self.error(name, f"it cannot be read: {error}", "correct it") from None
+        except (RefusedFileError, UnicodeDecodeError) as error:
+            raise self.refusal(name, error) from None
+        except OSError as error:
+            raise self.error(name, f"it cannot be read: {error.strerror}", "make it readable") from None
+        if "\0" in text:
+            raise self.error(name, "it has a null character", "correct it")
+        return text
+
+    def refusal(self, name: str, error: Exception) -> SettingError:
+        """Return the error for a file that is not read or copied."""
+        if isinstance(error, RefusedFileError):
+            at = os.path.relpath(error.filename, self.folder)
+            place = {name: "it", ".": "the task's folder"}.get(at, at)
+            return self.error(name, f"{place} {error.problem}", error.fix)
+        return self.error(name, f"it cannot be read: {error}", "correct it")
 
     def section(self, name: str) -> dict[str, Any]:
         section = self.config.get(name, {})
@@ -149,7 +149,7 @@ class _Reader:
         value = self.section(section).get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
             raise self.error("task.toml", f"{section}.{name}: got {short(value)}", "give a number above 0")
         return float(value)
 
@@ -159,7 +159,7 @@ class _Reader:
         if text is None:
             value = self.number(section, name)
             return None if value is None else int(value)
-        found = re.fullmatch(r"([\d.]+)\s*([GMK])", str(text).strip().upper())
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?)\s*([GMK])", str(text).strip().upper())
         if found is None:
             raise self.error("task.toml", f"{section}.{older}: got {short(text)}", "give a size such as 512M or 2G")
         return max(1, int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2]]))
@@ -168,24 +168,32 @@ class _Reader:
         given = self.section(section).get("env", {})
         if not isinstance(given, dict):
             raise self.error("task.toml", f"{section}.env: got {short(given)}", "write a table of names and strings")
-
-        def value(name: str, text: str) -> str:
-            def one(match: re.Match[str]) -> str:
-                found = os.environ.get(match[1], match[2])
-                if found is None:
-                    problem = f"{section}.env.{name}: the environment variable {match[1]} is not set"
+        texts = {str(name): str(text) for name, text in given.items()}
+        for name, text in texts.items():
+            if not re.fullmatch(r"[^=\0]+", name) or "\0" in text:
+                raise self.error("task.toml", f"{section}.env: got {short({name: text})}", "correct it")
+            for needed in names_without_default(text):
+                if needed not in self.lent:
+                    problem = f"{section}.env.{name}: the recipe lends no variable {needed} to tasks"
+                    fix = f"list {needed} in {self.field}.env if these tasks may have its value, or remove it"
+                    raise self.error("task.toml", problem, fix)
+                if needed not in os.environ:
+                    problem = f"{section}.env.{name}: the environment variable {needed} is not set"
                     raise self.error("task.toml", problem, "export it")
-                return found
-
-            return _VARIABLE.sub(one, text)
-
-        return {str(name): value(name, str(text)) for name, text in given.items()}
+        return texts
 
     def task(self) -> HarborTask:
         self._check_config()
+        self._check_files()
         dockerfile = self._dockerfile()
         image = self._image(dockerfile)
-        workdir = str(PurePosixPath(dockerfile.workdir, self.section("environment").get("workdir") or "."))
+        given = self.section("environment").get("workdir") or "."
+        if not isinstance(given, str) or "\0" in given:
+            raise self.error("task.toml", f"environment.workdir: got {short(given)}", "give a path")
+        workdir = self._place(0, "WORKDIR", given, image, dockerfile.workdir)
+        copies = [
+            replace(copy, target=self._place(copy.line, "COPY to", copy.target, image)) for copy in dockerfile.copies
+        ]
         if workdir == "/":
             problem = "no WORKDIR: commands would start in /, which is read-only"
             raise self.error("environment/Dockerfile", problem, "add WORKDIR /app, or environment.workdir to task.toml")
@@ -194,13 +202,15 @@ class _Reader:
             name=self.folder.name,
             root=image.root,
             workdir=workdir,
-            env={**dockerfile.env, **self.variables("environment")},
-            copies=dockerfile.copies,
-            writable=self._writable(workdir, dockerfile, image),
+            env=dockerfile.env,
+            copies=copies,
+            writable=self._writable(workdir, copies, image),
             agent_seconds=self.number("agent", "timeout_sec"),
             verifier_seconds=self.number("verifier", "timeout_sec") or 600.0,
+            environment_env=self.variables("environment"),
             verifier_env=self.variables("verifier"),
             solution_env=self.variables("solution"),
+            lent=[*self.lent],
             memory_mb=self.whole("environment", "memory_mb", "memory"),
             storage_mb=self.whole("environment", "storage_mb", "storage"),
         )
@@ -228,14 +238,27 @@ class _Reader:
         for section in ("agent", "verifier"):
             if (user := self.section(section).get("user")) not in (None, "root", 0):
                 raise self.error("task.toml", f"{section}.user: got {user!r}; there is one user, root", "remove it")
+
+    def _check_files(self) -> None:
+        """Walk through all files that chains get."""
+        tree = TreeCopy(self.folder)
+        for name in ("environment", "tests", "solution"):
+            try:
+                if os.path.lexists(self.folder / name):
+                    tree.folder(self.folder / name, None)
+            except (RefusedFileError, OSError) as error:
+                raise self.refusal(name, error) from None
+        if tree.size > shutil.disk_usage(tempfile.gettempdir()).free:
+            problem = f"they have {tree.size / 2**20:.0f} MiB, more than {tempfile.gettempdir()} has left"
+            raise self.error("its files", problem, "make them smaller, or set TMPDIR")
         self.text("tests/test.sh")
         for name in ("docker-compose.yaml", ".dockerignore"):
-            if (self.folder / "environment" / name).exists():
+            if os.path.lexists(self.folder / "environment" / name):
                 raise self.error(f"environment/{name}", "it is not supported", "remove it, or remove the task")
 
     def _dockerfile(self) -> Dockerfile:
         image = self.section("environment").get("docker_image")
-        if image and not (self.folder / "environment" / "Dockerfile").exists():
+        if image and not os.path.lexists(self.folder / "environment" / "Dockerfile"):
             return Dockerfile(image=str(image))
         name = "environment/Dockerfile"
         text = self.text(name)
@@ -243,7 +266,7 @@ class _Reader:
             return parse(text)
         except Unsupported as error:
             raise self.error(f"{name}, line {error.line}", error.problem, error.fix) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.error(name, str(error), "correct it") from None
 
     def _image(self, dockerfile: Dockerfile) -> Image:
@@ -268,22 +291,35 @@ class _Reader:
             raise self.error(f"environment/Dockerfile, line {line}", problem, fix)
         return image
 
-    def _writable(self, workdir: str, dockerfile: Dockerfile, image: Image) -> list[str]:
+    def _place(self, line: int, what: str, path: str, image: Image, base: str = "/") -> str:
+        """Return a path of the image that chains may change, with the links of the root file system followed in it.
+        `line`: that of the Dockerfile, if known."""
+        file = f"environment/Dockerfile, line {line}" if line else "environment/Dockerfile"
+        try:
+            place = place_in(Path(image.root), joined(base, path))
+        except RefusedFileError as error:
+            raise self.error(file, f"{what} {path}: it {error.problem}", error.fix) from None
+        except ValueError as error:
+            raise self.error(file, f"{what}: {error}", "correct it") from None
+        if any(PurePosixPath(place).is_relative_to(own) for own in _OWN):
+            raise self.error(file, f"{what} {place}: this path is reserved", "use a folder such as /app")
+        return place
+
+    def _writable(self, workdir: str, copies: Sequence[Copy], image: Image) -> list[str]:
         places = {workdir, "/root", "/tmp", "/logs/agent", "/logs/artifacts", *image.writable}
-        context = self.folder / "environment"
-        for copy in dockerfile.copies:
+        for copy in copies:
             name = f"environment/Dockerfile, line {copy.line}"
+            is_folder = copy.into
             for source in copy.sources:
-                inside = (
-                    [path.resolve() for path in context.glob(source.lstrip("/"))]
-                    if source not in (".", "./", "/")
-                    else [context]
-                )
-                if not inside or not all(path.is_relative_to(context) for path in inside):
+                try:
+                    found = matching(self.folder, source)
+                except (RefusedFileError, ValueError) as error:
+                    raise self.refusal(name, error) from None
+                if not found:
                     raise self.error(name, f"COPY {source}: there is no such file in environment/", "add it")
-            is_folder = copy.into or any((context / source.lstrip("/")).is_dir() for source in copy.sources)
+                is_folder |= len(found) > 1 or stat.S_IFDIR in found.values()
             place = copy.target if is_folder else str(PurePosixPath(copy.target).parent)
-            if place == "/" or any(PurePosixPath(place).is_relative_to(own) for own in _OWN):
+            if place == "/":
                 raise self.error(name, f"COPY to {copy.target}: this path is reserved", "use a folder such as /app")
             places.add(place)
         return sorted(p for p in places if not any(PurePosixPath(q) in PurePosixPath(p).parents for q in places))
@@ -311,6 +347,9 @@ class HarborSource(TaskSource):
     """Folder with a subfolder per task, or the folder of a single task."""
     images: dict[str, HarborImage] = {}
     """FROM image of the tasks' Dockerfiles -> the root file system to use for it."""
+    env: list[str] = []
+    """Environment variables of this machine that tasks may use as ${NAME} in task.toml. Tasks could print or send what
+    they get."""
 
     @model_validator(mode="before")
     @classmethod
@@ -327,4 +366,4 @@ class HarborSource(TaskSource):
     def rows(self) -> list[dict[str, Any]]:
         """See TaskSource."""
         images = {name: Image(image.root, image.run_done, tuple(image.writable)) for name, image in self.images.items()}
-        return load_rows(Path(self.folder), images, "harbor")
+        return load_rows(Path(self.folder), images, "harbor", self.env)

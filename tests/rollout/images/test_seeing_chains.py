@@ -1,6 +1,7 @@
 """Chains with images from the task and from tools, against a server that expands image tokens as vLLM does."""
 
 import json
+import os
 import random
 from base64 import b64encode
 from io import BytesIO
@@ -223,6 +224,9 @@ async def test_tasks_with_images_are_small_and_usable(model, tmp_path):
         tasks = [await chains.runner.take({"question": "q", "images": [form]}) for form in forms]
         with pytest.raises(SettingError, match=r"data: row 1: .* cannot be read"):
             await chains.runner.check([{"question": "q", "images": [str(tmp_path / "none.png")]}])
+        os.mkfifo(tmp_path / "pipe.png")
+        with pytest.raises(SettingError, match=r"data: row 1: .* cannot be read: is a FIFO"):
+            await chains.runner.check([{"question": "q", "images": [str(tmp_path / "pipe.png")]}])
     assert all(len(json.dumps(task)) < 1000 for task in tasks)
     assert len({task["messages"][0]["content"][0]["image_url"]["url"] for task in tasks}) == 1
     assert [np.array_equal(np.asarray(Image.open(task["images"][0])), np.asarray(image)) for task in tasks] == [

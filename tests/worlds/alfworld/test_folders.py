@@ -110,6 +110,9 @@ def test_a_folder_in_the_published_layout_is_played_by_our_chains(
             assert environment.reward()["success"] == 1.0
             with pytest.raises(ValueError, match=r"game: got 'train/none', and there is no file /.*/train/none/ga"):
                 environment.reset("train/none")
+            for name in (f"../{FOLDER}/{row['game']}", str(folder / FOLDER / row["game"])):
+                with pytest.raises(ValueError, match=r"there is no file .* in the folder of games"):
+                    environment.reset(name)
         finally:
             environment.close()
 

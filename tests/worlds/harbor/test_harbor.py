@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ TASKS = REPOSITORY / "recipes" / "harbor" / "tasks"
 STANDARD = "FROM ubuntu:24.04\n\n# Install or copy over any environment dependencies here.\n\nWORKDIR /app"
 
 
-def rows(folder: Path = TASKS, **image: Any) -> dict[str, dict[str, Any]]:
+def rows(folder: Path = TASKS, env: Sequence[str] = (), **image: Any) -> dict[str, dict[str, Any]]:
     images = {"ubuntu:24.04": {"root": "/", **image}}
-    config = DataConfig.model_validate({"harbor": {"folder": str(folder), "images": images}})
+    config = DataConfig.model_validate({"harbor": {"folder": str(folder), "images": images, "env": [*env]}})
     return {row["task"]: row for row in load_tasks(config)}
 
 
@@ -262,7 +262,7 @@ memory = "256M"
 env = {COLOUR = "${COLOUR}", SHAPE = "${NO_SUCH_SHAPE:-round}"}
 """
     shell = Harbor()
-    await shell.reset(**rows(make(tmp_path, **{"task.toml": config}))["a-task"])
+    await shell.reset(**rows(make(tmp_path, **{"task.toml": config}), ["COLOUR"])["a-task"])
     try:
         assert (await shell.shell("echo $COLOUR $SHAPE"))["observation"] == "red round"
         big = await shell.shell("python3 -c 'import time; x = bytearray(700 << 20); time.sleep(9)'")
@@ -309,7 +309,7 @@ async def test_a_chain_works_by_the_tool_and_is_judged_by_the_tests(tmp_path: Pa
         ({"task.toml": "[environment]\ngpus = 1"}, r"environment\.gpus: got 1"),
         (
             {"task.toml": "[environment]\nenv = {KEY = '${NO_SUCH_KEY}'}"},
-            r"environment\.env\.KEY: .*NO_SUCH_KEY is not set",
+            r"environment\.env\.KEY: .* lends no variable NO_SUCH_KEY to tasks; fix: list NO_SUCH_KEY in harbor\.env",
         ),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, r"verifier\.environment_mode: got 'separate'"),
         ({"task.toml": "not toml"}, r"task\.toml: it is not TOML"),

@@ -1,0 +1,74 @@
+"""`HarborTask`: the record of a task that a row holds, and the files that it names."""
+
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from agentfactory.tools.files.untrusted_files import entries_of, refused
+from agentfactory.worlds.harbor.dockerfile import Copy, joined
+
+
+@dataclass(frozen=True)
+class Image:
+    """The root file system used in place of an image."""
+
+    root: str
+    run_done: bool = False
+    """True if the root already has the results of its tasks' RUN instructions."""
+    writable: tuple[str, ...] = ()
+    """Additional folders that tasks may change; each chain gets a copy."""
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """A task's settings for its sandbox."""
+
+    folder: str
+    name: str
+    root: str
+    workdir: str
+    env: dict[str, str]
+    """Variables of the Dockerfile, with their values."""
+    copies: list[Copy]
+    writable: list[str]
+    """Folders that may be changed, none of them inside another."""
+    agent_seconds: float | None = None
+    verifier_seconds: float = 600.0
+    environment_env: dict[str, str] = field(default_factory=dict)
+    """Variables of task.toml, as written there, such as `${NAME}`; of all processes, of the tests, of the solution."""
+    verifier_env: dict[str, str] = field(default_factory=dict)
+    solution_env: dict[str, str] = field(default_factory=dict)
+    lent: list[str] = field(default_factory=list)
+    """Variables of this machine that they may name."""
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the task as a field of a row."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the task from the mapping made by `to_json`."""
+        return cls(**{**data, "copies": [Copy(**copy) for copy in data["copies"]]})
+
+
+def matching(folder: Path, pattern: str) -> dict[Path, int]:
+    """Return the files and folders of the task in `folder` that a source of COPY names, with their types. Raises
+    RefusedFileError if a link is among them or leads to them."""
+    found = {folder / "environment": stat.S_IFDIR}
+    for part in PurePosixPath(joined("/", pattern)).parts[1:]:
+        found = {
+            place / name: kind
+            for place, above in found.items()
+            if above == stat.S_IFDIR
+            for name, kind in entries_of(place, folder).items()
+            if fnmatchcase(name, part)
+        }
+        for path, kind in found.items():
+            if kind not in (stat.S_IFDIR, stat.S_IFREG):
+                raise refused(path, kind)
+    return found
