@@ -134,6 +134,7 @@ def _load_staged(
                 _take_over(stage)
             recipe = _validate(Recipe, stage, str(prepared))
             is_valid = True
+            name_variables(recipe.env)
             check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
         except SettingError as error:
             if error.source in (COMMAND_LINE, composed.source):

@@ -31,9 +31,14 @@ def name_variables(names: Iterable[str]) -> None:
     os.environ[VARIABLE] = ",".join(names)
 
 
+def named() -> list[str]:
+    """Return the variables that the recipe names, so that code of others may read them."""
+    return os.environ.get(VARIABLE, "").split(",")
+
+
 def is_named(name: str) -> bool:
-    """Return whether the recipe names a variable, so that code of others may read it."""
-    return name in os.environ.get(VARIABLE, "").split(",")
+    """Return whether the recipe names a variable."""
+    return name in named()
 
 
 def may_be_read(name: str) -> bool:

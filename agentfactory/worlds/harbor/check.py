@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes.environment import name_variables
 from agentfactory.worlds.harbor.harbor import Harbor
 from agentfactory.worlds.harbor.harbor_task import Image
 from agentfactory.worlds.harbor.tasks import load_rows
@@ -52,8 +53,9 @@ def main() -> None:
     arguments = parser.parse_args()
     pairs = (text.rpartition("=") for text in arguments.images)
     images = {image: Image(str(Path(root).resolve()), arguments.run_done) for image, _, root in pairs}
+    name_variables(arguments.env)
     try:
-        rows = load_rows(arguments.folder, images, "data.harbor", arguments.env)
+        rows = load_rows(arguments.folder, images, "data.harbor")
     except SettingError as error:
         sys.exit(str(error))
     sys.exit(0 if asyncio.run(check(rows)) else 1)

@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from time import monotonic
@@ -65,7 +65,7 @@ class Harbor(Shell):
             found.storage_mb or self._defaults.disk_mb,
         )
         for texts in (found.environment_env, found.verifier_env, found.solution_env):
-            expanded(texts, found.lent)  # raises, if one is not set here
+            expanded(texts)  # raises, if one is not set here
         self.workspace = make_folder()
         await in_folder_thread(_stage, found, self.workspace, self._room())
         await self._allow(0)
@@ -100,7 +100,7 @@ class Harbor(Shell):
         places = {"/tests": tests, "/logs/verifier": logs}
         await self._allow(self._limits.disk_mb)  # the agent may have left no room for the tests' output
         result = await self._run(script, places, env, self.task.verifier_seconds)
-        rewards = None if result.ended else await asyncio.to_thread(_rewards, logs, self.task.lent)
+        rewards = None if result.ended else await asyncio.to_thread(_rewards, logs)
         return {"reward": 0.0, "success": 0.0, "no_reward": 1.0} if rewards is None else rewards
 
     @property
@@ -122,10 +122,10 @@ class Harbor(Shell):
     def _variables(self, further: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a process: those of all commands, and further ones of task.toml."""
         own = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **self.task.env}
-        return {**own, **expanded({**self.task.environment_env, **further}, self.task.lent)}
+        return {**own, **expanded({**self.task.environment_env, **further})}
 
     def _masked(self, result: ProgramResult) -> ProgramResult:
-        return replace(result, stdout=masked(result.stdout, self.task.lent))
+        return replace(result, stdout=masked(result.stdout))
 
     def _room(self) -> int:
         """Return the bytes that copies of the task's files may take."""
@@ -213,12 +213,12 @@ def _fresh(folder: Path, source: Path | None = None, room: int = 0) -> None:
     give_to_sandbox(folder)
 
 
-def _rewards(logs: Path, lent: Sequence[str]) -> dict[str, float] | None:
+def _rewards(logs: Path) -> dict[str, float] | None:
     """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid. The names
-    of numbers must not be values of the variables `lent`."""
+    of numbers must not be values of variables that the recipe names."""
     for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
         try:
-            found = read(masked(read_file(logs / name, _MOST_BYTES, logs).decode(), lent))
+            found = read(masked(read_file(logs / name, _MOST_BYTES, logs).decode()))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError, OverflowError, RecursionError):

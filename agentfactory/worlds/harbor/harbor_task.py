@@ -41,8 +41,6 @@ class HarborTask:
     """Variables of task.toml, as written there, such as `${NAME}`; of all processes, of the tests, of the solution."""
     verifier_env: dict[str, str] = field(default_factory=dict)
     solution_env: dict[str, str] = field(default_factory=dict)
-    lent: list[str] = field(default_factory=list)
-    """Variables of this machine that they may name."""
     memory_mb: int | None = None
     storage_mb: int | None = None
 

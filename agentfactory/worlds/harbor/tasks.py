@@ -24,6 +24,7 @@ from agentfactory.tools.files.untrusted_files import (
     printable,
     read_file,
 )
+from agentfactory.tools.processes.environment import is_named
 from agentfactory.tools.sandbox.view import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
 from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching
@@ -63,10 +64,9 @@ _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
 """Paths reserved for the format or the sandbox."""
 
 
-def load_rows(folder: Path, images: Mapping[str, Image], field: str, lent: Sequence[str] = ()) -> list[dict[str, Any]]:
+def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dict[str, Any]]:
     """Return a row for each task in `folder`, or for `folder` itself if it is a task, sorted by name. A row has
-    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings). `lent`: environment variables
-    of this machine that tasks may use.
+    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings).
 
     Raises SettingError below `field`, with the task's name, the file and a fix.
     """
@@ -78,7 +78,7 @@ def load_rows(folder: Path, images: Mapping[str, Image], field: str, lent: Seque
         raise SettingError(f"{field}.folder", f"no folder in {folder} has a task.toml", "name a folder of Harbor tasks")
     if found[0] == folder:
         found = [folder]
-    return [_Reader(path, folder, images, field, lent).row() for path in found]
+    return [_Reader(path, folder, images, field).row() for path in found]
 
 
 def _is_task(folder: Path) -> bool:
@@ -97,10 +97,8 @@ def _is_canary(line: str) -> bool:
 
 
 class _Reader:
-    def __init__(
-        self, folder: Path, within: Path, images: Mapping[str, Image], field: str, lent: Sequence[str]
-    ) -> None:
-        self.folder, self.within, self.images, self.field, self.lent = folder, within, images, field, lent
+    def __init__(self, folder: Path, within: Path, images: Mapping[str, Image], field: str) -> None:
+        self.folder, self.within, self.images, self.field = folder, within, images, field
         if printable(folder.name) != folder.name:
             raise self.error("the folder's name", "it has unprintable characters", "rename it")
         try:
@@ -173,9 +171,9 @@ class _Reader:
             if not re.fullmatch(r"[^=\0]+", name) or "\0" in text:
                 raise self.error("task.toml", f"{section}.env: got {short({name: text})}", "correct it")
             for needed in names_without_default(text):
-                if needed not in self.lent:
-                    problem = f"{section}.env.{name}: the recipe lends no variable {needed} to tasks"
-                    fix = f"list {needed} in {self.field}.env if these tasks may have its value, or remove it"
+                if not is_named(needed):
+                    problem = f"{section}.env.{name}: the recipe does not name the variable {needed}"
+                    fix = f"add it to the recipe if these tasks may have its value: env: [{needed}]; or remove it here"
                     raise self.error("task.toml", problem, fix)
                 if needed not in os.environ:
                     problem = f"{section}.env.{name}: the environment variable {needed} is not set"
@@ -210,7 +208,6 @@ class _Reader:
             environment_env=self.variables("environment"),
             verifier_env=self.variables("verifier"),
             solution_env=self.variables("solution"),
-            lent=[*self.lent],
             memory_mb=self.whole("environment", "memory_mb", "memory"),
             storage_mb=self.whole("environment", "storage_mb", "storage"),
         )
@@ -347,9 +344,6 @@ class HarborSource(TaskSource):
     """Folder with a subfolder per task, or the folder of a single task."""
     images: dict[str, HarborImage] = {}
     """FROM image of the tasks' Dockerfiles -> the root file system to use for it."""
-    env: list[str] = []
-    """Environment variables of this machine that tasks may use as ${NAME} in task.toml. Tasks could print or send what
-    they get."""
 
     @model_validator(mode="before")
     @classmethod
@@ -366,4 +360,4 @@ class HarborSource(TaskSource):
     def rows(self) -> list[dict[str, Any]]:
         """See TaskSource."""
         images = {name: Image(image.root, image.run_done, tuple(image.writable)) for name, image in self.images.items()}
-        return load_rows(Path(self.folder), images, "harbor", self.env)
+        return load_rows(Path(self.folder), images, "harbor")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.processes import environment
 from agentfactory.worlds.harbor.check import play
 from agentfactory.worlds.harbor.dockerfile import parse
 from agentfactory.worlds.harbor.harbor import Harbor
@@ -31,9 +32,9 @@ TASKS = REPOSITORY / "recipes" / "harbor" / "tasks"
 STANDARD = "FROM ubuntu:24.04\n\n# Install or copy over any environment dependencies here.\n\nWORKDIR /app"
 
 
-def rows(folder: Path = TASKS, env: Sequence[str] = (), **image: Any) -> dict[str, dict[str, Any]]:
+def rows(folder: Path = TASKS, **image: Any) -> dict[str, dict[str, Any]]:
     images = {"ubuntu:24.04": {"root": "/", **image}}
-    config = DataConfig.model_validate({"harbor": {"folder": str(folder), "images": images, "env": [*env]}})
+    config = DataConfig.model_validate({"harbor": {"folder": str(folder), "images": images}})
     return {row["task"]: row for row in load_tasks(config)}
 
 
@@ -254,6 +255,7 @@ async def test_an_agent_cannot_keep_the_tests_from_judging_it(tmp_path: Path, co
 @pytest.mark.processes
 async def test_the_tasks_own_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOUR", "red")
+    environment.name_variables(["COLOUR"])
     config = """
 [agent]
 timeout_sec = 5.0
@@ -262,7 +264,7 @@ memory = "256M"
 env = {COLOUR = "${COLOUR}", SHAPE = "${NO_SUCH_SHAPE:-round}"}
 """
     shell = Harbor()
-    await shell.reset(**rows(make(tmp_path, **{"task.toml": config}), ["COLOUR"])["a-task"])
+    await shell.reset(**rows(make(tmp_path, **{"task.toml": config}))["a-task"])
     try:
         assert (await shell.shell("echo $COLOUR $SHAPE"))["observation"] == "red round"
         big = await shell.shell("python3 -c 'import time; x = bytearray(700 << 20); time.sleep(9)'")
@@ -309,7 +311,7 @@ async def test_a_chain_works_by_the_tool_and_is_judged_by_the_tests(tmp_path: Pa
         ({"task.toml": "[environment]\ngpus = 1"}, r"environment\.gpus: got 1"),
         (
             {"task.toml": "[environment]\nenv = {KEY = '${NO_SUCH_KEY}'}"},
-            r"environment\.env\.KEY: .* lends no variable NO_SUCH_KEY to tasks; fix: list NO_SUCH_KEY in harbor\.env",
+            r"environment\.env\.KEY: the recipe does not name the variable NO_SUCH_KEY; fix: .* env: \[NO_SUCH_KEY\]",
         ),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, r"verifier\.environment_mode: got 'separate'"),
         ({"task.toml": "not toml"}, r"task\.toml: it is not TOML"),

@@ -15,6 +15,7 @@ import pytest
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes import environment
 from agentfactory.worlds.harbor.harbor import Harbor
 from tests.command_line_agents import call
 from tests.scripted_chains import scripted_chains
@@ -404,17 +405,17 @@ def _with_env(p: Place, section: str, value: str) -> None:
     p.tests("echo $KEY; env; env > /app/env; echo 0 > /logs/verifier/reward.txt")
 
 
-@case(r"environment\.env\.KEY: the recipe lends no variable PLANTED to tasks; fix: list PLANTED in harbor\.env")
+@case(r"environment\.env\.KEY: the recipe does not name the variable PLANTED; fix: add it .*: env: \[PLANTED\]")
 def a_variable_of_the_machine_for_all(p: Place) -> None:
     _with_env(p, "environment", "'${PLANTED}'")
 
 
-@case(r"verifier\.env\.KEY: the recipe lends no variable PLANTED")
+@case(r"verifier\.env\.KEY: the recipe does not name the variable PLANTED")
 def a_variable_of_the_machine_for_tests(p: Place) -> None:
     _with_env(p, "verifier", "'x${PLANTED:-d}${PLANTED}'")
 
 
-@case(r"solution\.env\.KEY: the recipe lends no variable PLANTED")
+@case(r"solution\.env\.KEY: the recipe does not name the variable PLANTED")
 def a_variable_of_the_machine_for_the_solution(p: Place) -> None:
     _with_env(p, "solution", "'${PLANTED}'")
 
@@ -551,12 +552,13 @@ async def test_a_folder_that_changes_after_the_check(place: Place) -> None:
 
 
 @pytest.mark.processes
-async def test_lent_variables_reach_processes_and_nothing_that_is_saved(
+async def test_named_variables_reach_processes_and_nothing_that_is_saved(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.write("task.toml", "[environment]\nenv = {KEY = 'k=${PLANTED}'}\n[verifier]\nenv = {TOO = '${PLANTED}'}\n")
     place.tests('echo "{\\"reward\\": ${#TOO}, \\"$KEY\\": ${#KEY}}" > /logs/verifier/reward.json; echo $TOO')
-    row = rows(place.task.parent, ["PLANTED"])["a-task"]
+    environment.name_variables(["PLANTED"])
+    row = rows(place.task.parent)["a-task"]
     assert row["harbor"]["environment_env"] == {"KEY": "k=${PLANTED}"}
     caplog.set_level("DEBUG")
     texts = [call("I look.", "shell", command='echo "$KEY ${#KEY} $TOO"; env > all; cat all'), "It is done."]
@@ -573,13 +575,14 @@ async def test_lent_variables_reach_processes_and_nothing_that_is_saved(
 
 
 @pytest.mark.processes
-async def test_a_variable_that_is_lent_but_missing_where_the_chain_runs_is_named(
+async def test_a_variable_that_is_named_but_missing_where_the_chain_runs_is_named(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.write("task.toml", "[verifier]\nenv = {TOO = '${PLANTED}'}\n")
-    row = rows(place.task.parent, ["PLANTED"])["a-task"]
+    environment.name_variables(["PLANTED"])
+    row = rows(place.task.parent)["a-task"]
     monkeypatch.delenv("PLANTED")
     with pytest.raises(SettingError, match=r"harbor: .*verifier\.env\.TOO: .* PLANTED is not set; fix: export it"):
-        rows(place.task.parent, ["PLANTED"])
-    with pytest.raises(ValueError, match="no variable PLANTED is lent and set"):
+        rows(place.task.parent)
+    with pytest.raises(ValueError, match="PLANTED is not set, or not named in the recipe"):
         await Harbor().reset(**row)

@@ -35,9 +35,7 @@ def test_a_formula_is_what_sympy_makes_of_it(text: str) -> None:
     assert parse_formula(text, X) == parse_expr(text, dict(X))
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("49*(85 - 1)/14 - 73", 221), ("73.", 73.0), ("2**3", 8), ("-7//2", -4)]
-)
+@pytest.mark.parametrize(("text", "value"), [("49*(85 - 1)/14 - 73", 221), ("73.", 73.0), ("2**3", 8), ("-7//2", -4)])
 def test_formulas_of_numbers(text: str, value: int) -> None:
     assert parse_formula(text, functions={}, symbols=False) == value
 
