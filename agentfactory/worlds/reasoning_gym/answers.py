@@ -96,7 +96,7 @@ def score(data_set: ProceduralDataset, answer: str, entry: dict[str, Any]) -> fl
     if "Integral(" in (entry["answer"] or ""):
         _INTEGRALS["Integral"] = sympy.Integral
     value = float(data_set.score_answer(answer, entry))
-    if not 0.0 <= value <= 1.0:
+    if not 0.0 <= value <= 1.0 + 1e-9:  # some add fractions
         raise ValueError(f"a score of {value:g}")
     return value
 

@@ -1,6 +1,10 @@
 """The world reasoning_gym: tasks from seeds, and scores by the library's verifiers."""
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,3 +189,35 @@ def test_every_data_set_is_generated_and_verified(world: ReasoningGym, tmp_path:
         assert max(wrongs) < 1.0, (row, wrongs)
     # no verifier has run a part of an answer
     assert not touched.exists()
+
+
+def perturbed(text: str) -> list[str]:
+    """The stored answer, and answers near it that people write. None calls a function that the answer does not."""
+    changes = ["*| * ", "+| + ", " |", "1|2", "+|-", "*|/", "**|^", "/|//", "x|y"]
+    changed = [text.replace(*change.split("|")) for change in changes]
+    around = [
+        f"({text})",
+        f"-{text}",
+        f"{text}.",
+        f"{text}+0",
+        f"{text}*1",
+        f"{text} = 24",
+        f"1.0*{text}",
+        f"{text} + C",
+    ]
+    about = [f"The answer is {text}", f"'{text}'", f"[{text}]", text[:-1], text[::-1], text.upper(), f"{text}\n{text}"]
+    return [text, *changed, *around, *about, str(list(text)), str([line.split() for line in text.split("\n")])]
+
+
+@pytest.mark.long
+def test_honest_and_perturbed_answers_score_as_in_the_library(world: ReasoningGym) -> None:
+    names = sorted(data_set_names() - REFUSED - UNANSWERED)
+    rows = ReasoningGymTasks(datasets=names, size=2 * len(names), seed=11).rows()
+    asked = [(row["reasoning_gym"], [text.strip() for text in perturbed(row["answer"])]) for row in rows]
+    command = [sys.executable, "-m", "tests.worlds.reasoning_gym.library_verdicts"]
+    lines = "".join(f"{json.dumps(each)}\n" for each in asked)
+    told = subprocess.run(command, input=lines, env=os.environ | gym_tasks.VARIABLES, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    for row, (_, answers), line in zip(rows, asked, told.stdout.splitlines(), strict=True):
+        ours = [score(world, row, answer(text)) for text in answers]
+        assert list(zip(answers, ours, strict=True)) == list(zip(answers, json.loads(line), strict=True)), row["source"]
