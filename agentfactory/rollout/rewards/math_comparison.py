@@ -20,7 +20,11 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy.parsing import sympy_parser
 
+from agentfactory.tools.processes.memory import ENDS, peak_bytes
+
 MEMORY_BYTES = 2 << 30
+_GROWN_BYTES = 1 << 29
+"""Growth of memory, such as of sympy's caches, after which the process ends and another takes its place."""
 _ARITHMETIC = re.compile(r"[\d.\s+*/()-]*", re.ASCII)
 _parse = sympy_parser.parse_expr
 _ENVIRONMENTS = ("$", "\\(", "\\[", "\\boxed")
@@ -65,6 +69,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # send other output to stderr
     print(json.dumps({"ready": True}), file=replies)
+    before = peak_bytes()
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])
@@ -74,7 +79,7 @@ def main() -> None:
         found = read_expression(text) if request["bare"] else read_text(text, request["strict"])
         equal = any(verify(answer, found, timeout_seconds=None) for answer in answers)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps({"equal": equal}), file=replies)
+        print(json.dumps({"equal": equal, ENDS: peak_bytes() - before > _GROWN_BYTES}), file=replies)
 
 
 if __name__ == "__main__":

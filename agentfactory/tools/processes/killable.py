@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from agentfactory.tools.processes import environment, parent_watch
+from agentfactory.tools.processes.memory import ENDS
 from agentfactory.tools.user_code.import_path import own_python
 
 
@@ -42,11 +43,14 @@ class KillableProcesses:
         """
         with self._places:
             process = self._idle.pop() if self._idle else self._create()
+            if not process.running:  # killed for its memory, perhaps
+                process.end()
+                process = self._create()
             process.answered = False
             try:
                 yield process
             finally:
-                if process.answered:
+                if process.answered and not process.ends:
                     self._idle.append(process)
                 else:
                     process.end()
@@ -76,7 +80,7 @@ class KillableProcess:
             env=environment.for_others({**parent_watch.environment(), **(variables or {})}),
             start_new_session=True,
         )
-        self.answered = False
+        self.answered = self.ends = False
         if self.receive() is None:
             self.end()
             raise ChildProcessError(f"{arguments[-1]} did not start; its output is in the log")
@@ -101,7 +105,11 @@ class KillableProcess:
         """Return the next answer; None if the process ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        return json.loads(line) if line else None
+        if not line:
+            return None
+        answer: dict[str, Any] = json.loads(line)
+        self.ends = answer.pop(ENDS, False)
+        return answer
 
     def exit_status(self) -> int:
         """Wait for the end of a process that gives no more answers; return its status, -N if signal N ended it."""

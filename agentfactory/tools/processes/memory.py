@@ -1,6 +1,7 @@
 """Available memory, memory of processes, and reuse of freed memory."""
 
 import ctypes
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,15 @@ def memory_room() -> int:
     """Return the available memory in bytes: the minimum of the machine's and of this process's control groups' (a
     container's limit)."""
     return min([psutil.virtual_memory().available, *_group_rooms()])
+
+
+ENDS = "ends"
+"""Key of the last answer of a process of `KillableProcesses` that ends because it has grown."""
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def memory_of(pid: int) -> int:

@@ -46,7 +46,8 @@ def start_confined(command: list[str], env: Mapping[str, str], **options: Any) -
 def _prefix() -> list[str]:
     """Return the arguments before a command, which were tried. Raises SandboxUnavailable."""
     path = map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    readable = [Path(sys.prefix), Path(sys.base_prefix), _PACKAGE, *(folder for folder in path if folder.is_dir())]
+    further = [folder for folder in path if folder.is_dir() and not Path.home().is_relative_to(folder)]
+    readable = [Path(sys.prefix), Path(sys.base_prefix), _PACKAGE, *further]
     prefix = reading_command(find_bwrap(None), readable)
     tried = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", ""], capture_output=True, text=True, check=False)
     if tried.returncode:

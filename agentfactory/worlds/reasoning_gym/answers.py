@@ -12,6 +12,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,7 @@ _MOST_DIGITS = 400
 """Of a number in a formula."""
 _LARGEST_POWER, _MOST_BITS = 200, 10_000
 """Largest exponent of anything, and longest power of a number."""
-_DECIMAL = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_DECIMAL = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?", re.ASCII)
 _WHOLE = re.compile(r"\d+\.?", re.ASCII)
 """Numbers that countdown and puzzle24 count right: they would see two in 1.5, and none in 2e1, 0x18 and 2_4."""
 _SPLIT = re.compile(r"(?<=([*/]))\s+(?=\1)")
@@ -83,18 +84,15 @@ def install() -> None:
     # sympify, and everything that calls it with a text
     sympy_parser.parse_expr = sympy.parse_expr = parse_formula
     sympy_parser.eval_expr = _refuse
-    # the distance of nan to any number is nan, for which min(1.0, ...) is 1.0
+    # the distance of nan to any number is nan: min(1.0, nan) is 1.0, and nan > 1 is false
     vars(modules["reasoning_gym.algebra.complex_arithmetic"]).update(float=_finite, complex=_finite_complex)
+    vars(modules["reasoning_gym.algorithmic.number_sorting"])["float"] = _finite
+    vars(modules["reasoning_gym.probability.coin_flip"])["Fraction"] = _fraction
 
 
 def score(data_set: ProceduralDataset, answer: str, entry: dict[str, Any]) -> float:
     """Return the verifier's score of an answer to the task `entry`, which it may change. Raise ValueError if it is none
-    from 0 to 1.
-
-    An answer may use `Integral` only if the stored one does: the integral of anything is the `Integral` of it."""
-    _INTEGRALS.pop("Integral", None)
-    if "Integral(" in (entry["answer"] or ""):
-        _INTEGRALS["Integral"] = sympy.Integral
+    from 0 to 1."""
     value = float(data_set.score_answer(answer, entry))
     if not 0.0 <= value <= 1.0 + 1e-9:  # some add fractions
         raise ValueError(f"a score of {value:g}")
@@ -127,6 +125,14 @@ def parse_formula(
     names = {**_CONSTANTS, **(local_dict or {})} if symbols else {}
 
     def convert(node: ast.expr) -> Any:
+        value = converted(node)
+        if value.is_Rational and max(abs(value.p), value.q).bit_length() > _MOST_BITS:
+            raise ValueError(f"a number of more than {_MOST_BITS} bits in a formula")
+        if value.is_Float and value and not 1e-300 < abs(value) < 1e300:
+            raise ValueError("a number beyond 1e300 in a formula")
+        return value
+
+    def converted(node: ast.expr) -> Any:
         match node:
             case ast.Constant():
                 return _number(ast.get_source_segment(text, node) or "", symbols)
@@ -189,6 +195,12 @@ def _finite(text: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{number} is no finite number")
     return number
+
+
+def _fraction(text: str) -> Fraction:
+    if re.search(r"[eE][+-]?[\d_]{4}", text):  # thousands of digits
+        raise ValueError(f"{text[:40]} is no probability")
+    return Fraction(text)
 
 
 def _finite_complex(*parts: Any) -> complex:

@@ -13,11 +13,13 @@ long; the end of stdin ends one whose parent is gone.
 """
 
 import dataclasses
+import decimal
 import difflib
 import json
 import logging
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -32,6 +34,7 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
 from agentfactory.tools.processes import parent_watch
+from agentfactory.tools.processes.memory import ENDS, peak_bytes
 from agentfactory.worlds.reasoning_gym import answers
 
 MEMORY_BYTES = 4 << 30
@@ -42,6 +45,9 @@ _TRIES = 20
 _NONSENSE = "?"
 _OURS = ("seed", "size")
 """Options that the source sets."""
+_OWN_FILE = re.compile(r"\w[\w.-]*")
+_GROWN_BYTES = 1 << 30
+"""Growth of memory, such as of sympy's caches, after which the process ends and another takes its place."""
 
 Spec = dict[str, Any]
 """A data set: `name`, `level`, `options`, `seed`."""
@@ -62,11 +68,13 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     answers.install()
     print(json.dumps({"ready": True}), file=replies)
+    before = peak_bytes()
     for line in sys.stdin:
         request = json.loads(line)
         for answer in _rows(request["rows"]) if "rows" in request else _verdict(request):
-            print(json.dumps(answer), file=replies)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            grown = "rows" not in request and peak_bytes() - before > _GROWN_BYTES
+            print(json.dumps(answer | ({ENDS: True} if grown else {})), file=replies)
 
 
 def _rows(specs: list[Spec]) -> Iterator[dict[str, Any]]:
@@ -92,8 +100,9 @@ def _tasks(spec: Spec, skip: int, count: int) -> Iterator[dict[str, Any]]:
         size = max(2 * size, wanted)
         dataset = data_set({**spec, "size": size})
         for index in range(done, size):
-            entry = _generated(dataset, index, spec["name"])
-            if entry["question"] in seen:
+            entry, _ = _generated(dataset, index, spec["name"])
+            # an `Integral` is the integrand again, which any answer could repeat
+            if entry["question"] in seen or "Integral(" in (entry["answer"] or ""):
                 continue
             if not seen:
                 _check_verifier(dataset, entry, spec["name"])
@@ -110,11 +119,13 @@ def _tasks(spec: Spec, skip: int, count: int) -> Iterator[dict[str, Any]]:
         done = size
 
 
-def _generated(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
+def _generated(dataset: ProceduralDataset, index: int, name: str) -> tuple[dict[str, Any], decimal.Context]:
+    """Return a task, and the context of decimal numbers in which it is verified: a generator may set its precision."""
     signal.setitimer(signal.ITIMER_REAL, TASK_SECONDS)
     try:
-        entry: dict[str, Any] = dataset[index]
-        return entry
+        with decimal.localcontext(decimal.Context()):
+            entry: dict[str, Any] = dataset[index]
+            return entry, decimal.getcontext().copy()
     except Exception as error:  # boundary: a generator's
         problem = f"task {index} cannot be generated: {type(error).__name__}: {error}"
         raise Refused(name, problem, "change its options or level") from error
@@ -145,6 +156,8 @@ def data_set(spec: Spec) -> ProceduralDataset:
     for option in options:
         if option in _OURS:
             raise Refused(f"{name}.options.{option}", "it is set for all data sets", f"set reasoning_gym.{option}")
+        if option.endswith("_file") and not _OWN_FILE.fullmatch(str(options[option])):
+            raise Refused(f"{name}.options.{option}", f"got {options[option]!r}", "name a file of reasoning-gym")
         if option not in fields:
             close = difflib.get_close_matches(option, fields, 1)
             fix = f"did you mean {close[0]}?" if close else f"its options are {', '.join(fields) or 'none'}"
@@ -184,7 +197,7 @@ def _cached_set(spec: str) -> ProceduralDataset:
 
 
 @lru_cache(maxsize=64)
-def _cached_task(spec: str, index: int) -> dict[str, Any]:
+def _cached_task(spec: str, index: int) -> tuple[dict[str, Any], decimal.Context]:
     return _generated(_cached_set(spec), index, json.loads(spec)["name"])
 
 
@@ -193,9 +206,9 @@ def _verdict(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     index = task.pop("index")
     spec = json.dumps(task)
     try:
-        entry = _cached_task(spec, index)
+        entry, context = _cached_task(spec, index)
     except Refused as error:
-        yield {"problem": ": ".join(error.args)}
+        yield {"problem": ": ".join(map(str, error.args))}
         return
     if not request["question"].startswith(entry["question"]):
         yield {"problem": "the installed reasoning-gym generates another question for it"}
@@ -204,7 +217,9 @@ def _verdict(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         # a copy, because verifiers may change it
-        yield {"score": answers.score(_cached_set(spec), request["answer"], deepcopy(entry))}
+        with decimal.localcontext(context):
+            score = answers.score(_cached_set(spec), request["answer"], deepcopy(entry))
+        yield {"score": score}
     except Exception as error:  # boundary: a verifier may raise anything
         yield {"raised": f"{type(error).__name__}: {error}"}
 

@@ -1,7 +1,7 @@
 """The world `reasoning_gym`: no tools; its reward is the score that reasoning-gym's verifier gives the final answer."""
 
 import logging
-import re
+import os
 from typing import Any
 
 from agentfactory.tools.calls.run_notices import notify
@@ -14,10 +14,10 @@ from agentfactory.worlds.reasoning_gym.gym_tasks import PROCESS, VARIABLES
 
 logger = logging.getLogger(__name__)
 
-_PROCESSES = 2
+_PROCESSES = max(2, os.cpu_count() or 2)
 _MOST_CHARACTERS = 100_000
 """Of an answer. The longest stored ones have some thousand."""
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_FIELDS = {"name": str, "level": int | None, "options": dict, "seed": int, "size": int, "index": int}
 _verifiers: Shared[KillableProcesses] = Shared()
 
 
@@ -32,7 +32,7 @@ class ReasoningGym(Environment):
         seconds: Time limit of a verifier; an answer that takes longer scores 0.
     """
 
-    def __init__(self, seconds: float = 10.0) -> None:
+    def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
         self._processes = _verifiers.acquire(
             "all", lambda: KillableProcesses(PROCESS, _PROCESSES, VARIABLES, start_confined)
@@ -47,7 +47,8 @@ class ReasoningGym(Environment):
     def check_data_row(cls, row: dict[str, Any], has_rewards: bool) -> None:
         """Raise ValueError if the row is none of `data.reasoning_gym`."""
         task = row["reasoning_gym"]
-        if not isinstance(task, dict) or not {"name", "level", "options", "seed", "size", "index"} <= task.keys():
+        given = task if isinstance(task, dict) else {}
+        if not all(isinstance(given.get(name, ...), kind) for name, kind in _FIELDS.items()):
             raise ValueError(f"reasoning_gym: got {task!r}; use rows that data.reasoning_gym gave, unchanged")
 
     def reset(self, question: str, reasoning_gym: dict[str, Any]) -> None:
@@ -57,10 +58,9 @@ class ReasoningGym(Environment):
     def reward(self, prediction: str) -> dict[str, float]:
         """Return the verifier's score; `success` is 1 for a full score. Raise VerifierError if the verifier fails for
         its own answer."""
-        found = _ANSWER.findall(prediction)
-        answer = found[-1].strip() if found else ""
-        score = self._score(answer) if found and len(answer) <= _MOST_CHARACTERS else 0.0
-        return {"reward": score, "success": float(score == 1.0), "answered": float(bool(found))}
+        answer = _last_answer(prediction)
+        score = 0.0 if answer is None or len(answer) > _MOST_CHARACTERS else self._score(answer)
+        return {"reward": score, "success": float(score == 1.0), "answered": float(answer is not None)}
 
     def close(self) -> None:
         """End the processes with their last user."""
@@ -92,6 +92,15 @@ class ReasoningGym(Environment):
         if "problem" in told:
             raise VerifierError(f"task {index} of {name}: {told['problem']}; fix: make the rows with this version")
         return told["own"], verdict or {"late": self._seconds}
+
+
+def _last_answer(text: str) -> str | None:
+    """Return what is in the last pair of tags."""
+    for part in reversed(text.split("</answer>")[:-1]):
+        _, tag, answer = part.partition("<answer>")
+        if tag:
+            return answer.strip()
+    return None
 
 
 def _told(verdict: dict[str, Any]) -> str:

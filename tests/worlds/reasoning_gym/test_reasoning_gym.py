@@ -5,19 +5,23 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.processes.killable import KillableProcess
+from agentfactory.tools.processes.memory import memory_of
 from agentfactory.worlds.reasoning_gym import gym_tasks
 from agentfactory.worlds.reasoning_gym.gym_tasks import INSTRUCTION, ReasoningGymTasks
 from agentfactory.worlds.reasoning_gym.reasoning_gym import ReasoningGym, VerifierError
+from tests.waiting import wait_for
 
 pytest.importorskip("reasoning_gym")
 pytestmark = pytest.mark.processes
@@ -97,12 +101,56 @@ def test_a_verifier_that_hangs_is_ended(
     world: ReasoningGym, one_process: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "_seconds", 2.0)
-    (row,) = ReasoningGymTasks(datasets="coin_flip", size=1).rows()
+    row, other = ReasoningGymTasks(datasets=["rubiks_cube", "gcd"], size=2).rows()
     with caplog.at_level(logging.WARNING):
-        assert score(world, row, answer("1e9999999999")) == 0.0
-    assert "the verifier of coin_flip took longer than 2 s" in caplog.text
+        assert score(world, row, answer("R99999999")) == 0.0
+    assert "the verifier of rubiks_cube took longer than 2 s" in caplog.text
     assert score(world, row, answer("1" * 200_000)) == 0.0
+    assert score(world, other, answer(other["answer"])) == 1.0
+
+
+def test_answers_that_no_task_has(world: ReasoningGym, one_process: None) -> None:
+    rows = ReasoningGymTasks(datasets=["number_sorting", "complex_arithmetic", "coin_flip"], size=3).rows()
+    count = rows[0]["answer"].count(",") + 1
+    hostile = [str(["nan"] * count), f"[{', '.join(['NaN'] * count)}]", "nan", "nan+nanj", "inf", "1e9999999999"]
+    for row in rows:
+        assert max(score(world, row, answer(text)) for text in hostile) == 0.0, row["source"]
+        assert score(world, row, answer(row["answer"])) == 1.0
+
+
+def test_the_last_answer_is_found_at_once(world: ReasoningGym, one_process: None) -> None:
+    (row,) = ReasoningGymTasks(datasets="gcd", size=1).rows()
+    right = f"<answer>{row['answer']}</answer>"
+    began = time.process_time()
+    assert score(world, row, "<answer>" * 100_000) == 0.0
+    assert score(world, row, f"<answer>x</answer> {right} or not</answer> <answer>") == 1.0
+    assert score(world, row, f"{right}<answer>{right}") < 1.0
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.extended
+def test_a_process_that_has_grown_or_was_killed_is_replaced(world: ReasoningGym, one_process: None) -> None:
+    (row,) = ReasoningGymTasks(datasets="gcd", size=1).rows()
+    (formula,) = ReasoningGymTasks(datasets="simple_integration", size=1).rows()
+    idle = world._processes._idle
     assert score(world, row, answer(row["answer"])) == 1.0
+    psutil.Process(idle[-1].pid).kill()
+    wait_for(lambda: not idle[-1].running)
+    assert score(world, row, answer(row["answer"])) == 1.0
+    used = {process.pid for process in idle}
+    for number in range(20):  # each leaves 100 MB in sympy's caches
+        score(world, formula, answer(f"exp({number + 4 * 10**8}*log(2))"))
+        assert sum(memory_of(process.pid) for process in idle) < 3 << 30
+    assert score(world, row, answer(row["answer"])) == 1.0
+    assert used != {process.pid for process in idle}
+
+
+def test_one_tasks_settings_are_not_anothers(world: ReasoningGym, one_process: None) -> None:
+    options = {"min_num_decimal_places": 0, "max_num_decimal_places": 0, "precision": 2}
+    (coarse,) = ReasoningGymTasks(datasets={"decimal_arithmetic": {"options": options}}, size=1).rows()
+    (row,) = ReasoningGymTasks(datasets="power_function", size=1).rows()
+    for each in (coarse, row, coarse):
+        assert score(world, each, answer(each["answer"])) == 1.0
 
 
 def test_held_out_tasks_differ(one_process: None) -> None:
@@ -141,6 +189,10 @@ def test_held_out_tasks_differ(one_process: None) -> None:
             {"leg_counting": {"options": {"seed": 3}}},
             ".leg_counting.options.seed: it is set for all data sets; fix: set reasoning_gym.seed",
         ),
+        (
+            {"spell_backward": {"options": {"data_file": "/etc/passwd"}}},
+            ".spell_backward.options.data_file: got '/etc/passwd'; fix: name a file of reasoning-gym",
+        ),
         ({"leg_counting": {"level": 77}}, ".leg_counting.level: got 77; fix: use 0 to "),
         (
             {"caesar_cipher": {"level": 3}},
@@ -167,8 +219,11 @@ def test_fields_are_checked_at_once() -> None:
     ):
         with pytest.raises(ValidationError):
             ReasoningGymTasks(**wrong)
-    with pytest.raises(ValueError, match=r"reasoning_gym: got .*; use rows that data.reasoning_gym gave"):
-        ReasoningGym.check_data_row({"question": "?", "reasoning_gym": {"name": "gcd"}}, False)
+    good = {"name": "gcd", "level": None, "options": {}, "seed": 0, "size": 1, "index": 0}
+    ReasoningGym.check_data_row({"question": "?", "reasoning_gym": good}, False)
+    for wrong in ({"name": "gcd"}, {**good, "name": 5}, {**good, "index": [1]}, {**good, "options": [1]}, "gcd"):
+        with pytest.raises(ValueError, match=r"reasoning_gym: got .*; use rows that data.reasoning_gym gave"):
+            ReasoningGym.check_data_row({"question": "?", "reasoning_gym": wrong}, False)
 
 
 @pytest.mark.long
