@@ -61,6 +61,55 @@ def test_bad_files_are_named(tmp_path: Path, text: str, columns: dict[str, str],
         load_tasks(config)
 
 
+CALL = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": {}}}]}
+CALLS = {**CALL, "tool_calls": [*CALL["tool_calls"], {"id": "b", "function": {"name": "look", "arguments": {}}}]}
+USER, SEEN = {"role": "user", "content": "go"}, {"role": "tool", "content": "a wall"}
+
+
+def seen(call: str) -> dict[str, str]:
+    return {**SEEN, "tool_call_id": call}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([USER, CALL, USER], r"1 of the calls in messages\.1 have no result before messages\.2; add messages"),
+        ([USER, CALLS, seen("b"), CALL], r"1 of the calls in messages\.1 have no result before messages\.3"),
+        ([USER, CALLS, SEEN, USER], r"1 of the calls in messages\.1 have no result before messages\.3"),
+        ([USER, CALL, seen("c"), USER], r"messages\.2\.tool_call_id: got 'c', but the calls without a result are 'a'"),
+        ([USER, CALLS, seen("a"), seen("a")], r"messages\.3\.tool_call_id: got 'a', .* without a result are 'b'"),
+        ([USER, CALL, seen("a"), seen("a")], r"messages\.3: it is the result of no call; remove it"),
+        ([USER, SEEN], r"messages\.1: it is the result of no call; remove it"),
+    ],
+)
+def test_calls_and_their_results_belong_together(tmp_path: Path, messages: list[Any], message: str) -> None:
+    with pytest.raises(SettingError, match=f"row 1 of .*: {message}"):
+        load_tasks(write(tmp_path / "t.json", json.dumps([{"messages": messages}])))
+
+
+def test_conversations_that_are_whole(tmp_path: Path) -> None:
+    for messages in ([USER, CALLS, seen("b"), seen("a"), USER], [USER, CALLS, SEEN, SEEN, CALL], [USER, CALL]):
+        load_tasks(write(tmp_path / "t.json", json.dumps([{"messages": messages}])))
+    told = {"role": "developer", "content": "Be brief."}
+    (row,) = load_tasks(write(tmp_path / "t.json", json.dumps([{"messages": [told, USER]}])))
+    assert row["messages"] == [{**told, "role": "system"}, USER]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("image", "red.png", r"its column 'image' is not read; data\.columns: {images: image}"),
+        ("image", {"bytes": None, "path": "a/RED.JPG"}, "its column 'image' is not read"),
+        ("video", ["a.mp4"], "its column 'video' is not read; remove it: models here see images only"),
+        ("audio", {"array": [0.1], "sampling_rate": 8000}, "its column 'audio' is not read"),
+    ],
+)
+def test_columns_of_media_that_are_not_read(tmp_path: Path, column: str, value: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=f"row 1 of .*: {message}"):
+        load_tasks(write(tmp_path / "t.json", json.dumps([{"question": "What?", column: value}])))
+    load_tasks(write(tmp_path / "t.json", json.dumps([{"question": "Which?", "image": "ubuntu:24.04", "audio": 3}])))
+
+
 def test_bad_line_of_jsonl_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"t\.jsonl:2 is not JSON: .* at column 2; fix: correct it"):
         load_tasks(write(tmp_path / "t.jsonl", '{"question": "a"}\n{'))

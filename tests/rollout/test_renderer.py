@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.rollout.text.tokenizer import load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
@@ -449,6 +449,12 @@ def test_rows_name_the_message_that_cannot_be_rendered() -> None:
         renderer.conversation_row([*CONVERSATION[:3], {"role": "user", "content": None}], SPECS)
 
 
+def test_a_conversation_begins_with_a_prompt() -> None:
+    renderer = make_renderer(make_tokenizer(trl_template("qwen3")))
+    with pytest.raises(ValueError, match="message 0: a model is never asked without a prompt: put a system or user"):
+        renderer.conversation_row([{"role": "assistant", "content": "Hello!"}, *OPENING[1:]], SPECS)
+
+
 def test_system_messages_are_refused_where_the_template_has_none() -> None:
     no_system = REORDERS_KEYS.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'system' %}")
     renderer = make_renderer(make_tokenizer(no_system))
@@ -476,6 +482,34 @@ def test_load_from_a_model_folder(model_folder: Path) -> None:
     assert renderer.info["parser"] == "hermes"
     assert renderer.stop_token_ids == [1, 2]
     assert records == [{"renderer": renderer.info}]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        (None, {"eos_token_id": [2, 0]}, [2, 0]),
+        (None, {"eos_token_id": 2}, [2]),
+        (None, {"text_config": {"eos_token_id": [3, 4]}}, [3, 4]),
+        ({}, {"eos_token_id": [2, 0]}, []),
+        ({"eos_token_id": 5}, {"eos_token_id": [2, 0]}, [5]),
+    ],
+)
+def test_turns_end_where_transformers_ends_them(
+    generation: dict[str, Any] | None, config: dict[str, Any], ids: list[int], model_folder: Path
+) -> None:
+    (model_folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    (model_folder / "generation_config.json").unlink()
+    if generation is not None:
+        (model_folder / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_ids(str(model_folder)) == ids
+    if "text_config" not in config:  # qwen3 has none
+        try:
+            found = GenerationConfig.from_pretrained(model_folder).eos_token_id
+        except OSError:  # as from_pretrained of a network does
+            found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_folder)).eos_token_id
+        assert (found if isinstance(found, list) else [] if found is None else [found]) == ids
+    renderer = load_renderer(ModelConfig(path=str(model_folder)), "hermes")
+    assert {*ids} <= {*renderer.stop_token_ids}
 
 
 def test_load_with_a_template_file(model_folder: Path) -> None:

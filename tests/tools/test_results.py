@@ -27,7 +27,15 @@ from mcp_types import (
 )
 from pydantic import BaseModel
 
-from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of, failure, result_of
+from agentfactory.tools.calls.mcp_results import (
+    ERROR_KEY,
+    FINISH_KEY,
+    INFO_KEY,
+    content_of,
+    failure,
+    result_of,
+    unread_of,
+)
 from agentfactory.tools.messages import CallError, text_of
 from agentfactory.tools.tool import finish
 
@@ -177,6 +185,12 @@ def test_what_other_servers_answer() -> None:
     assert content_of(CallToolResult(content=[], structured_content={"a": "ä"})) == '{"a": "ä"}'
     assert content_of(CallToolResult(content=[text], structured_content={"a": 1})) == "a"
     assert content_of(CallToolResult(content=[])) == ""
+
+
+def test_structured_values_that_the_text_lacks() -> None:
+    text = TextContent(type="text", text=f"1.5e+06 and {10**400}")
+    values = {"seen": [1_500_000, 10**400], "huge": 10**401, "endless": 10**5000, "word": "tea"}
+    assert unread_of(CallToolResult(content=[text], structured_content=values)) == ["huge", "word"]
 
 
 @pytest.mark.processes

@@ -145,7 +145,30 @@ def clean_messages(messages: Any, tools: Tools | None, findings: Findings) -> li
         messages = parse_json_column(messages, "messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages: got {short(messages)}, not a list of {{role: ..., content: ...}}")
-    return [_message(message, f"messages.{number}", tools, findings) for number, message in enumerate(messages)]
+    cleaned = [_message(message, f"messages.{number}", tools, findings) for number, message in enumerate(messages)]
+    _check_results(cleaned)
+    return cleaned
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raise ValueError unless the calls of each turn but the last are followed by their results, one for each."""
+    waiting: list[Any] = []
+    made = "a turn"
+    for number, message in enumerate(messages):
+        place = f"messages.{number}"
+        if message["role"] == "tool":
+            given = message.get("tool_call_id")
+            if not waiting:
+                raise ValueError(f"{place}: it is the result of no call; remove it, or add the call to the turn before")
+            if given is not None and None not in waiting and given not in waiting:
+                known = ", ".join(map(repr, waiting))
+                raise ValueError(f"{place}.tool_call_id: got {given!r}, but the calls without a result are {known}")
+            waiting.remove(given if given in waiting else waiting[0])
+            continue
+        if waiting:
+            left = f"{len(waiting)} of the calls in {made} have no result before {place}"
+            raise ValueError(f"{left}; add messages of the role tool, or remove the calls")
+        made, waiting = place, [call.get("id") for call in message.get("tool_calls", ())]
 
 
 def _message(message: Any, place: str, tools: Tools | None, findings: Findings) -> Message:
@@ -158,6 +181,8 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
         fix = f"; {ROLE_FIXES[role]}" if role in ROLE_FIXES else f"; rename it to {role.strip().lower()}" * known
         raise ValueError(f"{place}.role: got {short(role)}, not one of {', '.join(_ROLES)}{fix}")
     message = drop_from_message(message, findings.nulls)
+    if role == "developer":  # OpenAI's newer name, which few chat templates know
+        message["role"] = "system"
     for name, fix in _REFUSED.items():
         if name in message:
             raise ValueError(f"{place}.{name}: got {short(message[name])}, which is not read; {fix}")

@@ -14,6 +14,38 @@ _SOURCES = ("image", "url", "path", "base64", "bytes")
 """Keys of a part `{"type": "image"}` that may contain the image itself."""
 
 
+_OTHER_COLUMNS = ("image", "video", "videos", "audio", "audios")
+_MEDIA = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".mp4",
+    ".webm",
+    ".mov",
+    ".mkv",
+    ".wav",
+    ".mp3",
+    ".flac",
+    ".ogg",
+)
+
+
+def _is_media(value: Any) -> bool:
+    """Return whether a column's value is an image, a video or a sound: a file, its bytes, or an object of a library."""
+    if isinstance(value, list):
+        return any(map(_is_media, value))
+    if isinstance(value, str):
+        return value.lower().endswith(_MEDIA) or value.startswith(("data:image/", "data:video/", "data:audio/"))
+    if isinstance(value, dict):
+        return bool(value.keys() & {"bytes", "array"}) or _is_media(value.get("path"))
+    return isinstance(value, bytes) or not isinstance(value, int | float | None)
+
+
 def image_part(url: str) -> dict[str, Any]:
     """Return the message part for an image at an address."""
     return {"type": "image_url", "image_url": {"url": url}}
@@ -73,9 +105,14 @@ def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
     """Normalize the images of a row of data: `images` becomes a list, and content has parts of the types `text`,
     `image_url`, and `image` (one of `images`), without the None values of tables. Paths are relative to `base`.
 
-    Raise ValueError if the number of images differs from the number of placeholders.
+    Raise ValueError if the number of images differs from the number of placeholders, or if a column that is not read
+    has images, videos or sounds.
     """
     row = dict(row)
+    for name in _OTHER_COLUMNS:
+        if _is_media(row.get(name)):
+            fix = f"data.columns: {{images: {name}}}" if name == "image" else "remove it: models here see images only"
+            raise ValueError(f"its column {name!r} is not read; {fix}")
     if isinstance(row.get("messages"), list):
         row["messages"] = [_clean_message(message, base) for message in row["messages"]]
         if any(message.get("role") == "assistant" and image_urls([message]) for message in _dicts(row["messages"])):

@@ -52,6 +52,9 @@ class ConversationRows:
         row = Row(weights=[])
         text = ""  # the row's text so far, as a chain would send it to the server
         start = 0  # index of the first message since the last turn
+        if plain[0]["role"] == "assistant":
+            reason = "a model is never asked without a prompt: put a system or user message before its first turn"
+            raise RenderError(f"message {lines[0].index}: {reason}")
         for turn in [i for i, m in enumerate(plain) if m["role"] == "assistant"]:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
             if not prompt.startswith(text):

@@ -21,7 +21,7 @@ from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
 from agentfactory.rollout.text.template_and_format import Reasoning, Use, choose_template, recognise
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
-from agentfactory.rollout.text.tokenizer import generation_eos, load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
 from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.errors import SettingError
 
@@ -129,7 +129,7 @@ def load_renderer(
         reasoning=reasoning,
         tools=tools,
         base=base,
-        eos_token_ids=generation_eos(model.path),
+        eos_token_ids=stop_ids(model.path),
         log=log,
         images=None if images is None else load_images(model, images),
     )

@@ -35,8 +35,12 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def generation_eos(path: str) -> list[int]:
-    """Return the end-of-sequence ids in the model's generation_config.json; empty without one."""
-    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    ids = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+def stop_ids(path: str) -> list[int]:
+    """Return the ids at which servers end a turn: those in generation_config.json, or in config.json if that is
+    missing."""
+    for name in ("generation_config.json", "config.json"):
+        if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+            config = json.loads(Path(file).read_text(encoding="utf-8"))
+            ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+            return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return []

@@ -5,6 +5,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from typing import Any
@@ -119,7 +120,8 @@ def unread_of(result: CallToolResult) -> list[str]:
         return []
     text = text_of(content_of(result))
     values = islice(_values(result.structured_content), _COMPARED)
-    return [path for path, value in values if not any(form in text for form in _forms(value))]
+    written = ((path, _forms(value)) for path, value in values)
+    return [path for path, forms in written if forms and not any(form in text for form in forms)]
 
 
 _COMPARED = 100
@@ -140,10 +142,14 @@ def _values(value: Any, path: str = "") -> Iterator[tuple[str, str | int | float
 
 
 def _forms(value: str | float) -> list[str]:
-    """Return the ways in which servers write a value in text."""
+    """Return the ways in which servers write a value in text; none that are too long for Python to write."""
     if isinstance(value, str):
         return [value.strip(), json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]]
-    return [json.dumps(value), f"{value:g}"]
+    forms: list[str] = []
+    for write in (json.dumps, "{:g}".format):
+        with suppress(OverflowError, ValueError):  # of a whole number beyond floats, or of thousands of digits
+            forms.append(write(value))
+    return forms
 
 
 def _blocks(value: Any, most: int | None) -> list[ContentBlock]:

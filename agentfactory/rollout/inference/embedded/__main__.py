@@ -72,6 +72,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from agentfactory.rollout.inference.embedded.quantization import adapters_only, quantize
     from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
     from agentfactory.rollout.model_hub import load_fault
+    from agentfactory.rollout.text.tokenizer import stop_ids
     from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
@@ -95,7 +96,6 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
             encoder = load_encoder(args.model, model)
     except (OSError, ValueError, RuntimeError) as error:
         _fail(f"cannot load the model {args.model}: {load_fault(error)}")
-    eos = model.generation_config.eos_token_id
     try:
         if args.quantization:
             quantize(model, args.quantization)
@@ -112,7 +112,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
         server = Server(
             engine,
             served_model_name=args.served_model_name,
-            eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            eos_token_ids=frozenset(stop_ids(args.model)),
             api_key=api_key,
             decode=_decoder(args.model),
         )
