@@ -316,8 +316,9 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     try:
         AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
     except ValueError as error:
-        problem = f"transformers cannot load {recipe.model.path}: {load_fault(error)}"
-        raise SettingError("model.path", problem, "name a model whose architecture transformers has") from error
+        if (fault := load_fault(error)) != str(error):
+            fix = "name a model whose architecture transformers has"
+            raise SettingError("model.path", f"transformers cannot load {recipe.model.path}: {fault}", fix) from error
     rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)
     try:
         renderer = load_renderer(

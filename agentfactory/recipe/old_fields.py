@@ -69,6 +69,7 @@ def renew(data: dict[str, Any], origins: dict[str, str] | None = None) -> None:
         _pop(data, "train.critic")
     _renew_offload(data, note, origins)
     _renew_vision(data, note, origins)
+    _drop_ages(data)
     value = _take(data, "server.max_loras", "", origins)
     if value is not _NONE and type(value) is not int:
         raise SettingError("server.max_loras", f"got {short(value)}", "remove it: this field no longer exists")
@@ -124,6 +125,16 @@ def _renew_vision(data: dict[str, Any], note: Any, origins: dict[str, str] | Non
         raise SettingError(old, problem, f"write the learning rate as {new} instead, or remove it")
     _put(data, new, rate)
     note(old, new, f"{new}: {rate} instead of {old}")
+
+
+def _drop_ages(data: dict[str, Any]) -> None:
+    servers = data.get("mcp_servers")
+    for name, server in servers.items() if isinstance(servers, dict) else ():
+        pool = server.get("pool") if isinstance(server, dict) else None
+        age = pool.pop("max_seconds", None) if isinstance(pool, dict) else None
+        if age is not None:
+            field = f"mcp_servers.{name}.pool.max_seconds"
+            raise SettingError(field, f"got {short(age)}, and instances have no age any more", "set max_uses instead")
 
 
 def _take(data: dict[str, Any], old: str, new: str, origins: dict[str, str] | None) -> Any:

@@ -119,8 +119,6 @@ class PoolConfig(Section):
     processes that serve one chain each, else 0."""
     max_uses: PositiveInt | None = None
     """Number of chains after which an instance is replaced; 1: each chain gets a new one."""
-    max_seconds: PositiveFloat | None = None
-    """Age at which an instance is replaced, once its chain has released it."""
 
 
 class McpServerConfig(Section):

@@ -145,7 +145,7 @@ server: {engine: embedded}
 @pytest.mark.extended
 def test_user_code_that_ends_train_or_serve_before_any_chain_is_reported(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE + "env: [AT, STATUS]\n")
     (tmp_path / "rows.jsonl").write_text('{"question": "go"}\n')
     exits = {
         "import": "failed: the process of `agentfactory {command}` ended with status {status} while importing ends.py, "
@@ -170,7 +170,7 @@ def test_user_code_that_ends_train_or_serve_before_any_chain_is_reported(tmp_pat
 @pytest.mark.extended
 def test_train_py_reports_user_code_that_ends_it(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
-    (tmp_path / "recipe.yaml").write_text(f"{RECIPE}output: run\n")
+    (tmp_path / "recipe.yaml").write_text(f"{RECIPE}output: run\nenv: [AT, STATUS]\n")
     (tmp_path / "rows.jsonl").write_text('{"question": "go"}\n')
     command = [sys.executable, "-m", "agentfactory.train", "recipe.yaml", "server.url=http://127.0.0.1:9"]
     environment = {**os.environ, "AT": "import", "STATUS": "0"}

@@ -72,7 +72,12 @@ def test_a_saved_recipe_means_the_same(tmp_path: Path) -> None:
     # options that the estimator and the loss do not have had their defaults, and are left out
     assert not [name for name in now if name.endswith("_temperature") or "critic" in name]
     moved = set(MOVED) | {"server.max_loras", "train.activation_offload", "train.vision_learning_rate"}
-    moved |= {"mcp_servers.time.type", "train.advantage.options", "train.loss.options"}
+    moved |= {
+        "mcp_servers.time.type",
+        "train.advantage.options",
+        "train.loss.options",
+        "mcp_servers.time.pool.max_seconds",
+    }
     assert {name for name in before if name not in now and not name.startswith(tuple(moved))} == set()
 
 

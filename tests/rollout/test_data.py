@@ -79,6 +79,10 @@ def seen(call: str) -> dict[str, str]:
         ([USER, CALL, seen("c"), USER], r"messages\.2\.tool_call_id: got 'c', but the calls without a result are 'a'"),
         ([USER, CALLS, seen("a"), seen("a")], r"messages\.3\.tool_call_id: got 'a', .* without a result are 'b'"),
         ([USER, CALL, seen("a"), seen("a")], r"messages\.3: it is the result of no call; remove it"),
+        (
+            [USER, {"role": "assistant", "content": "Hm."}, seen("a")],
+            r"messages\.2: it is the result of no call; remove it",
+        ),
         ([USER, SEEN], r"messages\.1: it is the result of no call; remove it"),
     ],
 )
@@ -88,7 +92,9 @@ def test_calls_and_their_results_belong_together(tmp_path: Path, messages: list[
 
 
 def test_conversations_that_are_whole(tmp_path: Path) -> None:
-    for messages in ([USER, CALLS, seen("b"), seen("a"), USER], [USER, CALLS, SEEN, SEEN, CALL], [USER, CALL]):
+    malformed = {"role": "assistant", "content": "<tool_call>{"}
+    whole = [[CALLS, seen("b"), seen("a"), USER], [CALLS, SEEN, SEEN, CALL], [CALL], [malformed, SEEN, CALL, seen("a")]]
+    for messages in ([USER, *each] for each in whole):
         load_tasks(write(tmp_path / "t.json", json.dumps([{"messages": messages}])))
     told = {"role": "developer", "content": "Be brief."}
     (row,) = load_tasks(write(tmp_path / "t.json", json.dumps([{"messages": [told, USER]}])))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments import pool as pool_module
 from agentfactory.tools.environments.pool import Pool
-from agentfactory.tools.environments.pool_rules import Act, Instance, Ledger, Step
 from agentfactory.tools.messages import ToolInfrastructureError
-from tests.waiting import pass_time, until
+from tests.waiting import until
 
 
 class Thing:
@@ -192,36 +191,6 @@ async def test_worn_instances_are_replaced() -> None:
     assert numbers == [0, 0, 1, 1, 2]
     assert pool.gauges()["recycled"] == 2
     assert factory.most == 1  # a retiring instance counts until it is gone
-    await pool.close()
-
-
-async def test_age_counts_from_the_making() -> None:
-    ledger: Ledger[str] = Ledger(PoolConfig(capacity=1, max_seconds=10))
-    instance = Instance("x", made_at=5.0)
-    for taken, left, outcome in [(5.0, 6.0, None), (14.8, 14.9, None), (14.9, 15.0, Step(Act.RETIRE, instance))]:
-        waiter: asyncio.Future[Instance[str]] = asyncio.get_running_loop().create_future()
-        ledger.waiting.append(waiter)
-        if taken == 5.0:
-            assert ledger.steps(taken) == [Step(Act.MAKE)]
-            assert ledger.has_made(instance) is waiter
-        else:
-            assert ledger.steps(taken) == [Step(Act.CHECK, instance)]
-            assert ledger.has_checked(instance, True) is waiter
-        assert ledger.has_let_go(instance, False, left) == outcome
-        if outcome is None:
-            assert ledger.has_reset(instance, True) is None
-    assert (ledger.recycled, ledger.places) == (1, 1)
-    ledger.has_retired()
-    assert ledger.places == 0
-
-
-async def test_idle_instances_age_too() -> None:
-    factory = Factory()
-    pool = factory.pool(max_seconds=60)
-    await (await pool.acquire()).release()
-    assert counts(pool) == (0, 1, 0)
-    pass_time(60)
-    assert (await pool.acquire()).value.number == 1
     await pool.close()
 
 

@@ -153,11 +153,13 @@ def clean_messages(messages: Any, tools: Tools | None, findings: Findings) -> li
 def _check_results(messages: Sequence[Message]) -> None:
     """Raise ValueError unless the calls of each turn but the last are followed by their results, one for each."""
     waiting: list[Any] = []
-    made = "a turn"
+    made: str | None = None
     for number, message in enumerate(messages):
         place = f"messages.{number}"
         if message["role"] == "tool":
             given = message.get("tool_call_id")
+            if not waiting and given is None and made is not None:
+                continue  # tells a model that its call was malformed
             if not waiting:
                 raise ValueError(f"{place}: it is the result of no call; remove it, or add the call to the turn before")
             if given is not None and None not in waiting and given not in waiting:
@@ -168,7 +170,8 @@ def _check_results(messages: Sequence[Message]) -> None:
         if waiting:
             left = f"{len(waiting)} of the calls in {made} have no result before {place}"
             raise ValueError(f"{left}; add messages of the role tool, or remove the calls")
-        made, waiting = place, [call.get("id") for call in message.get("tool_calls", ())]
+        made = place if message["role"] == "assistant" else None
+        waiting = [call.get("id") for call in message.get("tool_calls", ())]
 
 
 def _message(message: Any, place: str, tools: Tools | None, findings: Findings) -> Message:

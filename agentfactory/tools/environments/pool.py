@@ -150,7 +150,7 @@ class Pool(Generic[T]):
     async def _let_go(self, instance: Instance[T], broken: bool) -> None:
         if instance not in self._ledger.held:
             return  # the pool was closed while the instance was in use
-        step = self._ledger.has_let_go(instance, broken, _now())
+        step = self._ledger.has_let_go(instance, broken)
         resetting = None
         if step is not None:
             self._do(step)  # nothing needs to wait for the end of an instance
@@ -173,7 +173,7 @@ class Pool(Generic[T]):
             for step in self._ledger.retire_all():
                 self._do(step)
             return
-        while steps := self._ledger.steps(_now()):
+        while steps := self._ledger.steps():
             for step in steps:
                 self._do(step)
 
@@ -202,7 +202,7 @@ class Pool(Generic[T]):
         slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, text)
         try:
             async with asyncio.timeout(seconds) as limit:
-                instance = Instance(await self._make(), _now())
+                instance = Instance(await self._make())
         except (Exception, asyncio.CancelledError) as error:  # boundary: user code, processes, connections
             waiter = self._ledger.has_failed_to_make()
             if waiter is not None:
@@ -313,7 +313,3 @@ class Lease(Generic[T]):
         instance, self._instance = self._instance, None
         if instance is not None:
             self._pool._put_back(instance)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

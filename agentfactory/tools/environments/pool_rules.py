@@ -16,7 +16,6 @@ class Instance(Generic[T]):
     """One member of a pool."""
 
     value: T
-    made_at: float
     uses: int = 0
     """Number of chains that it has served, including the present one."""
 
@@ -53,13 +52,9 @@ class Ledger(Generic[T]):
         self._config = config
         self._paused = False  # creating one in advance failed: no more are created in advance until one succeeds
 
-    def steps(self, now: float) -> list[Step[T]]:
-        """Return the steps that are due at the time `now`, in seconds; they count as begun."""
+    def steps(self) -> list[Step[T]]:
+        """Return the steps that are due; they count as begun."""
         steps: list[Step[T]] = []
-        for instance in [instance for instance in self.idle if self._is_worn(instance, now)]:
-            self.idle.remove(instance)
-            self.recycled += 1
-            steps.append(self._retire(instance))
         while self.idle and len(self.waiting) > self.checking:
             self.checking += 1
             steps.append(Step(Act.CHECK, self.idle.popleft()))
@@ -90,13 +85,13 @@ class Ledger(Generic[T]):
         self.broken += 1
         return self._retire(instance)
 
-    def has_let_go(self, instance: Instance[T], broken: bool, now: float) -> Step[T] | None:
+    def has_let_go(self, instance: Instance[T], broken: bool) -> Step[T] | None:
         """Note that its holder released an instance. Return its retirement; None if it should be reset."""
         self.held.discard(instance)
         if broken:
             self.broken += 1
             return self._retire(instance)
-        if self._is_worn(instance, now):
+        if self._config.max_uses is not None and instance.uses >= self._config.max_uses:
             self.recycled += 1
             return self._retire(instance)
         self.resetting += 1
@@ -157,12 +152,6 @@ class Ledger(Generic[T]):
     def _retire(self, instance: Instance[T]) -> Step[T]:
         self.retiring += 1
         return Step(Act.RETIRE, instance)
-
-    def _is_worn(self, instance: Instance[T], now: float) -> bool:
-        uses, seconds = self._config.max_uses, self._config.max_seconds
-        return (uses is not None and instance.uses >= uses) or (
-            seconds is not None and now - instance.made_at >= seconds
-        )
 
     def _is_short(self) -> bool:
         if self.capacity is not None and self.places >= self.capacity:

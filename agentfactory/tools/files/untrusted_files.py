@@ -8,8 +8,6 @@ from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from pydantic_core import from_json
-
 JSON_BYTES = 64 << 20
 """Maximum size of a JSON file that is read as a whole."""
 JSON_VALUES = 4 << 20
@@ -86,6 +84,9 @@ def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) ->
     if not has_few_values(content):
         fix = "replace it with the file that was written"
         raise RefusedFileError(path, f"has more than {JSON_VALUES:,} values", fix)
+    # imported here, because the sandbox's Python may lack it
+    from pydantic_core import from_json
+
     found = from_json(content)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")

@@ -102,7 +102,7 @@ class ToolServer:
         self._shared = connection
         if self.config.module is not None:
             return  # our own host, in this process, has the pool
-        for field in ("warm", "max_uses", "max_seconds"):
+        for field in ("warm", "max_uses"):
             if getattr(self.config.pool, field):
                 raise ValueError(
                     f"mcp_servers.{self.name}.pool.{field}: all chains share the server, so no instance is created or "
