@@ -9,6 +9,7 @@ from typing import Any
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes import environment
 from agentfactory.tools.processes.killable import KillableProcess
 from agentfactory.tools.user_code.extras import install_command
 from agentfactory.tools.user_code.import_path import is_installed, own_python
@@ -222,7 +223,8 @@ def check_python(python: str | None) -> None:
     else:
         question = f"from importlib.util import find_spec; print([n for n in {PACKAGES} if not find_spec(n)])"
         try:
-            asked = subprocess.run(own_python("-c", question, executable=python), capture_output=True, text=True)
+            command, env = own_python("-c", question, executable=python), environment.for_others()
+            asked = subprocess.run(command, capture_output=True, text=True, env=env)
         except OSError as error:
             raise SettingError(
                 "python", f"{python} cannot be run: {error.strerror}", "name a Python that has alfworld"

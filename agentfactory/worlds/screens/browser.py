@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.processes import environment
 from agentfactory.tools.user_code.extras import check_extra
 
 if TYPE_CHECKING:  # takes a while to import
@@ -166,6 +167,7 @@ class Browser:
         try:
             chromium = await playwright.chromium.launch(
                 executable_path=self._executable,
+                env={**environment.for_others()},
                 # Chromium's own sandbox cannot run as root
                 chromium_sandbox=os.getuid() != 0,
                 args=[*_FLAGS, f"--host-resolver-rules={_named(self._allowed)}"],
