@@ -71,7 +71,7 @@ def talk(*calls: dict[str, Any], content: Any = "") -> Rows:
     return [
         {"role": "user", "content": "Go."},
         {"role": "assistant", "content": content, "tool_calls": list(calls)},
-        {"role": "tool", "content": "5", "tool_call_id": "c"},
+        *({"role": "tool", "content": "5", "tool_call_id": "c"} for _ in calls),
         {"role": "assistant", "content": "Done."},
     ]
 
@@ -420,6 +420,7 @@ CALLS = [
                 "messages": [
                     USER,
                     {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call("add", {"left": 2})]},
+                    {"role": "tool", "content": "right is missing"},
                     *HELLO,
                 ],
             }
@@ -430,6 +431,7 @@ CALLS = [
                 "messages": [
                     USER,
                     {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call("add", {"left": 2})]},
+                    {"role": "tool", "content": "right is missing"},
                     *HELLO,
                 ],
             }
