@@ -103,14 +103,6 @@ def worker(folder: Path) -> Iterator[int]:
     process.close()
 
 
-def verifiers(folder: Path) -> Iterator[int]:
-    code = "import sys; sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, env=verifiers_process._environment({"folder": None})
-    ) as process:
-        yield process.pid
-
-
 RUNNING = {
     "rollout worker": worker,
     "verifier of reasoning_gym": lambda folder: confined(gym_tasks.PROCESS),
@@ -119,7 +111,6 @@ RUNNING = {
     "gymnasium": lambda folder: game("agentfactory.worlds.gymnasium.episode:Episode"),
     "textarena": lambda folder: game("agentfactory.worlds.textarena.play:Play"),
     "ScienceWorld's Java": lambda folder: java(),
-    "verifiers": contextmanager(verifiers),
 }
 NEEDS = {"verifier of reasoning_gym": "reasoning_gym", "ScienceWorld's Java": "scienceworld"}
 
@@ -153,6 +144,16 @@ def test_prepare_has_only_the_named_variable(tmp_path: Path) -> None:
     check("prepare", found)
 
 
+def test_verifiers_python_has_only_the_named_variable(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > /dev/null; env > {tmp_path}/environment\n")
+    python.chmod(0o700)
+    with pytest.raises(SettingError, match=r"verifiers\.python: got .*, which is no Python"):
+        verifiers_process.load_rows({"python": str(python), "id": "sums", "folder": None})
+    lines = (tmp_path / "environment").read_text().splitlines()
+    check("verifiers", dict(line.split("=", 1) for line in lines))
+
+
 async def test_tool_servers_and_sandboxes_have_what_their_section_names() -> None:
     program = StdioServerParameters(command="sleep", args=["60"], env={NAMED: "named"})
     started: list[int] = []
@@ -177,6 +178,8 @@ def test_code_that_reads_an_unnamed_variable_is_refused(
     with pytest.raises(SettingError, match=fix):
         load_recipe(tmp_path / "recipe.yaml")
     load_recipe(tmp_path / "recipe.yaml", ["env=[MY_KEY]"])
+    with pytest.raises(SettingError, match="env: the environment variable OTHER_KEY is not set; fix: export it"):
+        load_recipe(tmp_path / "recipe.yaml", ["env=[MY_KEY,OTHER_KEY]"])
 
 
 def test_a_recipe_names_variables_where_it_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -426,8 +426,11 @@ def _check_chains(recipe: Recipe, purpose: Purpose, held_out: bool) -> None:
 
 
 def _check_variables(recipe: Recipe) -> None:
-    """Raise SettingError if user code reads an environment variable that is set, but does not reach the process in
-    which this code runs."""
+    """Raise SettingError if a variable of `env` is not set, or if user code reads one that is set, but does not reach
+    the process in which this code runs."""
+    for name in recipe.env:
+        if name not in os.environ:
+            raise SettingError("env", f"the environment variable {name} is not set", "export it, or remove it")
     data = recipe.model_dump(mode="json", include={"prepare", *RolloutRecipe.model_fields})
     passed = recipe.variables()
     for file in source_files(data, Path.cwd(), recipe.import_path):

@@ -106,13 +106,16 @@ def test_conversations_that_are_whole(tmp_path: Path) -> None:
     [
         ("image", "red.png", r"its column 'image' is not read; data\.columns: {images: image}"),
         ("image", {"bytes": None, "path": "a/RED.JPG"}, "its column 'image' is not read"),
-        ("video", ["a.mp4"], "its column 'video' is not read; remove it: models here see images only"),
+        ("video", ["a.mp4"], "its column 'video' is not read; models here see images only: remove it"),
         ("audio", {"array": [0.1], "sampling_rate": 8000}, "its column 'audio' is not read"),
     ],
 )
 def test_columns_of_media_that_are_not_read(tmp_path: Path, column: str, value: Any, message: str) -> None:
     with pytest.raises(SettingError, match=f"row 1 of .*: {message}"):
         load_tasks(write(tmp_path / "t.json", json.dumps([{"question": "What?", column: value}])))
+    renamed = write(tmp_path / "t.json", json.dumps([{"question": "What?", column: value}]))
+    (row,) = load_tasks(renamed.model_copy(update={"columns": {"clip": column}}))
+    assert row["clip"] == value
     load_tasks(write(tmp_path / "t.json", json.dumps([{"question": "Which?", "image": "ubuntu:24.04", "audio": 3}])))
 
 

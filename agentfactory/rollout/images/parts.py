@@ -111,8 +111,9 @@ def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
     row = dict(row)
     for name in _OTHER_COLUMNS:
         if _is_media(row.get(name)):
-            fix = f"data.columns: {{images: {name}}}" if name == "image" else "remove it: models here see images only"
-            raise ValueError(f"its column {name!r} is not read; {fix}")
+            fix = f"data.columns: {{images: {name}}}" if name == "image" else "models here see images only: remove it"
+            other = f"if only tools or rewards read it, give it another name: data.columns: {{NAME: {name}}}"
+            raise ValueError(f"its column {name!r} is not read; {fix}; {other}")
     if isinstance(row.get("messages"), list):
         row["messages"] = [_clean_message(message, base) for message in row["messages"]]
         if any(message.get("role") == "assistant" and image_urls([message]) for message in _dicts(row["messages"])):

@@ -14,7 +14,7 @@ from agentfactory.worlds.reasoning_gym.gym_tasks import PROCESS, VARIABLES
 
 logger = logging.getLogger(__name__)
 
-_PROCESSES = max(2, os.cpu_count() or 2)
+_PROCESSES = min(8, max(2, os.cpu_count() or 2))
 _MOST_CHARACTERS = 100_000
 """Of an answer. The longest stored ones have some thousand."""
 _FIELDS = {"name": str, "level": int | None, "options": dict, "seed": int, "size": int, "index": int}

@@ -129,14 +129,20 @@ def test_the_last_answer_is_found_at_once(world: ReasoningGym, one_process: None
 
 
 @pytest.mark.extended
-def test_a_process_that_has_grown_or_was_killed_is_replaced(world: ReasoningGym, one_process: None) -> None:
+def test_a_process_that_was_killed_is_replaced(world: ReasoningGym, one_process: None) -> None:
     (row,) = ReasoningGymTasks(datasets="gcd", size=1).rows()
-    (formula,) = ReasoningGymTasks(datasets="simple_integration", size=1).rows()
     idle = world._processes._idle
     assert score(world, row, answer(row["answer"])) == 1.0
     psutil.Process(idle[-1].pid).kill()
     wait_for(lambda: not idle[-1].running)
     assert score(world, row, answer(row["answer"])) == 1.0
+
+
+@pytest.mark.long
+def test_a_process_that_has_grown_is_replaced(world: ReasoningGym, one_process: None) -> None:
+    row, formula = ReasoningGymTasks(datasets=["gcd", "simple_integration"], size=2).rows()
+    assert score(world, row, answer(row["answer"])) == 1.0
+    idle = world._processes._idle
     used = {process.pid for process in idle}
     for number in range(20):  # each leaves 100 MB in sympy's caches
         score(world, formula, answer(f"exp({number + 4 * 10**8}*log(2))"))
