@@ -1,6 +1,7 @@
 """The README's examples work."""
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +14,56 @@ TRANSLATIONS = ("README_jp.md", "README_zh-CN.md", "README_zh-TW.md")
 BLOCK = re.compile(r"```(python|yaml)\n# (\S+)\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.processes
-def test_the_readmes_task_and_recipe_pass_the_dry_run(tmp_path: Path) -> None:
+LENGTHS = ["server.max_model_len=2048", "rollout.max_total_tokens=2048"]
+AGENTFACTORY = [sys.executable, "-m", "agentfactory"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files that the README shows."""
     blocks = {name: text for _, name, text in BLOCK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))}
     assert set(blocks) == {"my_task.py", "my_recipe.yaml"}
     for name, text in blocks.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "tasks.jsonl").write_text('{"question": "How many km are 3 miles?", "answer": "4.83"}\n')
-    command = [sys.executable, "-m", "agentfactory", "train", "my_recipe.yaml", "--dry-run"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.processes
+def test_the_readmes_task_and_recipe_pass_the_dry_run(folder: Path) -> None:
+    command = [*AGENTFACTORY, "train", "my_recipe.yaml", "--dry-run"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "my_task.py:convert" in result.stdout
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+def test_the_readmes_server_and_training_run_one_after_the_other(folder: Path, warm_start: Path) -> None:
+    """In one folder, with a small model, on the README's recipe with its settings but for sizes."""
+    text = (folder / "my_recipe.yaml").read_text()
+    serve = re.search(r"agentfactory (serve my_recipe.yaml server.url=null server.port=)8000", text)
+    train = re.search(r"`agentfactory (train my_recipe.yaml)`", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    assert serve is not None
+    assert train is not None
+    small = [f"model.path={warm_start}", "model.dtype=float32", "server.engine=embedded", *LENGTHS]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*AGENTFACTORY, *f"{serve[1]}{port}".split(), *small]
+    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = next(line for line in server.stdout if line.startswith("ready ")).split()[1]
+        shorter = ["train.steps=1", "train.warmup_steps=0", "train.batch_size=1", "rollout.max_turns=1"]
+        command = [*AGENTFACTORY, *train[1].split(), f"server.url={url}", *small, *shorter]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        assert result.returncode == 0, result.stdout + result.stderr
+    finally:
+        server.terminate()
+        server.communicate()
+    runs = {path.name for path in (folder / "runs" / "my_recipe").iterdir()}
+    assert {"serve", "checkpoints", "recipe.yaml", "summary.json"} <= runs
 
 
 def read(name: str) -> str:

@@ -35,9 +35,9 @@ ADAPTER = "adapter_config.json"
 
 _BLOCK = 1 << 20
 _PREPARED = "prepared"
-_EVALUATION = re.compile(r"(eval|rollout)(-\d+)?")
-"""Folders below `output` that commands other than `train` write."""
 """Folder that the user's `prepare` fills, and may replace with a link."""
+_BESIDE = re.compile(r"(eval|rollout|serve)(-\d+)?")
+"""Run folders below `output` that commands other than `train` write."""
 
 
 class RunFolderError(Exception):
@@ -69,19 +69,19 @@ class RunFolder:
         self._stopping = path / ".stopping"
 
     @classmethod
-    def create(cls, path: Path, recipe: str, overwrite: bool = False) -> "RunFolder":
+    def create(cls, path: Path, recipe: str, overwrite: bool = False, keep_prepared: bool = False) -> "RunFolder":
         """Create the folder and store the resolved recipe (YAML) in it.
 
         Raises RunFolderError if something exists there already; with `overwrite`, an existing run folder is deleted.
-        Evaluations before the run are kept, and what was prepared for them is prepared again.
+        Run folders of `eval`, `rollout` and `serve` are kept, and with `keep_prepared` also what was prepared for them.
         """
         check_free(path, overwrite)
         folder = cls(path)
         with _usable(path):
             if is_run(path):
                 shutil.rmtree(path)
-            elif (path / _PREPARED).exists():
-                shutil.rmtree(path / _PREPARED)
+            elif not keep_prepared and (prepared := path / _PREPARED).exists():
+                prepared.unlink() if prepared.is_symlink() else shutil.rmtree(prepared)
             for part in folder.parts:
                 part.mkdir(parents=True, exist_ok=True)
             folder.recipe.write_text(recipe, encoding="utf-8")
@@ -310,13 +310,14 @@ def is_free(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def _holds_evaluations_only(path: Path) -> bool:
-    """Return whether `path` has nothing but what `eval` and `rollout` write before the run."""
+def _waits_for_run(path: Path) -> bool:
+    """Return whether `path` has nothing but what `eval`, `rollout`, `serve` and `prepare` write before the run."""
     if not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
-    runs = {name for name in names if _EVALUATION.fullmatch(name) and is_run(path / name)}
-    return bool(runs) and names - runs <= {_PREPARED, "logs", ".lock"}
+    runs = {name for name in names if _BESIDE.fullmatch(name) and is_run(path / name)}
+    has_log = (path / "logs" / "prepare.log").is_file()
+    return (bool(runs) or has_log) and names - runs <= {_PREPARED, f".{_PREPARED}.partial", "logs", ".lock"}
 
 
 def check_writable(path: Path) -> None:
@@ -348,7 +349,7 @@ def _unusable(path: Path, error: OSError) -> RunFolderError:
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise RunFolderError unless a run may be written to `path`."""
     check_writable(path)
-    if is_free(path) or _holds_evaluations_only(path):
+    if is_free(path) or _waits_for_run(path):
         return
     if not is_run(path):
         # a typo must not delete a folder

@@ -131,7 +131,8 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
     hold.take()
     if resume is None:
         checkpoint = None
-        RunFolder.create(recipe.output, recipe.to_saved(folder.whole))
+        # only the launcher can prepare again
+        RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
     else:
         checkpoint = resume_stages([recipe], resume)[0].checkpoint
         RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))

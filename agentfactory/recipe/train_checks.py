@@ -21,6 +21,7 @@ from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom, Train
 from agentfactory.trainers.loop.advantages import Estimator
 from agentfactory.trainers.loop.health import ordered_by
 from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.processes.launch_variables import check_launch_variables
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
 ADAPTED_TOWER = "--enable-tower-connector-lora"
@@ -32,6 +33,7 @@ Lack = Callable[[str, str, str], None]
 
 def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
     """Raise SettingError for the first field that cannot work; `runs_chains`: the run uses a server and a worker."""
+    check_launch_variables()
     _check_processes(recipe)
     _check_model(recipe)
     _check_network(recipe, lack)

@@ -52,16 +52,29 @@ def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None
     assert folder.last_checkpoint() == folder.checkpoints / "step-1000000"
 
 
-def test_a_run_begins_beside_earlier_evaluations(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("eval", "eval-2", "rollout"), ("serve",), ()])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_run_begins_beside_what_other_commands_wrote(tmp_path: Path, names: tuple[str, ...], keep: bool) -> None:
     output = tmp_path / "run"
-    for name in ("eval", "eval-2", "rollout"):
+    for name in names:
         RunFolder.create(output / name, "")
-    (output / "prepared").mkdir()
-    (output / "logs").mkdir()
-    folder = RunFolder.create(output, "a: 1\n")
+    for name in ("prepared", ".prepared.partial", "logs"):
+        (output / name).mkdir(parents=True)
+    (output / "logs" / "prepare.log").touch()
+    folder = RunFolder.create(output, "a: 1\n", keep_prepared=keep)
     assert folder.recipe.read_text() == "a: 1\n"
-    assert not (output / "prepared").exists()
-    assert all(RunFolder(output / name).recipe.is_file() for name in ("eval", "eval-2", "rollout"))
+    assert (output / "prepared").exists() == keep
+    assert all(RunFolder(output / name).recipe.is_file() for name in names)
+
+
+def test_a_run_begins_where_prepare_left_a_link(tmp_path: Path) -> None:
+    elsewhere, output = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    RunFolder.create(output / "eval", "")
+    (output / "prepared").symlink_to(elsewhere)
+    RunFolder.create(output, "a: 1\n")
+    assert elsewhere.is_dir()
+    assert not (output / "prepared").is_symlink()
 
 
 @pytest.mark.parametrize("name", ["notes", "evaluation"])

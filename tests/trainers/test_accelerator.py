@@ -6,19 +6,28 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
-from agentfactory.trainers.processes.accelerator import LaunchError, check_launch, make_accelerator
+from agentfactory.trainers.processes.accelerator import (
+    _FSDP_SETTINGS,
+    LaunchError,
+    check_launch,
+    make_accelerator,
+)
+from agentfactory.trainers.processes.launch_variables import _WITHOUT_EFFECT
 from agentfactory.trainers.sync.server_control import ServerControl
 from tests.forked import Forked
 from tests.saved_groups import write_groups
@@ -293,14 +302,81 @@ def test_segments_grow_unless_other_processes_open_them(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
-    [("FSDP_VERSION", "1"), ("FSDP_OFFLOAD_PARAMS", "true"), ("FSDP_ACTIVATION_CHECKPOINTING", "true")],
+    ("setting", "name", "value"),
+    [
+        ("FSDP_VERSION", "fsdp_version", "1"),
+        ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params", "true"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "fsdp_activation_checkpointing", "true"),
+        ("FSDP_IGNORED_MODULES", "fsdp_ignored_modules", "mlp"),
+        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "fsdp_transformer_layer_cls_to_wrap", "block"),
+    ],
 )
 def test_settings_of_fsdp_that_would_be_ignored_are_refused(
-    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, setting: str, value: str
+    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, setting: str, name: str, value: str
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(setting, value)
-    with pytest.raises(LaunchError, match=rf"{setting.lower()}: {value}.* recipes/accelerate/fsdp2\.yaml"):
+    with pytest.raises(LaunchError, match=rf"{name}: {value}.* recipes/accelerate/fsdp2\.yaml"):
         make_accelerator(make_recipe(processes=2, strategy="fsdp2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_USE_MEGATRON_LM", "True"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
+    ],
+)
+def test_a_variable_that_would_train_otherwise_than_the_recipe_is_refused(
+    make_recipe: Callable[..., TrainRecipe],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=rf"{name}: got '{value}' from the environment.*; fix: unset it; in the rec"):
+        make_accelerator(make_recipe())
+
+
+HARMLESS = {
+    # where it runs, which check_launch compares with the recipe
+    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_SAGEMAKER"),
+    # of torch.compile, whose backend must be "no"
+    *(f"ACCELERATE_DYNAMO_{name}" for name in ("MODE", "USE_FULLGRAPH", "USE_REGIONAL_COMPILATION", "USE_DYNAMIC")),
+    # slower checks of collectives, pinned cores, and what only other precisions and strategies use
+    *("ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY", "ACCELERATE_FP8_BACKEND", "ACCELERATE_ALLOW_CP_STANDALONE"),
+    # memory against speed, or passed explicitly
+    *("FSDP_RESHARD_AFTER_FORWARD", "FSDP_BACKWARD_PREFETCH", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
+    # it must not be set without checkpointing
+    *("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "FSDP_STATE_DICT_TYPE"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_no_other_variable_of_accelerate_is_read(
+    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Every variable that a new Accelerator reads is refused, or has no effect on training."""
+    if strategy == "fsdp2":
+        for name, value in {"USE_FSDP": "true", "USE_CPU": "true"}.items():
+            monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    read: set[str] = set()
+    get = os._Environ.__getitem__
+
+    def recording(environ: "os._Environ[str]", name: str) -> str:
+        read.add(name)
+        return get(environ, name)
+
+    monkeypatch.setattr(os._Environ, "__getitem__", recording)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with suppress(LaunchError):  # there is one process
+        make_accelerator(make_recipe(processes=1 + (strategy == "fsdp2"), strategy=strategy))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    known = {*HARMLESS, *_WITHOUT_EFFECT, *_FSDP_SETTINGS}
+    of_accelerate = {name for name in read if name.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_", "PARALLELISM_"))}
+    assert {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_MEGATRON_LM"} <= of_accelerate
+    assert of_accelerate <= known

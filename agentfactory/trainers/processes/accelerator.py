@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from agentfactory.tools.http.loopback import has_foreign_peer, own_sockets
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
+from agentfactory.trainers.processes.launch_variables import check_launch_variables
 from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
@@ -35,6 +36,8 @@ _STRATEGIES = {"single": {DistributedType.NO}, "ddp": _DDP, "fsdp2": {Distribute
 
 _FSDP_SETTINGS = {
     "FSDP_VERSION": ("fsdp_version", "2", "AgentFactory trains with FSDP2 only"),
+    "FSDP_IGNORED_MODULES": ("fsdp_ignored_modules", "", "all ranks would train their own copy"),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_transformer_layer_cls_to_wrap", "", "they follow from the model"),
     "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "false", "weights stay on the GPU"),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         "fsdp_activation_checkpointing",
@@ -59,10 +62,11 @@ class LaunchError(Exception):
 
 def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     """Create the accelerator of this process. Raises LaunchError if accelerate did not set up `train.processes`
-    processes under `train.strategy`.
+    processes under `train.strategy`, SettingError if a variable would change training beside the recipe.
 
     `model.dtype` sets the precision, so a mixed precision from an accelerate config is not applied.
     """
+    check_launch_variables()
     train = recipe.train
     if recipe.sync.backend != "ipc":
         # micro-batches differ in length, and fragment fixed segments; CUDA IPC cannot share expandable ones
@@ -145,8 +149,6 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
         raise LaunchError(f"the launcher started {world} processes, but {got}: they would train independently. {fix}")
     if train.strategy != "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise LaunchError(f"{asked}, but the launcher's configuration asks for FSDP, and {got}. {fix}")
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise LaunchError(f"{asked}, but the launcher's configuration asks for DeepSpeed. {fix}")
     if accelerator.num_processes != train.processes or accelerator.distributed_type not in _STRATEGIES[train.strategy]:
         raise LaunchError(f"{asked}, but {got}. {fix}")
 
