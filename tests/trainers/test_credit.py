@@ -14,7 +14,7 @@ from agentfactory.rollout.inference.weight_versions import WeightVersions
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow
-from agentfactory.trainers.config import ALGORITHMS, TrainRecipe
+from agentfactory.trainers.config import ALGORITHMS, TeacherConfig, TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
 
 pytestmark = pytest.mark.numbers
@@ -338,6 +338,34 @@ def test_only_uncertain_tokens_are_trained(make_recipe: Make) -> None:
     scores = [{"entropy": [0.1, 0.9, 0.2]}, {"entropy": [0.8, 0.7, 0.3]}]
     done = credited(recipe, group(chain(1.0), chain(0.0)), scores=scores)
     assert advantages(done) == [[0.0, 0.5, 0.0], [-0.5, -0.5, 0.0]]
+
+
+def test_a_sampled_teacher_is_bounded_by_the_rules_of_credit(make_recipe: Make) -> None:
+    """`least` and `most` are what update_policy bounds the difference by; see test_teachers."""
+    groups = group(malformed(3.0, 0), malformed(1.0, 1), chain(2.0))
+    recipe = make_recipe(advantage={"options": {"scale": "none"}})
+    recipe.teacher = TeacherConfig(model="teacher")
+    done = credited(recipe, groups)
+    bound, free = -math.sqrt(2 / 3), math.inf
+    most = [[bound, bound, free], [free, free, bound], [free] * 3]
+    assert [row.streams["most"].tolist() for row in done.rows] == [pytest.approx(values) for values in most]
+    assert all((row.streams["least"] == -free).all() for row in done.rows)
+
+    recipe.train.loss.top_entropy = 2 / 9
+    scores = [{"entropy": [0.1, 0.9, 0.2]}, {"entropy": [0.8, 0.1, 0.3]}, {"entropy": [0.1, 0.1, 0.1]}]
+    done = credited(recipe, groups, scores=scores)
+    bounds = [[(0, 0), (-free, bound), (0, 0)], [(-free, free), (0, 0), (0, 0)], [(0, 0)] * 3]
+    for row, expected in zip(done.rows, bounds, strict=True):
+        told = zip(row.streams["least"].tolist(), row.streams["most"].tolist(), strict=True)
+        assert list(told) == [pytest.approx(pair) for pair in expected]
+
+    # without a rule that bounds, and with a divergence that is no advantage
+    assert (
+        "most"
+        not in credited(recipe.model_copy(update={"train": make_recipe().train}), group(chain(1.0))).rows[0].streams
+    )
+    recipe.teacher = TeacherConfig(model="teacher", divergence="reverse_kl")
+    assert "most" not in credited(recipe, groups, scores=scores).rows[0].streams
 
 
 def test_masked_positions_are_never_read(make_recipe: Make) -> None:

@@ -102,27 +102,38 @@ class Credit:
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
         """Add advantages and weights to `rows`: the property's rows, with the streams of `needed_scores`.
 
-        Weights follow `train.loss.normaliser`. A token's share of the policy term is 0 if its entropy is below the
-        batch's quantile (`train.loss.top_entropy`).
+        Weights follow `train.loss.normaliser`. Advantages are bounded in malformed turns, and 0 for tokens whose
+        entropy is below the batch's quantile (`train.loss.top_entropy`). The bounds are streams too, `least` and
+        `most`, if a sampled teacher is still to be subtracted.
         """
         remaining = iter(rows)
         chains = self._chains()
         for chain in chains:
             chain.rows = [next(remaining) for _ in chain.rows]
         advantages, values, metrics = self._advantages()
-        remaining_advantages = iter(advantages)
+        arrays = [np.asarray(chain, dtype=np.float64) for chain in advantages]
+        most = [np.full(len(chain), np.inf) for chain in arrays]
+        told = iter(zip(arrays, most, strict=True))
         for group in self._groups:
-            _blame_malformed_turns(group, [next(remaining_advantages) for _ in group])
+            pairs = [next(told) for _ in group]
+            _blame_malformed_turns(group, [values for values, _ in pairs], [bounds for _, bounds in pairs])
         trained = [index for index, chain in enumerate(chains) if chain.rows]
         lengths = [chains[index].tokens for index in trained]
         loss = self._recipe.train.loss
         weights, normaliser = token_weights(lengths, loss.normaliser, self._recipe.rollout.max_total_tokens)
+        least = [np.full(len(chain), -np.inf) for chain in arrays]
         if loss.top_entropy < 1.0:
-            _keep_uncertain(chains, advantages, loss.top_entropy)
+            for index, keeps in enumerate(_uncertain(chains, loss.top_entropy)):
+                least[index][~keeps] = most[index][~keeps] = 0.0
+        teacher = self._recipe.teacher
+        follow = teacher is not None and teacher.is_sampled and any(np.isfinite(bounds).any() for bounds in most)
         done: list[TrainingRow] = []
         for index, weight in zip(trained, weights, strict=True):
             chain = chains[index]
-            streams = {"advantage": np.asarray(advantages[index]), "weight": np.full(chain.tokens, weight)}
+            bounds = {"least": least[index], "most": most[index]}
+            streams = {"advantage": arrays[index].clip(*bounds.values()), "weight": np.full(chain.tokens, weight)}
+            if follow:
+                streams |= bounds
             if values:
                 streams["return"] = np.asarray(values[index])
             done += _with_streams(chain.rows, streams)
@@ -283,19 +294,22 @@ def _chain(
     return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors)
 
 
-def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[float]]) -> None:
-    """Bound the advantages of tokens in malformed turns by minus the root mean square of the group's advantages.
+def _blame_malformed_turns(
+    chains: Sequence[_Chain], advantages: Sequence[np.ndarray], most: Sequence[np.ndarray]
+) -> None:
+    """Bound the advantages of tokens in malformed turns by minus the root mean square of the group's advantages: set
+    these tokens' `most`.
 
     A malformed turn never helps a chain to succeed; rewarding it would make the format drift. A bound of 0 is not
     enough: if chains with such a turn do well, chains without one are below average.
     """
     if not any(chain.malformed for chain in chains):
         return
-    bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain] or [0.0]))
-    for chain, values in zip(chains, advantages, strict=True):
-        for turn in chain.malformed if values else []:
+    bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain.tolist()] or [0.0]))
+    for chain, bounds in zip(chains, most, strict=True):
+        for turn in chain.malformed if len(bounds) else []:
             start, end = [0, *chain.ends][turn : turn + 2]
-            values[start:end] = [min(value, bound) for value in values[start:end]]
+            bounds[start:end] = bound
 
 
 def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -320,9 +334,9 @@ def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -
     return done
 
 
-def _keep_uncertain(chains: Sequence[_Chain], advantages: list[list[float]], share: float) -> None:
-    """Set the advantage to 0 except for the `share` of tokens with the highest entropy (Wang et al., 2025,
-    arXiv:2506.01939, equation 4), over the whole batch. Of equal entropies at the quantile, the first are kept."""
+def _uncertain(chains: Sequence[_Chain], share: float) -> list[np.ndarray]:
+    """Return, per token of each chain, whether it is among the `share` of tokens with the highest entropy (Wang et al.,
+    2025, arXiv:2506.01939, equation 4), over the whole batch. Of equal entropies at the quantile, the first are."""
     lengths = [chain.tokens for chain in chains]
     flat = np.concatenate([np.asarray(chain.stream("entropy")) for chain in chains])
     threshold = np.quantile(flat, 1.0 - share)
@@ -330,5 +344,4 @@ def _keep_uncertain(chains: Sequence[_Chain], advantages: list[list[float]], sha
     kept = flat > threshold + _SAME_ENTROPY
     near = np.flatnonzero(np.abs(flat - threshold) <= _SAME_ENTROPY)
     kept[near[: count - int(kept.sum())]] = True
-    for index, keeps in enumerate(np.split(kept, np.cumsum(lengths)[:-1])):
-        advantages[index] = [a if keep else 0.0 for a, keep in zip(advantages[index], keeps, strict=True)]
+    return np.split(kept, np.cumsum(lengths)[:-1])

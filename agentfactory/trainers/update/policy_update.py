@@ -54,6 +54,8 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
             # on average the gradient of -KL(policy || teacher), from the sampled token alone
             divergence = torch.where(graded, proximal - streams["teacher"], 0.0)
             advantage = advantage - teacher.coefficient * divergence
+            if "most" in streams:
+                advantage = advantage.clamp(streams["least"], streams["most"])
         terms, clipped = policy_loss(
             logprob=logprob,
             proximal=proximal,
