@@ -65,7 +65,7 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         from agentfactory.rollout.sources import load_all
 
         used = served.recipe
-        size = used.rollout.group_size
+        size = used.largest_group
         sizes = [min(size, chains - first) for first in range(0, chains, size)]
         say(f"sampling {plural(chains, 'chain')} in {plural(len(sizes), 'group')} with {served.label}")
         opened = open_sources(used, load_all(used.parts()), folder.path, urls, images=folder.images)

@@ -217,7 +217,7 @@ def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
         return None
     limit, train = recipe.rollout.concurrency, recipe.train
     most = recipe.server.max_num_seqs if limit == "auto" else limit
-    return Schedule(train.batch_size * recipe.rollout.group_size, train.steps, min(running, most), most)
+    return Schedule(train.batch_size * recipe.largest_group, train.steps, min(running, most), most)
 
 
 def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:

@@ -303,7 +303,7 @@ def fullest(recipe: TrainRecipe, batching: Batching) -> MicroBatch:
         shared = length // 2
         rows, room, tree = [], budget, 0
         while not rows or room >= length:
-            chains = min(recipe.rollout.group_size, max(1, (room - shared) // (length - shared)))
+            chains = min(recipe.largest_group, max(1, (room - shared) // (length - shared)))
             rows += [_row(tree, shared, length, chain) for chain in range(chains)]
             room -= shared + chains * (length - shared)
             tree += 1

@@ -84,7 +84,7 @@ def server_memory(
         # as in Engine.cache_shape
         least = server.max_num_seqs * -(-server.max_model_len // 16) * 16 * per_token
     else:
-        chains = recipe.rollout.group_size * (recipe.rollout.max_total_tokens * per_token + per_sequence)
+        chains = recipe.largest_group * (recipe.rollout.max_total_tokens * per_token + per_sequence)
         least = max(chains, server.max_model_len * per_token + per_sequence)
     parts = {name: size for name, size in parts.items() if size}
     return ServerMemory(parts, per_token, per_sequence, least, 0 if embedded else _arriving(network))

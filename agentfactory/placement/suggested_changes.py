@@ -164,7 +164,7 @@ def _adapter_on_four_bits(recipe: Recipe) -> list[Settings]:
 def _fewer_sequences(recipe: Recipe) -> list[Settings]:
     if recipe.server.engine != "embedded" or recipe.server.url is not None:
         return []
-    least = min(recipe.rollout.group_size, recipe.server.max_num_seqs)
+    least = min(recipe.largest_group, recipe.server.max_num_seqs)
     return [{"server.max_num_seqs": count} for count in _halved(recipe.server.max_num_seqs, least)]
 
 

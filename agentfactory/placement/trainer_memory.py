@@ -116,7 +116,7 @@ def _batch(recipe: TrainRecipe, policy: Policy) -> int:
     part = fullest(recipe, policy.batching)
     tensors = (part.ids, part.positions, part.ends, part.sources, part.labels, part.sequence, *part.streams.values())
     train = recipe.train
-    rows = train.batch_size * (1 if train.algorithm == "sft" else recipe.rollout.group_size) / train.processes
+    rows = train.batch_size * (1 if train.algorithm == "sft" else recipe.largest_group) / train.processes
     return round(_bytes(tensor for tensor in tensors if tensor is not None) * max(1.0, rows / len(part.rows)))
 
 

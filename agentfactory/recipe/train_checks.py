@@ -307,9 +307,11 @@ def _check_algorithm(recipe: Recipe) -> None:
         problem += "geometric mean of a sequence is never outside, so nothing is masked"
         fix = "set options: {low: 0.99, high: 1.01}, or other bounds close to 1"
         raise SettingError("train.loss.mismatch.options", problem, fix)
-    if train.overlong is not None and train.overlong.buffer > recipe.rollout.max_total_tokens:
-        problem = f"got {train.overlong.buffer}, more than rollout.max_total_tokens={recipe.rollout.max_total_tokens}"
-        raise SettingError("train.overlong.buffer", problem, "lower it")
+    for part in recipe.parts() if train.overlong is not None else ():
+        assert train.overlong is not None
+        if train.overlong.buffer > (most := part.recipe.rollout.max_total_tokens):
+            where = f"{part.section if part.name else 'rollout'}.max_total_tokens={most}"
+            raise SettingError("train.overlong.buffer", f"got {train.overlong.buffer}, more than {where}", "lower it")
 
 
 def _check_teacher(recipe: Recipe) -> None:

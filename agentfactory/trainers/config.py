@@ -220,7 +220,7 @@ class LossConfig(Choice):
     """Options of the policy loss; for your own function, its additional arguments."""
     normaliser: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: mean over each chain's tokens, then over chains (GRPO);
-    sequence_sum: sum over tokens, mean over chains; constant: sum divided by chains x rollout.max_total_tokens (Dr.
+    sequence_sum: sum over tokens, mean over chains; constant: sum divided by chains x max_total_tokens (Dr.
     GRPO)."""
     kl: KlConfig = KlConfig()
     behaviour_kl: float = Field(default=0.3, ge=0)

@@ -2,14 +2,19 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import numpy as np
 import pytest
 
+import agentfactory
 from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.config.chains import ChainConfig
+from agentfactory.rollout.config.sources import TasksConfig
 from agentfactory.rollout.inference.weight_versions import WeightVersions
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
@@ -19,6 +24,7 @@ from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed
 
 pytestmark = pytest.mark.numbers
 
+ROOT = Path(agentfactory.__file__).parent
 Make = Callable[..., TrainRecipe]
 
 
@@ -192,6 +198,51 @@ def test_scaling_by_the_source(make_recipe: Make) -> None:
     small, large = 1.0 / ((20 / 3) ** 0.5 + 1e-4), 5.0 / ((200 / 3) ** 0.5 + 1e-4)
     found = [row.streams["advantage"][0] for row in credited(recipe, *groups).rows]
     assert found == pytest.approx([-small, small, -large, large, -small, small, -large, large])
+
+
+def test_each_source_has_its_own_limit_of_length(make_recipe: Make) -> None:
+    """Chains of 15 tokens after a prompt of 3, and a buffer of 10: 8 into it for a limit of 20, none of it for 40."""
+    recipe = make_recipe(
+        overlong={"buffer": 10}, advantage={"options": {"scale": "none"}}, loss={"normaliser": "constant"}
+    )
+    recipe.rollout.max_total_tokens = 40
+    sources = [{"name": "short", "path": "a.jsonl", "max_total_tokens": 20}, {"name": "long", "path": "b.jsonl"}]
+    recipe = recipe.model_copy(update={"data": TasksConfig.model_validate({"sources": sources})})
+    groups = [Group("g", {}, [chain(1.0, [15]), chain(1.0, [2])], source=name) for name in ("short", "long")]
+    done = credited(recipe, *groups)
+    assert advantages(done) == [[-0.4] * 15, [0.4] * 2, [0.0] * 15, [0.0] * 2]
+    # a chain of 15 tokens and one of 2, each divided by its limit; mean over the chains
+    total = sum(row.streams["weight"].sum() for row in done.rows)
+    assert done.normaliser is not None
+    assert total / done.normaliser == pytest.approx((15 / 20 + 2 / 20 + 15 / 40 + 2 / 40) / 4)
+
+
+RECIPES_OWN = {
+    # sft has no sources
+    ("launching/trainer_main.py", "parser"): "sft",
+    ("launching/trainer_main.py", "reasoning"): "sft",
+    ("launching/trainer_main.py", "coordinates"): "sft",
+    # no source may have more
+    **dict.fromkeys((f"placement/{name}.py", "max_total_tokens") for name in ("memory_table", "suggested_changes")),
+    **dict.fromkeys((f"placement/{name}_memory.py", "max_total_tokens") for name in ("activation", "server")),
+    ("launching/trainer_main.py", "max_total_tokens"): "contexts of the canary",
+    ("trainers/loop/token_advantages.py", "max_total_tokens"): "groups of no source",
+}
+"""Places that read a setting of chains from the whole recipe, though a source may have its own."""
+
+
+def test_settings_that_a_source_may_have_are_read_from_its_part() -> None:
+    """Over the schema: whatever trains, plans memory or runs the worker takes each of these from a part of the recipe,
+    or is listed with the reason."""
+    names = "|".join(sorted(ChainConfig.model_fields))
+    found = set()
+    for package in ("trainers", "placement", "launching", "rollout/workers", "rollout/groups"):
+        for file in (ROOT / package).rglob("*.py"):
+            code = re.sub(r'""".*?"""|"[^"\n]*"', "", file.read_text(), flags=re.DOTALL)
+            for name in re.findall(rf"recipe\.rollout\.({names})\b", code):
+                found.add((str(file.relative_to(ROOT)), name))
+    assert found <= RECIPES_OWN.keys()
+    assert ("placement/activation_memory.py", "max_total_tokens") in found
 
 
 def test_each_source_is_whitened_alone_and_keeps_its_returns(make_recipe: Make) -> None:

@@ -308,10 +308,13 @@ def test_value_gradients(clip: float | None) -> None:
 def test_token_weights_by_hand() -> None:
     """Chains of 4, 0 and 1 tokens: one has none to train, and does not count."""
     lengths = [4, 0, 1]
-    assert token_weights(lengths, "token", 100) == ([1, 1, 1], 5)
-    assert token_weights(lengths, "sequence", 100) == ([0.25, 0, 1], 2)
-    assert token_weights(lengths, "sequence_sum", 100) == ([1, 1, 1], 2)
-    assert token_weights(lengths, "constant", 100) == ([1, 1, 1], 200)
+    assert token_weights(lengths, "token", [100, 100, 100]) == ([1, 1, 1], 5)
+    assert token_weights(lengths, "sequence", [100, 100, 100]) == ([0.25, 0, 1], 2)
+    assert token_weights(lengths, "sequence_sum", [100, 100, 100]) == ([1, 1, 1], 2)
+    assert token_weights(lengths, "constant", [100, 100, 100]) == ([1, 1, 1], 200)
+    # (4 / 50 + 1 / 100) / 2
+    weights, normaliser = token_weights(lengths, "constant", [50, 50, 100])
+    assert (4 * weights[0] + weights[2]) / normaliser == pytest.approx(0.045)
 
 
 def test_mismatch_kl_by_hand() -> None:

@@ -1,17 +1,21 @@
 """Groups: their training signal, their samples and their advantages."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.record import Record, Seen
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.config import LateChains
 from agentfactory.rollout.evaluation.equal_samples import are_equal, could_differ
 from agentfactory.rollout.groups.group_filter import counted
-from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.trainers.config import GrpoOptions
 
 MOST_EQUAL = 0.8
@@ -19,8 +23,10 @@ MOST_EQUAL = 0.8
 ENOUGH_GROUPS = 32
 _ORDERED = ("grpo", "rloo", "raft", "reinforce_pp_baseline")
 """Estimators whose advantages have the order of the rewards within a group."""
-NEAR, FORMULA = 1e-5, 1e-3
-"""Differences of advantages that rounding gives: absolute, and relative to the formula's."""
+NEAR = 2e-6
+"""Difference of advantages that are saved with 6 decimals."""
+FLAT = 1e-3
+"""Gap of rewards, as a share of the spread of all rewards, whose advantages over a batch must differ."""
 
 
 class GroupCheck(Check):
@@ -67,11 +73,47 @@ class GroupCheck(Check):
             return
         if any(chain.turn_rewards for chain in chains):
             return
-        if recipe.train.overlong is not None:
-            return  # its penalty is part of the rewards there
+        blamed = recipe.train.advantage.malformed_turns == "blamed" and any(chain.malformed_turns for chain in chains)
+        if blamed and recipe.rollout.late_chains is LateChains.BASELINE:
+            return  # the bound depends on which tokens were too old
+        options = recipe.train.advantage.options
+        whole_batch = recipe.train.advantage.estimator == "reinforce_pp_baseline" or (
+            isinstance(options, GrpoOptions) and options.scale == "batch"
+        )
+        expected = None if whole_batch else _by_the_rule(seen.group, recipe)
+        self._compared += len(seen.credit)
+        if expected is not None and all(
+            _agrees(rows, expected.get(name, []), recipe.train.loss.top_entropy < 1.0)
+            for name, rows in seen.credit.items()
+        ):
+            return
+        found = self._chain_advantages(seen, chains)
+        ranked = sorted(found)
+        for low, high in pairwise(ranked):
+            if low[0] < high[0] and low[1] > high[1] + NEAR:
+                text = f"reward {high[0]:g} has the advantage {high[1]:g}, and reward {low[0]:g} has {low[1]:g}"
+                self._disordered.add(Evidence(text, seen.group.id, high[2], file=seen.file))
+                break
+        if expected is not None:
+            text = "the rewards " + ", ".join(f"{reward:.4g}" for reward, _, _ in ranked[:8])
+            text += " have the advantages " + ", ".join(f"{advantage:.4g}" for _, advantage, _ in ranked[:8])
+            self._formula.add(Evidence(text, seen.group.id, ranked[0][2] if ranked else "", file=seen.file))
+        elif len(ranked) > 1 and abs(ranked[0][1] - ranked[-1][1]) < NEAR:
+            gap, spread = ranked[-1][0] - ranked[0][0], max(self._rewards) - min(self._rewards)
+            if gap > FLAT * spread:
+                text = f"rewards {ranked[0][0]:g} and {ranked[-1][0]:g} have the advantage {ranked[0][1]:g}"
+                self._flat.add(Evidence(text, seen.group.id, ranked[-1][2], file=seen.file))
+
+    def _chain_advantages(self, seen: Seen, chains: list[Trajectory]) -> list[tuple[float, float, str]]:
+        """Return (reward, advantage, id) of the chains without malformed turns; the advantage is the mean of the
+        tokens that loss.top_entropy has left."""
+        recipe = self.record.recipe
+        assert recipe is not None
         found: list[tuple[float, float, str]] = []
         for chain in counted(chains, recipe.rollout):
             values = [value for row in seen.credit.get(chain.id, ()) for value in row.get("advantage", ())]
+            if recipe.train.loss.top_entropy < 1.0:
+                values = [value for value in values if value]
             if chain.malformed_turns or not values:
                 continue
             assert chain.reward is not None
@@ -79,35 +121,7 @@ class GroupCheck(Check):
                 text = f"its tokens have advantages from {min(values):.4g} to {max(values):.4g}"
                 self._uneven.add(Evidence(text, seen.group.id, chain.id, file=seen.file))
             found.append((chain.reward, float(np.mean(values)), chain.id))
-        self._compared += len(found)
-        self._compare_with_formula(seen, found)
-        ranked = sorted(found)
-        for low, high in pairwise(ranked):
-            if low[0] < high[0] and low[1] > high[1] + NEAR:
-                text = f"reward {high[0]:g} has the advantage {high[1]:g}, and reward {low[0]:g} has {low[1]:g}"
-                self._disordered.add(Evidence(text, seen.group.id, high[2], file=seen.file))
-                break
-        if len(ranked) > 1 and ranked[0][0] < ranked[-1][0] and abs(ranked[0][1] - ranked[-1][1]) < NEAR:
-            text = f"rewards {ranked[0][0]:g} and {ranked[-1][0]:g} have the advantage {ranked[0][1]:g}"
-            self._flat.add(Evidence(text, seen.group.id, ranked[-1][2], file=seen.file))
-
-    def _compare_with_formula(self, seen: Seen, found: list[tuple[float, float, str]]) -> None:
-        """Compare with (r - mean) / (std + 1e-4) of DeepSeekMath (arXiv:2402.03300), or without the division."""
-        recipe = self.record.recipe
-        assert recipe is not None
-        config = recipe.train.advantage
-        scale = config.options.scale if isinstance(config.options, GrpoOptions) else "batch"
-        counting = counted(seen.group.trajectories, recipe.rollout)
-        if scale == "batch" or len(counting) < 2:
-            return
-        rewards = np.array([chain.reward for chain in counting], dtype=np.float64)
-        divisor = rewards.std(ddof=1) + 1e-4 if scale == "group" else 1.0
-        for reward, advantage, chain in found:
-            expected = (reward - rewards.mean()) / divisor
-            if abs(advantage - expected) > FORMULA * max(1.0, abs(expected)):
-                text = f"reward {reward:g} has the advantage {advantage:.4g}; its group gives {expected:.4g}"
-                self._formula.add(Evidence(text, seen.group.id, chain, file=seen.file))
-                return
+        return found
 
     def findings(self) -> Iterator[Finding]:
         """See Check."""
@@ -142,3 +156,34 @@ class GroupCheck(Check):
         """See Check."""
         advantages = f", advantages of {self._compared:,} chains" if self._compared else ""
         return f"{self._groups:,} groups of several chains{advantages}" if self._groups else ""
+
+
+def _by_the_rule(group: Group, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Return, by chain, what the trainer would note of the group if it trained all tokens."""
+    # these import torch
+    from agentfactory.trainers.loop.token_advantages import Credit
+
+    loss = recipe.train.loss.model_copy(update={"top_entropy": 1.0})
+    train = recipe.train.model_copy(update={"loss": loss})
+    credit = Credit([group], recipe.model_copy(update={"train": train}))
+    (line,) = credit.lines(0, credit.assign(credit.rows).rows) if credit.rows else ['{"chains": {}}']
+    found: dict[str, list[dict[str, Any]]] = msgspec.json.decode(line)["chains"]
+    return found
+
+
+def _agrees(noted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], may_be_0: bool) -> bool:
+    """Return whether the noted advantages are those of `rows`, which may have more tokens."""
+    expected = {
+        (row["row"], target): advantage
+        for row in rows
+        for target, advantage in zip(row["targets"], row["advantage"], strict=True)
+    }
+    for row in noted:
+        for target, advantage in zip(row["targets"], row.get("advantage", ()), strict=False):
+            right = expected.get((row["row"], target))
+            # tokens that must not be trained are another check's
+            if right is None or (may_be_0 and advantage == 0.0):
+                continue
+            if abs(advantage - right) > NEAR * max(1.0, abs(right)):
+                return False
+    return True

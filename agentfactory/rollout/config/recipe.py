@@ -303,6 +303,11 @@ class RolloutRecipe(ToolsRecipe):
             raise part.located(error) from None
         return replace(part, recipe=recipe)
 
+    @property
+    def largest_group(self) -> int:
+        """The largest `group_size` of the sources of tasks."""
+        return max((part.recipe.rollout.group_size for part in self.parts()), default=self.rollout.group_size)
+
     def longest_call(self) -> tuple[float, str]:
         """See ToolsRecipe: a reset may take as long as its chain."""
         return self.rollout.timeout_seconds, "rollout.timeout_seconds"

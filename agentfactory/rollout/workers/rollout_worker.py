@@ -232,7 +232,7 @@ class Worker:
 
     def _show(self, looks: dict[str, Look]) -> None:
         """Show the first look at the model, by source, which was taken while the first batches ran."""
-        rollout, step = self.recipe.rollout, self.batch_size * self.recipe.rollout.group_size
+        rollout, step = self.recipe.rollout, self.batch_size * self.recipe.largest_group
         most = self._places.limit * self.share.of
         running = step * (rollout.max_staleness + 1)
         # a step's chains are those of all sources
@@ -254,7 +254,7 @@ class Worker:
 
     async def _follow_load(self, runner: ChainRunner) -> None:
         places = runner.places
-        control = ConcurrencyControl(places.limit, step=self.recipe.rollout.group_size)
+        control = ConcurrencyControl(places.limit, step=self.recipe.largest_group)
         while True:
             await asyncio.sleep(LOAD_SECONDS)
             try:

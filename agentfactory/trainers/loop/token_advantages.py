@@ -41,6 +41,8 @@ class _Chain:
 
     id: str
     reward: float
+    limit: int
+    """The source's max_total_tokens."""
     turn_rewards: list[float]
     """Empty if the reward gives none."""
     ends: list[int]
@@ -73,15 +75,17 @@ class Credit:
         """Chains without a reward, or with an outcome that is dropped, are left out completely. `fresh` returns, per
         token of a row, whether it may be trained: the others are context, and their chains' rewards count."""
         self._recipe = recipe
+        own = {part.name: part.recipe.rollout.max_total_tokens for part in recipe.parts()}
+        limits = [own.get(group.source, recipe.rollout.max_total_tokens) for group in groups]
         self._ids = [group.id for group in groups]
         self._names = [group.source for group in groups]
         self._groups = [
             [
-                _chain(t, policy is OutcomePolicy.KEEP, recipe, self._estimator.compares_turns, fresh)
+                _chain(t, policy is OutcomePolicy.KEEP, recipe, limit, self._estimator.compares_turns, fresh)
                 for t in group.trajectories
                 if (policy := _use(t, recipe))
             ]
-            for group in groups
+            for group, limit in zip(groups, limits, strict=True)
         ]
 
     @cached_property
@@ -120,7 +124,8 @@ class Credit:
         trained = [index for index, chain in enumerate(chains) if chain.rows]
         lengths = [chains[index].tokens for index in trained]
         loss = self._recipe.train.loss
-        weights, normaliser = token_weights(lengths, loss.normaliser, self._recipe.rollout.max_total_tokens)
+        limits = [chains[index].limit for index in trained]
+        weights, normaliser = token_weights(lengths, loss.normaliser, limits)
         least = [np.full(len(chain), -np.inf) for chain in arrays]
         if loss.top_entropy < 1.0:
             for index, keeps in enumerate(_uncertain(chains, loss.top_entropy)):
@@ -261,6 +266,7 @@ def _chain(
     trajectory: Trajectory,
     trained: bool,
     recipe: TrainRecipe,
+    limit: int,
     compares_turns: bool,
     fresh: Callable[[Row], np.ndarray] | None,
 ) -> _Chain:
@@ -271,7 +277,7 @@ def _chain(
         # a chain may have several rows (a template that rewrites history, rollout.context): the last one fills the
         # context
         length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
-        reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
+        reward += overlong_penalty(length, limit, overlong.buffer, overlong.penalty)
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
     if recipe.teacher is not None and recipe.teacher.url is not None:
         made = [(with_grades(row, trajectory.rows[place], recipe.teacher), place) for row, place in made]
@@ -287,11 +293,13 @@ def _chain(
     malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
     anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
     if trajectory.turn_rewards is None and not malformed and not anchors and not compares_turns:
-        return _Chain(trajectory.id, reward, [], [], [], rows, places, sources, [])
+        return _Chain(trajectory.id, reward, limit, [], [], [], rows, places, sources, [])
     # without context to predict it from, the first token of a row is not trained: see training_row
     lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in trajectory.turn_spans()]
     ends = list(accumulate(lengths))
-    return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors)
+    return _Chain(
+        trajectory.id, reward, limit, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors
+    )
 
 
 def _blame_malformed_turns(

@@ -28,15 +28,17 @@ RowNumbers = Int[Tensor, "targets"]
 
 
 def token_weights(
-    lengths: Sequence[int], normaliser: Literal["token", "sequence", "sequence_sum", "constant"], max_total_tokens: int
+    lengths: Sequence[int], normaliser: Literal["token", "sequence", "sequence_sum", "constant"], limits: Sequence[int]
 ) -> tuple[list[float], float]:
     """Return the weight of each token of a chain, per chain, and the divisor of the sum over the batch.
 
-    `lengths` are the trained tokens of each chain, in all its rows; n is the number of chains that have any.
+    `lengths` are the trained tokens of each chain, in all its rows, and `limits` its source's max_total_tokens; n is
+    the number of chains that have any.
     token: 1, and the sum of the lengths (Yu et al., 2025, DAPO, arXiv:2503.14476, equation 8).
     sequence: 1 / length, and n (Shao et al., 2024, GRPO, arXiv:2402.03300, equation 3).
     sequence_sum: 1, and n (Ahmadian et al., 2024, RLOO, arXiv:2402.14740: the log-probability of the whole chain).
-    constant: 1, and n x `max_total_tokens` (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
+    constant: the largest limit / limit, and n x the largest limit (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783,
+    section 3.2: sum / limit, mean over chains).
     """
     chains = sum(1 for length in lengths if length)
     ones = [1.0] * len(lengths)
@@ -48,7 +50,8 @@ def token_weights(
         case "sequence_sum":
             return ones, float(chains)
         case "constant":
-            return ones, float(chains * max_total_tokens)
+            most = max(limits, default=1)
+            return [most / limit for limit in limits], float(chains * most)
 
 
 def negative_log_likelihood(logprob: PerToken) -> PerToken:

@@ -1,0 +1,121 @@
+"""Advantages of groups: those that the trainer's rules give are healthy, others are not."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentfactory.audit.checks.groups import GroupCheck
+from agentfactory.audit.finding import Finding
+from agentfactory.audit.record import Record, Seen
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.trainers.loop.token_advantages import Credit
+
+Change = Callable[[list[float]], list[float]]
+
+
+def recipe_of(train: dict[str, Any], rollout: dict[str, Any]) -> Recipe:
+    sections = {
+        "name": "run",
+        "output": "run",
+        "model": {"path": "model"},
+        "rewards": ["exact_match"],
+        "data": {"path": "data.jsonl"},
+    }
+    return Recipe.model_validate({**sections, "train": {"steps": 1, **train}, "rollout": rollout})
+
+
+def chain(name: str, reward: float, malformed: bool = False, outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
+    """A chain of two turns of 2 tokens; the first of them may be malformed."""
+    row = Row()
+    for _ in range(2):
+        row.append_context([1, 2])
+        row.append_sampled([4 + ord(name), 4], [-1.0, -1.0], [Span("0", 0, 2)])
+    made = Trajectory(name, [], [row], outcome, reward, turns=2)
+    made.malformed_turns = [0] if malformed else []
+    return made
+
+
+def findings(recipe: Recipe, group: Group, change: Change = lambda values: values) -> list[Finding]:
+    """What the check finds in a group whose credit is the trainer's, with `change` applied to each chain's."""
+    credit = Credit([group], recipe)
+    rows = credit.rows
+    for number, row in enumerate(rows):
+        row.streams["entropy"] = np.linspace(0.1, 0.9, len(row.targets)) + number / 100
+    (line,) = credit.lines(1, credit.assign(rows).rows)
+    noted = json.loads(line)["chains"]
+    for row in (row for rows_of in noted.values() for row in rows_of):
+        row["advantage"] = change(row["advantage"])
+    record = Record("run", "ours", Path(), lambda: iter(()), recipe=recipe)
+    check = GroupCheck(record, {})
+    asyncio.run(check.note(Seen(group, "train.jsonl", step=1, credit=noted)))
+    assert "advantages of" in check.looked_at
+    return list(check.findings())
+
+
+RAFT = {"algorithm": "raft"}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Trajectory]]] = {
+    "grpo": ({}, {}, [chain("a", 1.0), chain("b", 0.0), chain("c", 0.5)]),
+    "without division": (
+        {"advantage": {"options": {"scale": "none"}}},
+        {},
+        [chain("a", 1.0), chain("b", 0.0), chain("c", 1.0)],
+    ),
+    "rloo": ({"algorithm": "rloo"}, {}, [chain("a", 1.0), chain("b", 0.0), chain("c", 0.0)]),
+    "the most uncertain tokens": ({"loss": {"top_entropy": 0.25}}, {}, [chain("a", 1.0), chain("b", 0.0)]),
+    "raft": (RAFT, {}, [chain("a", 1.0), chain("b", 0.0)]),
+    "raft, the best is malformed": (RAFT, {}, [chain("a", 1.0, malformed=True), chain("b", 0.0), chain("c", 0.5)]),
+    "raft, the best is masked": (
+        RAFT,
+        {"on_outcome": {"max_turns": "mask"}},
+        [chain("a", 1.0, outcome=Outcome.MAX_TURNS), chain("b", 0.0), chain("c", 0.5)],
+    ),
+    "a malformed turn": ({}, {}, [chain("a", 1.0, malformed=True), chain("b", 0.0), chain("c", 0.5)]),
+    "nearly equal rewards": (
+        {"advantage": {"options": {"scale": "none"}}},
+        {},
+        [chain("a", 1.0), chain("b", 1.0 + 5e-6)],
+    ),
+    "nearly equal rewards over a batch": (
+        {"advantage": {"options": {"scale": "batch"}}},
+        {},
+        [chain("a", 1.0), chain("b", 1.0 + 1e-7), chain("c", 0.0)],
+    ),
+    "overlong chains": (
+        {"overlong": {"buffer": 4}},
+        {"max_total_tokens": 10},
+        [chain("a", 1.0), chain("b", 0.0), chain("c", 0.5)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_trainers_own_advantages_are_healthy(name: str) -> None:
+    train, rollout, chains = SETTINGS[name]
+    assert findings(recipe_of(train, rollout), Group("g000000", {}, chains)) == []
+
+
+FAULTS: dict[str, Change] = {
+    "turned": lambda values: [-value for value in values],
+    "moved": lambda values: [value + 0.1 for value in values],
+    "scaled": lambda values: [1.01 * value for value in values],
+    "first token": lambda values: [values[0] + 1.0, *values[1:]],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "name", [name for name in SETTINGS if not name.startswith(("nearly", "raft, the best is mas"))]
+)
+def test_other_advantages_are_wrong(name: str, fault: str) -> None:
+    train, rollout, chains = SETTINGS[name]
+    (first, *_) = findings(recipe_of(train, rollout), Group("g000000", {}, chains), FAULTS[fault])
+    assert first.topic == "groups"
+    assert "advantage" in first.text
+    assert first.evidence
