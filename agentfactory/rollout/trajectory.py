@@ -164,12 +164,22 @@ class Trajectory:
 
 
 @dataclass
+class Judged:
+    """The decisions of a curriculum when a group was saved: each position below `upto` in the order of tasks had begun
+    or was passed over, the `passed` ones since the group saved before."""
+
+    upto: int
+    passed: list[int]
+
+
+@dataclass
 class Group:
     """The chains of one task. `version` is the policy version when the group was started. `source` is the name of the
-    task's source; empty in a recipe without sources."""
+    task's source; empty in a recipe without sources. `judged` is what a curriculum has decided; None without one."""
 
     id: str
     task: dict[str, Any]
     trajectories: list[Trajectory]
     version: int = 0
     source: str = ""
+    judged: Judged | None = None

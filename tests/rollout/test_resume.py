@@ -1,11 +1,19 @@
 """Resuming from a stopped run's saved groups: each place is settled, due again or pending."""
 
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.config import CurriculumConfig, RolloutConfig
+from agentfactory.rollout.data import Share, TaskMix, TaskOrder
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.groups.open_group import OpenGroup
+from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
+from agentfactory.rollout.groups.staleness import Admission
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
@@ -109,3 +117,70 @@ def test_observations_are_replayed_with_a_curriculum() -> None:
 def test_what_does_not_belong_to_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="'sampled-00000' is not the id of a group"):
         sort_out([group("sampled-00000", WON, LOST)])
+
+
+class Simulated:
+    """A producer of groups of one chain over two sources, of which 8 are always in progress. Chains of the first source
+    fail until group `hope`; those of the second succeed every other time."""
+
+    def __init__(self, file: Path, share: Share, hope: int, saved: list[Group] = (), **curricula: Any) -> None:  # type: ignore[assignment]
+        async def deliver(*_: Any) -> None:
+            raise AssertionError
+
+        config = RolloutConfig.model_validate({"group_size": 1, "curriculum": curricula.get("curriculum")})
+        orders = [TaskOrder([{"question": str(row)} for row in range(5)], seed, shuffle=True) for seed in (1, 2)]
+        resumed, mixing = None, curricula.get("mixing")
+        if saved:
+            trained = {group.id for group in saved}
+            resumed = Resumed.from_saved(saved, trained, VERSIONS, 8, config, mixing is not None, share)
+        self.hope = hope
+        self.producer = GroupProducer(
+            config,
+            [],
+            TaskMix(orders, [1.0, 1.0], seed=0),
+            Admission(1, 0, total=10_000),
+            Published(8, "8", "8"),
+            file,
+            deliver,
+            resumed,
+            share,
+            mixing=mixing,
+        )
+        self.open: deque[OpenGroup] = deque()
+
+    def play(self, groups: int) -> list[int]:
+        """Save as many groups, and return the positions of those that began."""
+        begun = []
+        while True:
+            while len(self.open) < 8:
+                place = self.producer._take_place()
+                self.open.append(OpenGroup(place, {}, 8, 1))
+                begun.append(place.position)
+            if not groups:
+                return begun
+            groups -= 1
+            group = self.open.popleft()
+            position = group.place.position
+            source = self.producer.order.source(position)
+            won = position % 2 if source else float(position >= self.hope)
+            group.chains = [chain(float(won))]
+            group.end(0)
+            self.producer._save(group)
+
+
+@pytest.mark.parametrize("curricula", [{"mixing": CurriculumConfig()}, {"curriculum": CurriculumConfig()}])
+@pytest.mark.parametrize("of", [1, 2])
+@pytest.mark.parametrize("killed", [1, 50, 97, 200])
+def test_a_killed_run_with_a_curriculum_visits_what_it_would_have_visited(
+    tmp_path: Path, curricula: dict[str, CurriculumConfig], of: int, killed: int
+) -> None:
+    """Between a kill and its end, places that were passed over are not judged again by what was learned since."""
+    for number in range(of):
+        whole = Simulated(tmp_path / f"train-{number}.jsonl", Share(number, of), 150, **curricula)
+        before = whole.play(killed)
+        saved = list(read_groups(tmp_path / f"train-{number}.jsonl"))
+        expected = [*before[killed:], *whole.play(64)]
+        again = Simulated(tmp_path / f"again-{number}.jsonl", Share(number, of), 150, saved, **curricula)
+        assert again.play(64) == expected
+        sources = {again.producer.order.source(position) for position in expected}
+        assert sources == {0, 1}

@@ -25,7 +25,7 @@ from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
 from agentfactory.rollout.sources import Source
-from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.rollout.trajectory import Group, Judged, Outcome
 from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,11 @@ class GroupProducer:
         self._share = share
         self._next_position = share.number
         self._begun: frozenset[int] = frozenset()
-        """Positions that an earlier run started, whose state is known."""
+        """Positions that an earlier run started, whose state is known, or passed over."""
+        self._judged = 0
+        """The position up to which an earlier run's curriculum had judged."""
+        self._passed: list[int] = []
+        """Positions passed over since the last saved group."""
         self._again: deque[Place] = deque()
         self._open: dict[str, OpenGroup] = {}
         self._late: asyncio.TimerHandle | None = None
@@ -96,7 +100,9 @@ class GroupProducer:
             self._resume(resumed)
 
     def _resume(self, resumed: Resumed) -> None:
-        self._begun = resumed.done | set(resumed.again) | {pending.place.position for pending in resumed.pending}
+        pending = {pending.place.position for pending in resumed.pending}
+        self._begun = resumed.done | resumed.passed | pending | set(resumed.again)
+        self._judged = resumed.judged
         self._again += (Place(position, attempt=1) for position in resumed.again)
         self._open = {pending.group.id: OpenGroup.resumed(pending) for pending in resumed.pending}
         self.admission.resume(len(resumed.pending))
@@ -208,11 +214,14 @@ class GroupProducer:
         return Place(position)
 
     def _passes_over(self, position: int) -> bool:
-        if position in self._begun:
-            return True
-        if self.mixing is not None and self.mixing.passes_over(position, self.order.source(position)):
-            return True
-        return self.curriculum is not None and self.curriculum.passes_over(position, self.order.number(position))
+        if position in self._begun or position < self._judged:
+            return position in self._begun
+        passes = (self.mixing is not None and self.mixing.passes_over(position, self.order.source(position))) or (
+            self.curriculum is not None and self.curriculum.passes_over(position, self.order.number(position))
+        )
+        if passes:
+            self._passed.append(position)
+        return passes
 
     def _observe(self, position: int, seen: list[float]) -> None:
         if self.curriculum is not None:
@@ -299,8 +308,11 @@ class GroupProducer:
         return self.published.label if keeps else None
 
     def _save(self, group: OpenGroup) -> None:
-        group.saved = append_group(self.trajectories, group.as_group())
+        saved = group.as_group()
         if self.curriculum is not None or self.mixing is not None:
+            saved.judged, self._passed = Judged(self._next_position, self._passed), []
+        group.saved = append_group(self.trajectories, saved)
+        if saved.judged is not None:
             setting = "rollout.curriculum" if self.mixing is None else "data.curriculum"
             counting = counted(group.chains, self.config)
             self._observe(group.place.position, successes(counting, setting, f"set {setting}=null"))

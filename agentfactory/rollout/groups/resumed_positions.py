@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from agentfactory.rollout.config import EqualRewards, LateChains, RolloutConfig
-from agentfactory.rollout.data import Place
+from agentfactory.rollout.data import WHOLE, Place, Share
 from agentfactory.rollout.groups.curriculum import successes
 from agentfactory.rollout.groups.group_filter import Worth, counted, worth
 from agentfactory.rollout.trajectory import Group, Outcome
@@ -35,6 +35,10 @@ class Resumed:
     """Saved groups that wait to be trained, in the order of their places."""
     observed: tuple[tuple[int, list[float]], ...]
     """Observations for the curriculum, ordered by the ends of the groups: position, and the successes of its chains."""
+    passed: frozenset[int] = frozenset()
+    """Positions that the curriculum passed over. It must not judge them again: it knows more now."""
+    judged: int = 0
+    """The position up to which the curriculum had judged. Those below it that it did not pass over had begun."""
 
     @classmethod
     def from_saved(
@@ -45,6 +49,7 @@ class Resumed:
         version: int,
         config: RolloutConfig,
         observes: bool = False,
+        share: Share = WHOLE,
         configs: Mapping[str, RolloutConfig] | None = None,
     ) -> "Resumed":
         """Classify the groups that were `saved` before the checkpoint.
@@ -56,17 +61,25 @@ class Resumed:
                 other weights is run again.
             version: The checkpoint's version.
             observes: Whether a curriculum over sources needs the observations, as `rollout.curriculum` does.
+            share: The positions to classify, of those that were saved by all workers.
             configs: Source -> settings of its chains, where it has its own.
 
         Raises:
             ValueError: a group's id does not contain a place.
         """
-        done = {Place.of(group_id).position for group_id in trained}
+        done = {position for group_id in trained if (position := Place.of(group_id).position) in share}
+        passed: set[int] = set()
+        judged = 0
         attempts: dict[int, int] = {}
         pending: dict[int, Pending] = {}
         observed: list[tuple[int, list[float]]] = []
         for group in saved:
             place = Place.of(group.id)
+            if group.judged is not None:
+                passed.update(group.judged.passed)
+                judged = max(judged, group.judged.upto)
+            if place.position not in share:
+                continue
             attempts[place.position] = max(place.attempt, attempts.get(place.position, 0))
             counting = counted(group.trajectories, config)
             if observes or config.curriculum is not None:
@@ -96,6 +109,8 @@ class Resumed:
             again=tuple(position for position in given_up if not attempts[position]),
             pending=tuple(pending[position] for position in sorted(pending)),
             observed=tuple(observed),
+            passed=frozenset(passed),
+            judged=judged,
         )
 
 

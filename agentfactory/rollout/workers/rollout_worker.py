@@ -17,7 +17,7 @@ from typing import Any
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
-from agentfactory.rollout.data import Place, Share
+from agentfactory.rollout.data import Share
 from agentfactory.rollout.evaluation.advice import PAGE, advise
 from agentfactory.rollout.evaluation.alarms import Alarms
 from agentfactory.rollout.evaluation.evaluate import evaluate, looks_at, offer_of, open_sources
@@ -198,15 +198,16 @@ class Worker:
             # the file may name groups of later checkpoints, which this run does not resume from
             (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
             self._note_acknowledged(self.trained)
-        saved = (group for file in files for group in read_groups(file) if Place.of(group.id).position in self.share)
-        trained = {group_id for group_id in self.trained if Place.of(group_id).position in self.share}
+        saved = (group for file in files for group in read_groups(file))
         observes = self.recipe.data is not None and self.recipe.data.curriculum is not None
         configs = {part.name: part.recipe.rollout for part in self.parts}
-        resumed = Resumed.from_saved(saved, trained, self.versions, version, self.recipe.rollout, observes, configs)
+        resumed = Resumed.from_saved(
+            saved, self.trained, self.versions, version, self.recipe.rollout, observes, self.share, configs
+        )
         logger.info(
             "resuming after version %d: %d groups are trained, %d wait to be trained",
             version,
-            len(trained),
+            len(self.trained),
             len(resumed.pending),
         )
         return resumed
